@@ -72,7 +72,7 @@ class Team:
 class Device:
     """As cuda.device.Device."""
 
-    name, ordinal, processors = NAME, 0, 132
+    name, ordinal, arch, processors = NAME, 0, "pretended", 132
     captured = None  # what is launched while a graph is captured
 
     @classmethod
@@ -121,6 +121,10 @@ class Lane:
     @classmethod
     def of(cls, context, stream):
         return cls.numbered(context, 0)
+
+    @property
+    def pushes(self):
+        return SimpleNamespace(push_to_all=push_to_all)
 
     @contextmanager
     def section(self, stream):
@@ -210,6 +214,11 @@ class Pool:
             return np.ndarray(shape, native, owner, start, order=order)
 
         return make
+
+
+def push_to_all(source, targets, nbytes, stream):
+    for target in targets:
+        Device.launch(stream, ctypes.memmove, target, source, nbytes)
 
 
 def fetch(context, found, outboxes, room, stream):

@@ -15,16 +15,20 @@ from typing import Any
 from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
+import numpy as np
 from gpu_interpreter import PERFORM
 from pretended import Device, Lane
+from pretended import fetch as fetch_at_once
 from streams import schedule
 
 from shardmath.geometry.integers import up
+from shardmath.handles.operand import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu import performing, phases
 from shardmath.operators.matmul.gpu.phases import Phases
+from shardmath.program import gpu_performing
 from shardmath.program.steps import Await, On, Record, Synchronise
 from shardmath.symmetric.heap import Location
 
@@ -149,7 +153,7 @@ class Panels:
 
     def prepare(self): ...
 
-    def run(self, places):
+    def run(self, places, stream):
         return False
 
 
@@ -233,12 +237,14 @@ def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=Fa
             Phases(rank, plan, own, rank, addition_order=addition_order)
             for rank, plan, own in zip(ranks, rank_plans, operands, strict=True)
         ]
-        messages = [each.prepare() for each in made]
-        for each in made:
-            each.meet()
+        texts = [each.prepare() for each in made]
+        places = [[Exposed.unpack(text) if text else None for text in own] for own in texts]
         for rank, each in zip(ranks, made, strict=True):
-            with patch.object(phases, "call", call_of(rank)):
-                each.run(messages)
+            with (
+                patch.object(phases, "call", call_of(rank)),
+                patch.object(Phases, "collectives", staticmethod(lambda context, lane: lane)),
+            ):
+                each.bind(places)(0)
     PERFORM[Launched] = lambda step, rank: step.run()
     schedule(ranks, random.Random(seed), PERFORM)
 
@@ -270,6 +276,29 @@ def by_numpy(panels, within):
         yield
 
 
+class Sums:
+    """As DeviceCollectives of ranks that are processes, by way of the hosts."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def all_reduce(self, source, target, size, dtype, how, stream):
+        Device.launch(stream, self.add_up, source, (size,), 0, target, dtype)
+
+    def reduce_scatter(self, source, target, counts, dtype, how, stream):
+        Device.launch(stream, self.add_up, source, counts, self.context.rank, target, dtype)
+
+    def add_up(self, source, counts, part, target, dtype):
+        def line(address, size):
+            return Matrix(address, 1, size, max(1, size), 1, dtype.name)
+
+        own = arithmetic.view(line(source, sum(counts))).tobytes()
+        held = [np.frombuffer(x, np.uint8).copy() for x in self.context.gather("", lambda: own)]
+        first = sum(counts[:part]) * dtype.itemsize
+        parts = [line(x.ctypes.data + first, counts[part]) for x in held]
+        arithmetic.add_up(line(target, counts[part]), parts)
+
+
 @contextmanager
 def products_at_once():
     """Within, products of a `pretended_gpu` are performed when they are launched."""
@@ -279,5 +308,8 @@ def products_at_once():
         patch.object(performing, "Lane", Lane),
         patch.object(performing, "bindings", lambda: None),
         patch.object(phases, "call", call_of(events)),
+        patch.object(phases, "fetch", fetch_at_once),
+        patch.object(gpu_performing, "call", call_of(events)),
+        patch.object(Phases, "collectives", staticmethod(lambda context, lane: Sums(context))),
     ):
         yield

@@ -34,7 +34,7 @@ from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions
 from shardmath.local.epilog import INPUTS, requirements
 from shardmath.machine import Machine, h200
 from shardmath.operators.matmul.gpu import panels, rounds
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy, keeps_blocks
 from shardmath.operators.matmul.gpu.steps import (
     Collective,
@@ -47,7 +47,6 @@ from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.program import SCALES, output
 from shardmath.operators.matmul.scaling import TENSOR, Scaling
 from shardmath.operators.matmul.strategy import candidates
-from shardmath.operators.published import matrix_of
 from shardmath.program.steps import Fused
 
 ANY = settings(
@@ -92,9 +91,9 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
         shape = extra.shape
         if extra.name == problem.epilog.makes_bgrad:
             shape = gradient_layouts(problem)[2].local_shape(rank)[:1]
-        outputs[extra.name] = on_gpu(np.zeros(shape, to_numpy(extra.dtype), "F"))
+        outputs[output(extra.name)] = on_gpu(np.zeros(shape, to_numpy(extra.dtype), "F"))
     if problem.scaling is not None and problem.scaling.amax:
-        outputs["result_amax"] = on_gpu(np.zeros(1, np.float32))
+        outputs[output("result_amax")] = on_gpu(np.zeros(1, np.float32))
     return Operands(
         held["a"],
         held["b"],
@@ -104,7 +103,6 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
         numbers["beta"],
         {name: held[name] for name in INPUTS if name in held},
         outputs,
-        0,
         scales,
     )
 

@@ -1,9 +1,9 @@
 """Which products are computed by one kernel that moves data too, and how they are found.
 
 A strategy has the pattern of such a product or not, the same on all ranks; whether the arrays are
-aligned and ordered as the kernel needs, each rank sees for itself. All ranks exchange what they
-found and decide the same: the kernel where every rank can use it, the phases of `execution` where
-one cannot, or where the kernel is predicted to be slower.
+aligned and ordered as the kernel needs, each rank sees for itself. All ranks tell each other, and
+decide the same: the kernel where every rank can use it, phases where one cannot, or where the
+kernel is predicted to be slower.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.local_product import OperandLayout
-from shardmath.operators.matmul.gpu.patterns import Pattern
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
-from shardmath.operators.published import matrix_of
+from shardmath.program.gpu_performing import Told
+from shardmath.program.gpu_steps import Launch
+from shardmath.symmetric.team import Team
 
-__all__ = ["Fused", "have_addresses", "notes"]
+__all__ = ["FusedProduct", "notes"]
 
 _ALIGNMENT = 16
-_DIGEST_BYTES = 16  # bytes that say which product it is; behind them, where its result lies
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,
     "reduce-scatter": GemmReduceScatter,
@@ -42,16 +42,16 @@ _KERNELS: dict[str, Any] = {
 }
 
 
-class Fused:
-    """One execution by one kernel on one rank. `message` is what to tell the peers: b"" where it
-    cannot be.
+class FusedProduct:
+    """One execution by one kernel on one rank. `form` is what the ranks compare of it: whether it
+    is transposed, and a digest; b"" where it cannot be.
     """
 
-    def __init__(
-        self, pattern: Pattern, rank_plan: RankPlan, operands: Operands, device: Device
-    ) -> None:
+    def __init__(self, rank_plan: RankPlan, operands: Operands, team: Team) -> None:
+        pattern = rank_plan.pattern
+        assert pattern is not None, "a kernel is for a pattern"
         self._pattern = pattern
-        self._device = device
+        self._device = team.device
         self._rank_plan = rank_plan
         self._operands = operands
         self._a, self._b = map(matrix_of, operands.ab)
@@ -60,67 +60,53 @@ class Fused:
         if transposed:
             self._a, self._b = self._b.transposed(), self._a.transposed()
             self._out = self._out.transposed()
-        forms = tuple(x[1:] for x in self._matrices)
-        key = ("described", transposed, forms, self._is_supported())
+        layouts = tuple(x[1:] for x in self._matrices)
+        key = ("described", transposed, layouts, self._is_supported())
         if key not in rank_plan.cache:
-            problem = self._as_kernel_problem(device) if self._is_supported() else None
-            text = repr((pattern.kind, problem)).encode()
-            message = bytes([transposed]) + blake2b(text, digest_size=15).digest()
-            rank_plan.cache[key] = (problem, b"") if problem is None else (problem, message)
-        self._problem, self.message = rank_plan.cache[key]
-        if self.message:
-            self.message += self._result_address()
+            problem = self._as_kernel_problem(team.device) if self._is_supported() else None
+            digest = blake2b(repr((pattern.kind, problem)).encode(), digest_size=15).digest()
+            rank_plan.cache[key] = problem, b"" if problem is None else bytes([transposed]) + digest
+        self._problem, self.form = rank_plan.cache[key]
 
     @property
     def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
         return self._a, self._b, self._out
 
-    def is_chosen(self, messages: Sequence[bytes]) -> bool:
-        """Whether all ranks, who sent these messages, can use the kernel, and it is predicted to be
-        faster.
+    @property
+    def result_place(self) -> bytes:
+        """Where peers write the result on the heap; b"" where they cannot, or not in whole pieces
+        of 16 bytes.
         """
-        return (
-            all(messages)
-            and len({text[0] for text in messages}) == 1
-            and self._rank_plan.one_kernel
-        )
+        order_and_pitch, out = _order_and_pitch(self._out), self._operands.out
+        if order_and_pitch is None or self._pattern.kind != "all-reduce" or out.block is None:
+            return b""
+        pieces = self._out.address // 2, order_and_pitch[1], self._out.columns
+        return b"" if any(x % 8 for x in pieces) else out.told
 
-    def run(self, context: Context, messages: Sequence[bytes]) -> None:
-        """Put it on the stream. Collective."""
-        result_addresses = _places(context, [text[_DIGEST_BYTES:] for text in messages])
-        key = (
-            self._pattern.kind,
-            *(text[:_DIGEST_BYTES] for text in messages),
-            bool(result_addresses),
-        )
+    def bind(self, context: Context, told: Sequence[Told]) -> Launch:
+        """What puts it on a stream. Collective."""
+        places = _addresses(context, [each.places[0] for each in told])
+        key = (self._pattern.kind, *(each.facts.form for each in told), bool(places))
         cache = self._rank_plan.cache
         if key not in cache:
             make = partial(_KERNELS[self._pattern.kind].create, context, self._problem)
-            made = make(result_addresses=True) if result_addresses else make()
+            made = make(result_addresses=True) if places else make()
             cache[key] = made, StreamOrder(self._device)
             weakref.finalize(self._rank_plan, made.free).atexit = False
         order_and_pitch = _order_and_pitch(self._out)
         assert order_and_pitch is not None
-        a, b, out = self._a.address, self._b.address, self._out.address
         product, order = cache[key]
-        launch = (
-            partial(product.launch, result_addresses=result_addresses)
-            if result_addresses
-            else product.launch
+        launch = partial(
+            product.launch, *(x.address for x in self._matrices), pitch=order_and_pitch[1]
         )
-        with order.section(self._operands.stream):  # its words are those of one launch at a time
-            launch(a, b, out, self._operands.stream, pitch=order_and_pitch[1])
+        if places:
+            launch = partial(launch, result_addresses=places)
 
-    def _result_address(self) -> bytes:
-        """What peers need to write the result: how far its rows are apart, and where it lies on the
-        heap. b"" where they cannot, or not in whole pieces of 16 bytes.
-        """
-        order_and_pitch, out = _order_and_pitch(self._out), self._operands.out
-        assert order_and_pitch is not None
-        lines = self._out.address // 2, order_and_pitch[1], self._out.columns
-        if self._pattern.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
-            return b""
-        return order_and_pitch[1].to_bytes(8, "little") + out.told
+        def run(stream: int) -> None:
+            with order.section(stream):  # its words are those of one launch at a time
+                launch(stream=stream)
+
+        return run
 
     def _is_supported(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
@@ -152,24 +138,19 @@ class Fused:
         return None if split.unsupported(device) else split
 
 
-def _places(context: Context, result_addresses: Sequence[bytes]) -> list[int]:
-    """Where every rank's result lies for this rank; none where one cannot be written, or their rows
-    are not as far apart.
+def _addresses(context: Context, places: Sequence[Exposed | None]) -> list[int]:
+    """Where every rank's result lies for this rank; none where one cannot be written, or their
+    lines are not as far apart.
     """
-    if not all(result_addresses) or len({text[:8] for text in result_addresses}) > 1:
+    held = [place for place in places if place is not None]
+    if len(held) < len(places) or len({place.strides for place in held}) > 1:
         return []
-    places = []
-    for rank, text in enumerate(result_addresses):
-        there = Exposed.unpack(text[8:])
-        address = context.peer_address(rank, there.location, there.nbytes)
+    addresses = []
+    for rank, place in enumerate(held):
+        address = context.peer_address(rank, place.location, place.nbytes)
         assert address is not None, "ranks of one host have an address for each other's memory"
-        places.append(address + there.origin)
-    return places
-
-
-def have_addresses(messages: Sequence[bytes]) -> bool:
-    """Whether all ranks have sent the addresses of their results."""
-    return all(text[_DIGEST_BYTES:] for text in messages)
+        addresses.append(address + place.origin)
+    return addresses
 
 
 _NOTES = {

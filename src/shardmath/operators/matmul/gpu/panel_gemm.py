@@ -39,8 +39,7 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     Tiles,
     make_schedule,
 )
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
-from shardmath.operators.published import AddressTable, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import AddressTable, Operands, RankPlan, matrix_of
 from shardmath.redistribution.box_copies import Box, BoxCopies
 from shardmath.redistribution.copies import StridedCopy, lowered
 
@@ -153,12 +152,12 @@ class PanelGemm:
         """Bytes of the panel of each operand, by the name of the lane's memory for it."""
         return {f"panel {'ab'[x.index]}": x.panel_bytes() for x in self._panel_operands}
 
-    def run(self, places_of: Callable[[int], AddressTable]) -> bool:
-        """Put it on the stream; false, with nothing done, where copy engines do not suit.
+    def run(self, places_of: Callable[[int], AddressTable], stream: int) -> bool:
+        """Put it on a stream; false, with nothing done, where copy engines do not suit.
 
         `places_of(index)` says where each rank's part of an operand lies.
         """
-        stream, lane = self._operands.stream, self._lane
+        lane = self._lane
         places = [self._oriented(places_of(operand.index)) for operand in self._panel_operands]
         plan = self._plan(places)
         if plan is None:
@@ -186,7 +185,7 @@ class PanelGemm:
             target = operand.panel_slice(panel, fetch.lo, fetch.hi)
             copies.launch(copy_stream, sources[fetch.operand], target.address)
             call("cuStreamWriteValue64", copy_stream, progress + 8 * number, fetch.last, 0)
-        self._launch(plan, panels, progress)
+        self._launch(plan, panels, progress, stream)
         call("cuEventRecord", lane.event("join"), copy_stream)
         call("cuStreamWaitEvent", stream, lane.event("join"), 0)
         return True
@@ -265,7 +264,7 @@ class PanelGemm:
 
     # -- the kernel --------------------------------------------------------------------------------
 
-    def _launch(self, plan: _Plan, panels: Sequence[Matrix], progress: int) -> None:
+    def _launch(self, plan: _Plan, panels: Sequence[Matrix], progress: int, stream: int) -> None:
         out, team, schedule = self._out, self._lane.team, plan.schedule
         left, right = self._panel_operands
         tiling, pitch = left.tiling, out.row_stride
@@ -315,7 +314,7 @@ class PanelGemm:
         blocks = tiling.cluster * (
             min(clusters, schedule.units) if schedule.is_data_parallel else clusters
         )
-        kernel.launch(self._operands.stream, blocks, _THREADS, Argument(packed))
+        kernel.launch(stream, blocks, _THREADS, Argument(packed))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
+from shardmath.operators.matmul.gpu.rank_plan import (
+    AddressTable,
+    Operands,
+    Place,
+    RankPlan,
+    matrix_of,
+)
 from shardmath.operators.matmul.gpu.steps import (
     ALIGNMENT,
     AddUp,
@@ -48,13 +54,6 @@ from shardmath.operators.matmul.gpu.steps import (
     ProductProgram,
     Push,
     View,
-)
-from shardmath.operators.published import (
-    AddressTable,
-    Place,
-    matrix_of,
-    pack_exposed,
-    unpack_exposed,
 )
 from shardmath.program.steps import (
     Await,
@@ -76,7 +75,7 @@ from shardmath.symmetric.heap import Location
 
 __all__ = ["Phases"]
 
-# What peers may read, and what they write: numbers stand for these names where ranks tell them.
+# What peers may read, and what they write, in the order in which ranks tell each other.
 _PUBLISHED = (
     *("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
     *("lines", "line scales"),
@@ -93,7 +92,7 @@ class _Chosen(NamedTuple):
 
 
 class Phases:
-    """One execution on one rank: `prepare`, tell the peers, `run`.
+    """One execution on one rank: `prepare`, tell the peers, `bind`.
 
     `addition_order` is the order of products that one collective adds up, "" where peers read them.
     """
@@ -123,7 +122,8 @@ class Phases:
         self._buffers = self._program.buffers
         self._bound: dict[Name, Matrix] = {}
         self._bases: dict[str, int] = {}
-        self._peers: list[dict[str, Exposed]] = []
+        self._peers: list[dict[str, Exposed | None]] = []
+        self._stream = 0
 
     # -- which steps -------------------------------------------------------------------------------
 
@@ -171,10 +171,10 @@ class Phases:
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare(self) -> bytes:
+    def prepare(self) -> tuple[bytes, ...]:
         """Take all memory. Local.
 
-        Returns what to tell the peers. Raises HeapExhausted; nothing has been written then.
+        Returns where peers find what they reach. Raises HeapExhausted; nothing has been written.
         """
         lane, panels = self._lane, {}
         if any(isinstance(step, Fused) for step in self._steps):
@@ -191,8 +191,8 @@ class Phases:
         self._bases = {name: lane.address(name) for name in self._memories}
         for name, array in self._arrays.items():
             self._bases[name] = array.address - array.address % ALIGNMENT
-        self._bound = {}
-        return pack_exposed({n: self._exposed(n) for n in self._program.published}, _PUBLISHED)
+        published = self._program.published
+        return tuple(self._exposed(n).pack() if n in published else b"" for n in _PUBLISHED)
 
     def _exposed(self, name: str) -> Exposed:
         """Where peers find what this rank has published under a name."""
@@ -210,33 +210,33 @@ class Phases:
         block = self._lane.buffer(view.memory, 0).block
         return Exposed(block.location, x.size * x.itemsize, origin, steps)
 
-    def meet(self) -> None:
-        """What all ranks do together before. Collective; raises HeapExhausted on all ranks."""
-        if any(isinstance(step, Collective) for step in self._steps):
-            self._collectives()
-
-    def _collectives(self) -> DeviceCollectives:
-        """The collectives of the lane: operations in other lanes never wait for them.
+    @staticmethod
+    def collectives(context: Context, lane: Lane) -> DeviceCollectives:
+        """The collectives of a lane: operations in other lanes never wait for them. Collective,
+        when asked for first; raises HeapExhausted on all ranks.
 
         Large ones take up to half of each multiprocessor, so those of two lanes find room at once;
         of three lanes and more they are to begin in the same order on all ranks (see
         `DeviceCollectives`).
         """
-        context, name = self._context, f"sums of lane {self._lane.number}"
-        found: DeviceCollectives = context.cache(name, lambda: DeviceCollectives.separate(context))
-        return found
+        name = f"sums of lane {lane.number}"
+        made: DeviceCollectives = context.cache(name, lambda: DeviceCollectives.separate(context))
+        return made
 
     # -- run ---------------------------------------------------------------------------------------
 
-    def run(self, messages: Sequence[bytes]) -> None:
-        """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
-
-        `messages` is what all ranks have told.
+    def bind(self, places: Sequence[Sequence[Exposed | None]]) -> Callable[[int], None]:
+        """What puts everything on a stream, D and the epilog's outputs being there after it, where
+        all ranks' published matrices lie in these `places`.
         """
-        self._peers = [unpack_exposed(text, _PUBLISHED) for text in messages]
-        stream = self._operands.stream
-        with self._lane.section(stream):
+        peers = [dict(zip(_PUBLISHED, own, strict=True)) for own in places]
+        bound: dict[Name, Matrix] = {}
+
+        def run(stream: int) -> None:
+            self._peers, self._bound, self._stream = peers, bound, stream
             self._perform(self._steps, stream)
+
+        return run
 
     def _perform(self, steps: Sequence[Any], stream: int) -> None:
         for step in steps:
@@ -273,6 +273,7 @@ class Phases:
             strides = x.row_stride * item, x.column_stride * item
             return self._bases[buffer.memory] + x.address, strides
         exposed = self._peers[buffer.rank][buffer.name]
+        assert exposed is not None, "published"
         address = self._context.peer_address(buffer.rank, exposed.location, exposed.nbytes)
         assert address is not None, "ranks of one host have an address for each other's memory"
         if buffer.parcel is not None:
@@ -315,7 +316,7 @@ class Phases:
         target, cache = self._matrix(step.target), self._rank_plan.cache
         strides = target.row_stride * target.itemsize, target.column_stride * target.itemsize
         sources = {src: self._place(self._buffers[name]) for src, name in step.sources}
-        is_beside = stream != self._operands.stream
+        is_beside = stream != self._stream
         from_strides = tuple((src, found) for src, (_, found) in sources.items())
         key = (step.name, strides, from_strides, is_beside)
         if key not in cache:
@@ -355,7 +356,7 @@ class Phases:
 
     def _fetch(self, step: Fetched, stream: int) -> None:
         nowhere = Exposed(Location(0, 0), 0, 0, ())
-        outboxes = [exposed.get(step.name, nowhere).location for exposed in self._peers]
+        outboxes = [(exposed[step.name] or nowhere).location for exposed in self._peers]
         room = self._matrix(step.target).address
         fetch(self._context, step.fetches, outboxes, room, stream)
 
@@ -486,7 +487,7 @@ class Phases:
 
     def _add_by_collective(self, step: Collective, stream: int) -> None:
         source, target = self._matrix(step.source), self._matrix(step.target)
-        dtype, collectives = dtypes.of(source.dtype), self._collectives()
+        dtype, collectives = dtypes.of(source.dtype), self.collectives(self._context, self._lane)
         if not step.counts:
             collectives.all_reduce(
                 source.address, target.address, source.size, dtype, "sum", stream
@@ -499,7 +500,7 @@ class Phases:
     def _multiply_panels(self, step: Fused, stream: int) -> None:
         """By the kernel for it; where copy engines do not suit, one interval after the other."""
         assert self._panel_gemm is not None
-        if not self._panel_gemm.run(self._places):
+        if not self._panel_gemm.run(self._places, stream):
             self._perform(step.replaces, stream)
 
     def _places(self, index: int) -> AddressTable:

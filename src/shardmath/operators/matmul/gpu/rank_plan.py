@@ -5,8 +5,8 @@ A share is derived from the strategy alone, kept with the plan, and the same for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,16 +37,27 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     modes,
     scale_moves,
 )
-from shardmath.operators.matmul.program import SCALES, output, passed
+from shardmath.operators.matmul.program import SCALES, passed
 from shardmath.operators.matmul.strategy import Strategy
-from shardmath.operators.published import matrix_of
 from shardmath.program import steps
 from shardmath.program.steps import Combine
 
-__all__ = ["ALIGNMENT", "Lying", "Operands", "RankPlan", "Scales"]
+__all__ = [
+    "ALIGNMENT",
+    "AddressTable",
+    "Lying",
+    "Operands",
+    "Place",
+    "RankPlan",
+    "Scales",
+    "matrix_of",
+]
 
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
 _KEPT = 32  # programs
+
+Place = tuple[int, tuple[int, ...]]  # the address of element (0, 0), strides in bytes
+AddressTable = Callable[[int], Place]  # by rank
 
 
 class Lying(NamedTuple):
@@ -89,7 +100,6 @@ class Operands:
     beta: complex
     inputs: Mapping[str, Operand] = field(repr=False)
     outputs: Mapping[str, Operand] = field(repr=False)
-    stream: int
     scales: Scales | None = None
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
     algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
@@ -97,10 +107,9 @@ class Operands:
     @property
     def arrays(self) -> dict[str, Operand]:
         """All of them by the names that programs have for them."""
-        found = {"a": self.a, "b": self.b, "d": self.out, **self.inputs}
+        found = {"a": self.a, "b": self.b, "d": self.out, **self.inputs, **self.outputs}
         if self.c is not None:
             found["c"] = self.c
-        found |= {output(name): array for name, array in self.outputs.items()}
         if self.scales is not None:
             arrays = zip(SCALES, self.scales.arrays, strict=True)
             found |= {name: array for name, array in arrays if array is not None}
@@ -131,22 +140,17 @@ class Operands:
             frozenset(name for name, value in values if value == 0),
         )
 
-    def without_memory(self) -> Operands:
-        """The same, which keep nothing."""
-        inputs = {name: x.without_memory() for name, x in self.inputs.items()}
-        scales = self.scales
-        if scales is not None:
-            arrays = tuple(x and x.without_memory() for x in scales.arrays)
-            scales = Scales(scales.numbers, arrays)
-        a, b, c = (x and x.without_memory() for x in (self.a, self.b, self.c))
-        assert a is not None and b is not None
-        out = self.out.without_memory()
-        return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
-
     @property
     def ab(self) -> tuple[Operand, Operand]:
         """op(A) and op(B)."""
         return self.a, self.b
+
+
+def matrix_of(array: Operand) -> Matrix:
+    """An array of two axes, or a vector as a column."""
+    one, two = (stride // array.itemsize for stride in (*array.strides, array.itemsize)[:2])
+    rows, columns = (*array.shape, 1)[:2]
+    return Matrix(array.address, rows, columns, one, two, array.dtype)
 
 
 @dataclass(frozen=True)
