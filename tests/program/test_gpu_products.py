@@ -138,7 +138,7 @@ def results_of(operands):
     found = {"d": view(matrix_of(operands.out)).copy("K")}
     for name, array in operands.outputs.items():
         x = view(matrix_of(array)).copy("K")
-        found[output(name)] = x[:, 0] if len(array.shape) == 1 else x
+        found[name] = x[:, 0] if len(array.shape) == 1 else x
     return found
 
 
