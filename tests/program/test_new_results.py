@@ -205,17 +205,19 @@ def test_all_ranks_raise_the_same_where_one_calls_otherwise(contexts, name, form
 
 
 def grow(context):
-    """How often a product is prepared, whose result needs more room than those before it."""
-    prepared, plain = [], performing._New.message
+    """How often a product is prepared, whose result needs more room than those before it; and how
+    many exchanges the last calls are.
+    """
+    prepared, plain, exchanges = [], performing.Products._ready, []
 
-    def message(self):
-        prepared.append(self._operands.out.shape[0])
-        return plain(self)
+    def ready(self, execution, *args, **named):
+        prepared.append(execution.result.array.shape[0])
+        return plain(self, execution, *args, **named)
 
     with (
         pretended_gpu(context),
         products_at_once(),
-        patch.object(performing._New, "message", message),
+        patch.object(performing.Products, "_ready", ready),
         context,
     ):
         made = arrays(context, "heap")
@@ -223,10 +225,13 @@ def grow(context):
         for rows in (M, 8 * M):
             a = made(part_of(np.ones((rows, N)), Slab.X, context.rank, context.size))
             for _ in range(5):
+                before = context.board.rounds
                 matmul(a, b, distributions=SPLITS)
+            exchanges.append(context.board.rounds - before)
         context.board.barrier("done")
-    return prepared
+    return prepared, exchanges
 
 
 def test_room_that_grows_lets_products_come_again(contexts):
-    assert contexts.run(grow, ranks=2) == [[M, 8 * M]] * 2
+    twice = [rows for rows in (M, 8 * M) for _ in range(2)]  # the first has no room yet
+    assert contexts.run(grow, ranks=2) == [(twice, [1, 1])] * 2
