@@ -10,7 +10,7 @@ import pytest
 import built
 from shardmath.base import compiled
 from shardmath.base.compiled import extension, library, library_beside
-from shardmath.collectives import compiled_sum
+from shardmath.local import compiled_sum
 
 
 def test_beside_a_module(tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from built import built_from_c
-from shardmath.collectives import compiled_sum
-from shardmath.collectives.reduction import Reduction, reduce_local
+from shardmath.local import compiled_sum
+from shardmath.local.reduction import Reduction, reduce_local
 
 TYPES = ["float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64"]
 

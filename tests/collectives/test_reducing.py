@@ -20,7 +20,8 @@ from samples import (
     values,
 )
 
-from shardmath.collectives import all_reduce, broadcast, reduce_scatter, twoshot
+from shardmath.collectives import all_reduce, broadcast, reduce_scatter
+from shardmath.program import two_shots
 
 SHAPES = ((), (0,), (1,), (7, 9), (3, 0, 2), (5, 1, 8))
 # Sizes about the limits: notes of 2 KB, copies of 64 KB, one shot of 1 MB, blocks of 2 MB.
@@ -159,19 +160,21 @@ def test_all_reduce_of_every_length_from_and_to_every_place(contexts, size, dtyp
 
 
 def check_small_blocks(context):
-    """Many blocks, uneven last ones, parts that are empty."""
-    kept = twoshot._BLOCK_BYTES
+    """Many blocks, uneven last ones, parts that are empty; each group knows one size of blocks."""
+    kept = two_shots._BLOCK_BYTES
     wrong = []
     try:
         for block in (1 << 12, 1 << 15, 1 << 20):
-            twoshot._BLOCK_BYTES = block
+            two_shots._BLOCK_BYTES = block
+            group = context.split(0)
             for length in (1 << 19, (1 << 19) + 1, 600_001):
                 parts = [values("float32", (length,), r, seed=block) for r in range(context.size)]
-                found = all_reduce(parts[context.rank], context=context)
+                found = all_reduce(parts[context.rank], context=group)
                 if not same(found, reduced("sum", parts)):
                     wrong.append((block, length))
+            group.close()
     finally:
-        twoshot._BLOCK_BYTES = kept
+        two_shots._BLOCK_BYTES = kept
     return wrong
 
 

@@ -245,16 +245,16 @@ def test_halves_are_summed_in_float32_and_can_be_returned_so(contexts, size):
 
 
 def memory_ends_on_one_rank(context):
-    a, b = np.ones((8, 8)), np.ones((8, 8))
-    mine = part(a, Y, context), part(b, X, context)
-    c = part(np.ones((8, 8)), X, context)
+    ones = np.ones((1024, 1024))  # of which parts are so large that they have to be staged
+    mine = part(ones, Y, context), part(ones, X, context)
+    c = part(ones, X, context).copy()
     with context:
         Workspace.of(context).release()  # what earlier calls have left would do
         options = {"inplace": True}
         with no_memory(context):
             said = heard(lambda: matmul(*mine, c, beta=1, distributions=(Y, X, X), options=options))
         assert (c == 1).all()
-        assert (matmul(*mine, distributions=(Y, X, X)) == 8).all()  # the context lives
+        assert (matmul(*mine, distributions=(Y, X, X)) == 1024).all()  # the context lives
     return said
 
 

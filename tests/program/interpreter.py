@@ -95,7 +95,7 @@ def split_phases(steps):
 
 
 def move(step, rank, buffers):
-    found = moves(step.transfer.src, step.transfer.dst, dst_rank=rank)
+    found = step.transfer.into(rank)
     copy_moves(found, lambda src: buffers[src][step.source], buffers[rank][step.target], rank=rank)
 
 
@@ -111,6 +111,11 @@ def multiply(step, rank, buffers):
 
 def combine(step, rank, buffers):
     target, dtype = buffers[rank][step.target], buffers[rank][step.source].dtype
+    if step.reduction is not None:
+        spans = step.needed.spans(rank)
+        cut = (*(slice(each.start, each.start + each.length) for each in spans), ...)
+        target[...] = reduced(step.reduction, [own[step.source][cut] for own in buffers])
+        return
     weight = buffers[rank].numbers[step.weight] if step.weight else 1
     if weight == 0:
         return
@@ -119,8 +124,22 @@ def combine(step, rank, buffers):
         part = np.zeros(target.shape, dtype)
         found = shared_part(step.held, step.needed, src=src, dst=rank)
         copy_moves(found, lambda r: buffers[r][step.source], part)
-        total = np.maximum(total, part) if step.largest else total + dtype.type(weight) * part
+        total = total + dtype.type(weight) * part
     target[...] = total
+
+
+UFUNCS = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+
+def reduced(reduction, parts):
+    """All ranks' elements combined in rank order, and rounded once."""
+    total, *others = (part.astype(to_numpy(reduction.accumulator)) for part in parts)
+    with np.errstate(all="ignore"):
+        for part in others:
+            total = UFUNCS.get(reduction.op, np.add)(total, part)
+        if reduction.op == "mean":
+            total = np.divide(total, total.dtype.type(len(parts)))
+        return total.astype(to_numpy(reduction.result))
 
 
 def axpby(step, rank, buffers):

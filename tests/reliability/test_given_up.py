@@ -29,7 +29,7 @@ WITH_BARRIERS = {
     "all_reduce": lambda x: all_reduce(np.concatenate([x] * 4)),  # by two shots
     "reduce_scatter": reduce_scatter,
     "all_to_all": all_to_all,
-    "matmul": lambda x: matmul(x, x.T.copy(), distributions=[Slab.X, Slab.Y, Slab.X]),
+    "matmul": lambda x: matmul(x, x.T, distributions=[Slab.X, Slab.Y, Slab.X]),
     "matmul along k": lambda x: matmul(x.T.copy(), x, distributions=[Slab.Y, Slab.X, Slab.X]),
     "fft": lambda x: fft(x, distribution=Slab.X),
 }

@@ -20,7 +20,7 @@ __all__ = ["BUILT", "extension", "is_built", "library", "library_beside"]
 BUILT = {
     "shardmath.redistribution._stream": "copies of long rows",
     "shardmath.redistribution._box": "copies of few bytes",
-    "shardmath.collectives._sum": "sums of long arrays",
+    "shardmath.local._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
     "shardmath.arrays._dlpack": "torch's arrays on the heap",

@@ -15,6 +15,7 @@ from shardmath.call.agreement import Agreement, Plans
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import Looks
 from shardmath.operators.lifecycle import LOGGER
+from shardmath.program.offers import DoubleBuffer
 from shardmath.program.performing import Arguments, Direct, Turn
 
 __all__ = ["CompiledCalls", "turn_of"]
@@ -22,16 +23,21 @@ __all__ = ["CompiledCalls", "turn_of"]
 _KEPT = 256  # calls
 _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 
+_Calls = dict[int, tuple[Any, ...]]
 Otherwise = Callable[..., Any]
 
 
 class CompiledCalls:
-    """The calls of one driver that are made so. `calls` has them by what identifies them."""
+    """The calls of one driver that are made so.
+
+    `calls` has them by what identifies them, for each half of the double buffer.
+    """
 
     def __init__(self, context: Context, looks: Looks, compiled: Any, rounds: Any) -> None:
         """`rounds` is what `Board.compiled` gives."""
         self._context, self._looks, self._compiled = context, looks, compiled
-        self.calls: dict[int, tuple[Any, ...]] = {}
+        self.calls: tuple[_Calls, _Calls] = {}, {}
+        self._turn = DoubleBuffer.of(context).turn
         self._plans = Plans.of(context)
         self._shared = (
             *(looks, context, context.board, context.heap, self._plans, self._plans.all),
@@ -51,7 +57,7 @@ class CompiledCalls:
         `otherwise(begun, arguments, result, payload, texts, payloads)` is what follows an exchange
         in which a rank has sent another text; see `turn_of`.
         """
-        return self._compiled.direct(self._shared, self.calls, arguments, otherwise)
+        return self._compiled.direct(self._shared, self.calls[self._turn()], arguments, otherwise)
 
     def keep(self, turn: Turn, agreement: Agreement[Any], direct: Direct) -> None:
         """Make calls like this so from now on."""
@@ -64,14 +70,22 @@ class CompiledCalls:
             return
         words = arguments.words, arguments.options, arguments.numbers
         begun = agreement.key[0], known, turn.prepared, turn.note, tuple(turn.made)
-        if len(self.calls) >= _KEPT:
-            self.calls.clear()
         entry = self._plans.all.entry(agreement.key)
-        self.calls[self._compiled.key(looks, words)] = (
+        made_so: tuple[Any, ...] = (
             *(looks, words, known.blocks, made, direct.memory, entry, agreement.key[0], text),
             *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
             *({}, direct.bind, direct.combine, begun),
         )
+        for half, calls in enumerate(self.calls):
+            if direct.half in (None, half):
+                if len(calls) >= _KEPT:
+                    calls.clear()
+                calls[self._compiled.key(looks, words)] = made_so
+
+    def forget(self) -> None:
+        """Drop all of them."""
+        for calls in self.calls:
+            calls.clear()
 
 
 def turn_of(begun: tuple[Any, ...], arguments: Arguments, result: Any, payload: bytes) -> Turn:

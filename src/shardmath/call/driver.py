@@ -165,7 +165,7 @@ class Driver:
     def forget(self) -> None:
         """Let compiled code make no call that was made before."""
         if self._compiled is not None:
-            self._compiled.calls.clear()
+            self._compiled.forget()
 
     def _keep(self, turn: Turn, agreement: Agreement[Plan]) -> None:
         """Let compiled code make calls like this one."""

@@ -21,11 +21,11 @@ from shardmath.collectives.device import DeviceCollectives, Parts
 from shardmath.collectives.flat import DirectLaunch, Flat, Launch, is_numpy
 from shardmath.collectives.forms import OwnParts
 from shardmath.collectives.operand import OutputSpec, Shape, bounds, live_block
-from shardmath.collectives.reduction import Reduction
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.handles.allocation import allocate_on_all_ranks, array_on
 from shardmath.handles.device_array import require_separate
+from shardmath.local.reduction import Reduction
 from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]

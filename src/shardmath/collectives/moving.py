@@ -1,59 +1,38 @@
 """Collectives that move elements and compute nothing: broadcast, all_gather, all_to_all.
 
-One exchange agrees on the call and tells where operands can be read; then every rank copies what is
-its own. Seen along the axis, an array is a matrix whose columns are divided among the ranks:
-
-    all_gather   rank r's columns  ->  columns [start r : start r+1] of every rank's result
-    all_to_all   rank r's columns [start p : start p+1]  ->  rank p's columns for r
+Each is one move: which sections of the axis go from which rank to which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardmath.arrays import library_named, raw_view
-from shardmath.arrays.base import HostArray
+from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.collectives.dispatch import (
-    AgreedCall,
-    Collective,
-    Offered,
-    offer_operand,
-    perform,
-    perform_on_cores,
-)
+from shardmath.collectives.dispatch import Collective, perform, perform_on_cores
 from shardmath.collectives.forms import Broadcast, Gathered, Scattered
-from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
-    Operand,
     Shape,
     as_axis,
     as_counts,
     as_index,
-    bounds,
-    column_view,
     context_of,
     require_outputs_fit,
     slab_counts,
-    span_of_columns,
 )
-from shardmath.collectives.twoshot import is_in_place
 from shardmath.context.agreement import require_equal
-from shardmath.context.context import Context
 from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
-from shardmath.program.performing import Turn
+from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
+from shardmath.redistribution import Sections
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
-__all__ = ["all_gather", "all_to_all", "broadcast"]
+__all__ = ["ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "all_gather", "all_to_all", "broadcast"]
 
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
@@ -76,7 +55,7 @@ def broadcast(
     """
     context = context_of("broadcast", context)
     if context.team is None:
-        return perform_on_cores(context, _BROADCAST, (root,), x, out)
+        return perform_on_cores(context, BROADCAST, (root,), x, out)
     if context.repeats is not None and type(root) is int:
         given = out if x is None and context.rank != root else x
         found = context.repeats.make(("broadcast", root), given, out)
@@ -86,7 +65,7 @@ def broadcast(
     def on_device(operand: DeviceOperand, plan: _Broadcast) -> Any:
         return operand.broadcast(plan.root, plan.shape)
 
-    return perform(context, _BROADCAST, (root,), x, out, on_device, _BROADCAST_AHEAD)
+    return perform(context, BROADCAST, (root,), x, out, on_device, _BROADCAST_AHEAD)
 
 
 @dataclass(frozen=True)
@@ -95,6 +74,7 @@ class _Broadcast:
     library: str
     dtype: str
     shape: Shape
+    size: int  # of the group
 
 
 def _plan_broadcast(specs: list[Any]) -> _Broadcast:
@@ -110,37 +90,22 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
     size = len(specs)
     library, dtype, shape = kinds[root]
     require_outputs_fit(outs, [library] * size, dtype, [shape] * size)
-    return _Broadcast(root, library, dtype, shape)
+    return _Broadcast(root, library, dtype, shape, size)
 
 
-def _offer_of_root(
-    context: Context, operand: Operand, turn: Turn, target: HostArray | None
-) -> Offered:
-    if is_in_place(target, operand):  # it is not written
-        return operand, offer(context, operand.flat, operand.location)
-    return offer_operand(context, operand, turn, target)
+def _steps_of_broadcast(plan: _Broadcast, rank: int) -> Program:
+    itemsize = dtypes.of(plan.dtype).itemsize
+    transfer = Sections.of_one(plan.shape, plan.root, plan.size, itemsize)
+    return _moved(transfer, rank, plan.dtype, plan.library)
 
 
-def _broadcast(agreed: AgreedCall, plan: _Broadcast) -> Any:
-    rank, operand = agreed.context.rank, agreed.operand
-    result = agreed.result(library_named(plan.library), plan.shape, plan.dtype)
-    source = agreed.read([result.flat.size] * agreed.context.size, plan.dtype)[plan.root]
-    if rank != plan.root or operand is None or not is_in_place(result.view, operand):
-        _copy(result.flat, source)
-    return agreed.finish(result)
-
-
-_BROADCAST = Collective(
+BROADCAST = Collective(
     "broadcast",
     lambda spec, size, root: (as_index("root", root, size),),
     _plan_broadcast,
-    _broadcast,
-    _offer_of_root,
-    gives=lambda rank, words: bool(rank == words[1]),
-    optional=True,
+    _steps_of_broadcast,
+    gives=lambda rank, root: bool(rank == root),
 )
-
-
 _BROADCAST_AHEAD = Broadcast()
 
 
@@ -162,7 +127,7 @@ def all_gather(
     """
     context = context_of("all_gather", context)
     if context.team is None:
-        return perform_on_cores(context, _ALL_GATHER, (axis,), x, out)
+        return perform_on_cores(context, ALL_GATHER, (axis,), x, out)
     if context.repeats is not None and type(axis) is int:
         found = context.repeats.make(("all_gather", axis), x, out)
         if found is not None:
@@ -171,7 +136,7 @@ def all_gather(
     def on_device(operand: DeviceOperand, plan: _Gather) -> Any:
         return operand.all_gather(plan.axis, plan.operands, plan.shape)
 
-    return perform(context, _ALL_GATHER, (axis,), x, out, on_device, _ALL_GATHER_AHEAD)
+    return perform(context, ALL_GATHER, (axis,), x, out, on_device, _ALL_GATHER_AHEAD)
 
 
 @dataclass(frozen=True)
@@ -180,8 +145,6 @@ class _Gather:
     axis: int
     shape: Shape
     operands: tuple[Shape, ...]
-    sizes: Shape
-    starts: tuple[int, ...]
 
 
 def _plan_gather(specs: list[Any]) -> _Gather:
@@ -191,22 +154,19 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     first = shapes[0]
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
-    sizes = tuple(prod(each) for each in shapes)
-    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)))
+    return _Gather(dtype, axis, shape, shapes)
 
 
-def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
-    assert agreed.operand is not None, "required"
-    result = agreed.result(agreed.operand.library, plan.shape, plan.dtype)
-    columns, width = column_view(result.flat, plan.shape, plan.axis)
-    for rank, source in enumerate(agreed.read(plan.sizes, plan.dtype)):
-        part = columns[:, plan.starts[rank] * width : plan.starts[rank + 1] * width]
-        _copy(part, source.reshape(part.shape))
-    return agreed.finish(result)
+def _steps_of_gather(plan: _Gather, rank: int) -> Program:
+    itemsize = dtypes.of(plan.dtype).itemsize
+    return _moved(Sections.gathered(plan.operands, plan.axis, itemsize), rank, plan.dtype)
 
 
-_ALL_GATHER = Collective(
-    "all_gather", lambda spec, size, axis: (as_axis(axis, spec.ndim),), _plan_gather, _gather
+ALL_GATHER = Collective(
+    "all_gather",
+    lambda spec, size, axis: (as_axis(axis, spec.ndim),),
+    _plan_gather,
+    _steps_of_gather,
 )
 _ALL_GATHER_AHEAD = Gathered()
 
@@ -239,7 +199,7 @@ def all_to_all(
     context = context_of("all_to_all", context)
     rank, words = context.rank, (axis, _plain(send_counts), _plain(receive_counts))
     if context.team is None:
-        return perform_on_cores(context, _ALL_TO_ALL, words, x, out)
+        return perform_on_cores(context, ALL_TO_ALL, words, x, out)
     if context.repeats is not None and type(axis) is int:
         if send_counts is not None:
             found = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
@@ -251,7 +211,7 @@ def all_to_all(
     def on_device(operand: DeviceOperand, plan: _AllToAll) -> Any:
         return operand.all_to_all(plan.axis, plan.sent, plan.operands, plan.results[rank])
 
-    return perform(context, _ALL_TO_ALL, words, x, out, on_device, _ALL_TO_ALL_AHEAD)
+    return perform(context, ALL_TO_ALL, words, x, out, on_device, _ALL_TO_ALL_AHEAD)
 
 
 def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
@@ -293,29 +253,25 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
     return _AllToAll(dtype, axis, shapes, tuple(results), sent)
 
 
-def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
-    rank, shape = agreed.context.rank, plan.results[agreed.context.rank]
-    assert agreed.operand is not None, "required"
-    result = agreed.result(agreed.operand.library, shape, plan.dtype)
-    into, width = column_view(result.flat, shape, plan.axis)
-    first = [sum(sent[:rank]) for sent in plan.sent]
-    count = [sent[rank] for sent in plan.sent]
-    parts = [
-        span_of_columns(each, plan.axis, *columns)
-        for each, *columns in zip(plan.operands, first, count, strict=True)
-    ]
-    found = agreed.read([prod(each) for each in plan.operands], plan.dtype, parts)
-    at = 0
-    for peer, source in enumerate(found):
-        columns, _ = column_view(source, plan.operands[peer], plan.axis)
-        start, wide = first[peer] * width, count[peer] * width
-        _copy(into[:, at : at + wide], columns[:, start : start + wide])
-        at += wide
-    return agreed.finish(result)
+def _steps_of_all_to_all(plan: _AllToAll, rank: int) -> Program:
+    itemsize = dtypes.of(plan.dtype).itemsize
+    transfer = Sections.divided(plan.operands, plan.axis, plan.sent, itemsize)
+    return _moved(transfer, rank, plan.dtype)
 
 
-_ALL_TO_ALL = Collective("all_to_all", _arguments_of_all_to_all, _plan_all_to_all, _all_to_all)
+ALL_TO_ALL = Collective(
+    "all_to_all", _arguments_of_all_to_all, _plan_all_to_all, _steps_of_all_to_all
+)
 _ALL_TO_ALL_AHEAD = Scattered()
+
+
+def _moved(transfer: Sections, rank: int, dtype: str, library: str = "") -> Program:
+    """One move, which peers take part in only where something changes its rank."""
+    steps: tuple[Step, ...] = (Move(transfer, "x", "out"),)
+    if transfer.crosses:
+        steps = (READ, *steps, REUSE)
+    result = LocalArray(transfer.result_shape(rank), dtype)
+    return Program(steps, results={"out": result}, library=library)
 
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
@@ -337,10 +293,6 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
 def _but_for(axis: int, shape: Shape) -> str:
     """A shape, without its extent along the axis."""
     return f"({', '.join('_' if each == axis else str(n) for each, n in enumerate(shape))})"
-
-
-def _copy(into: HostArray, source: HostArray) -> None:
-    np.copyto(raw_view(into), raw_view(source))
 
 
 def _described(kind: tuple[str, str, Shape]) -> str:

@@ -1,55 +1,38 @@
 """Collectives that combine elements: reduce_scatter and all_reduce.
 
-One exchange agrees on the call and tells where operands can be read. A short operand is
-reduced whole by every rank: one shot. A long one is reduced in parts: each rank reduces its part of
-all operands, and the others get the result from it, two shots; see `twoshot`.
+Each is one step that combines what all ranks have; see `program.two_shots` for long arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.collectives import twoshot
-from shardmath.collectives.dispatch import (
-    AgreedCall,
-    Collective,
-    Offered,
-    perform,
-    perform_on_cores,
-)
+from shardmath.collectives.dispatch import Collective, perform, perform_on_cores
 from shardmath.collectives.forms import Alike
-from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
-    Operand,
     Shape,
     as_axis,
     as_counts,
-    column_view,
     context_of,
     require_outputs_fit,
     slab_counts,
-    span_of_columns,
 )
-from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context.agreement import require_equal
-from shardmath.context.context import Context
 from shardmath.context.distributed_context import DistributedContext
-from shardmath.program.performing import Turn
+from shardmath.geometry import Layout, Spans
+from shardmath.local.reduction import Reduction
+from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
-__all__ = ["all_reduce", "reduce_scatter"]
+__all__ = ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
 
-# One shot reads every operand on every rank, and takes one exchange; two shots read each operand
-# once, and take a barrier more. Measured on 2 cores with 4 ranks: they meet between 1 and 2 MB.
-_ONE_SHOT_BYTES = 1 << 20  # of one operand: what `offers` stages at most
-_ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 _ALIKE = Alike()  # how reductions run ahead on GPUs
 
 
@@ -74,7 +57,7 @@ def all_reduce(
     """
     context = context_of("all_reduce", context)
     if context.team is None:
-        return perform_on_cores(context, _ALL_REDUCE, (op,), x, out)
+        return perform_on_cores(context, ALL_REDUCE, (op,), x, out)
     if context.repeats is not None:
         found = context.repeats.make(("all_reduce", op), x, out)
         if found is not None:
@@ -83,17 +66,7 @@ def all_reduce(
     def on_device(operand: DeviceOperand, plan: _AllReduce) -> Any:
         return operand.all_reduce(plan.reduction, new=plan.new)
 
-    return perform(context, _ALL_REDUCE, (op,), x, out, on_device, _ALIKE, _result_of_all_reduce)
-
-
-def _offer_to_reduce(
-    context: Context, operand: Operand, turn: Turn, target: HostArray | None
-) -> Offered:
-    if _in_one_shot(operand.spec.nbytes, context.size):
-        return operand, offer(context, operand.flat, None)
-    operand = operand if twoshot.is_in_place(target, operand) else operand.without_alias(target)
-    reduction = Reduction.of(turn.arguments.words[1], operand.spec.dtype)
-    return operand, twoshot.publish(context, operand, turn.arguments.results[0], reduction)
+    return perform(context, ALL_REDUCE, (op,), x, out, on_device, _ALIKE, _result_of_all_reduce)
 
 
 def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str, Shape] | None:
@@ -102,13 +75,11 @@ def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str
     return plan.reduction.result, operand.spec.shape
 
 
-def _in_one_shot(nbytes: int, size: int) -> bool:
-    return size == 1 or (nbytes <= _ONE_SHOT_BYTES and nbytes * size <= _ONE_SHOT_TOTAL_BYTES)
-
-
 @dataclass(frozen=True)
 class _AllReduce:
     reduction: Reduction
+    shape: Shape
+    size: int  # of the group
     new: bool  # no rank has given an array for the result
 
 
@@ -116,34 +87,19 @@ def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
     libraries, dtypes, shapes, outs, ops = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     require_outputs_fit(outs, libraries, reduction.result, shapes)
-    return _AllReduce(reduction, not any(outs))
+    return _AllReduce(reduction, shapes[0], len(specs), not any(outs))
 
 
-def _all_reduce(agreed: AgreedCall, plan: _AllReduce) -> Any:
-    context, operand, reduction = agreed.context, agreed.operand, plan.reduction
-    assert operand is not None, "required"
-    result = agreed.result(operand.library, operand.spec.shape, reduction.result)
-    if isinstance(agreed.offered, twoshot.Staged):
-        twoshot.all_reduce(
-            context,
-            reduction,
-            operand.flat,
-            result.flat,
-            staged=agreed.offered,
-            notes=agreed.notes,
-        )
-    else:
-        found = agreed.read([operand.spec.size] * context.size, reduction.dtype)
-        reduce_local(reduction, [part[None] for part in found], [result.flat[None]])
-    return result.finish()
+def _steps_of_all_reduce(plan: _AllReduce, rank: int) -> Program:
+    whole = Layout.replicated(plan.shape, plan.size)
+    return _combined(plan.reduction, whole, whole, rank)
 
 
-_ALL_REDUCE = Collective(
+ALL_REDUCE = Collective(
     "all_reduce",
     lambda spec, size, op: (Reduction.of(op, spec.dtype).op,),
     _plan_all_reduce,
-    _all_reduce,
-    _offer_to_reduce,
+    _steps_of_all_reduce,
 )
 
 
@@ -173,7 +129,7 @@ def reduce_scatter(
     context = context_of("reduce_scatter", context)
     words = op, axis, tuple(counts) if isinstance(counts, list) else counts
     if context.team is None:
-        return perform_on_cores(context, _REDUCE_SCATTER, words, x, out)
+        return perform_on_cores(context, REDUCE_SCATTER, words, x, out)
     if context.repeats is not None and counts is None and type(axis) is int:
         found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
         if found is not None:
@@ -186,7 +142,7 @@ def reduce_scatter(
     def result(_: DeviceOperand, plan: _ReduceScatter) -> tuple[str, Shape]:
         return plan.reduction.result, plan.results[rank]
 
-    return perform(context, _REDUCE_SCATTER, words, x, out, on_device, _ALIKE, result)
+    return perform(context, REDUCE_SCATTER, words, x, out, on_device, _ALIKE, result)
 
 
 def _arguments_of_reduce_scatter(
@@ -203,6 +159,7 @@ class _ReduceScatter:
     reduction: Reduction
     axis: int
     counts: Shape
+    shape: Shape  # of x
     results: tuple[Shape, ...]
 
 
@@ -214,27 +171,32 @@ def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
     shape = shapes[0]
     results = tuple((*shape[:axis], count, *shape[axis + 1 :]) for count in counts)
     require_outputs_fit(outs, libraries, reduction.result, results)
-    return _ReduceScatter(reduction, axis, counts, results)
+    return _ReduceScatter(reduction, axis, counts, shape, results)
 
 
-def _reduce_scatter(agreed: AgreedCall, plan: _ReduceScatter) -> Any:
-    rank, size, operand = agreed.context.rank, agreed.context.size, agreed.operand
-    assert operand is not None, "required"
-    shape, whole, reduction = plan.results[rank], operand.spec.shape, plan.reduction
-    result = agreed.result(operand.library, shape, reduction.result)
-    first, count = sum(plan.counts[:rank]), plan.counts[rank]
-    span = span_of_columns(whole, plan.axis, first, count)
-    found = agreed.read([operand.spec.size] * size, reduction.dtype, [span] * size)
-    into, width = column_view(result.flat, shape, plan.axis)
-    own = slice(first * width, (first + count) * width)
-    parts = [column_view(each, whole, plan.axis)[0][:, own] for each in found]
-    reduce_local(reduction, parts, [into])
-    return agreed.finish(result)
+def _steps_of_reduce_scatter(plan: _ReduceScatter, rank: int) -> Program:
+    size, starts = len(plan.counts), accumulate(plan.counts, initial=0)
+    columns: list[list[Spans] | None] = [None] * len(plan.shape)
+    columns[plan.axis] = [
+        Spans.interval(start, start + count)
+        for start, count in zip(starts, plan.counts, strict=False)
+    ]
+    parts = Layout.product(plan.shape, columns, size=size)
+    return _combined(plan.reduction, Layout.replicated(plan.shape, size), parts, rank)
 
 
-_REDUCE_SCATTER = Collective(
-    "reduce_scatter", _arguments_of_reduce_scatter, _plan_reduce_scatter, _reduce_scatter
+REDUCE_SCATTER = Collective(
+    "reduce_scatter",
+    _arguments_of_reduce_scatter,
+    _plan_reduce_scatter,
+    _steps_of_reduce_scatter,
 )
+
+
+def _combined(reduction: Reduction, held: Layout, needed: Layout, rank: int) -> Program:
+    combine = Combine(held, needed, "x", "out", reduction=reduction)
+    result = LocalArray(needed.local_shape(rank), reduction.result)
+    return Program((READ, combine, REUSE), results={"out": result})
 
 
 def _require_one_reduction(

@@ -49,7 +49,10 @@ __all__ = [
 _Place = tuple[Block, int]
 
 _LOGGER = logging.getLogger(__name__)
-_FREED = "this array was freed with free_symmetric_memory"
+_FREED = (
+    "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
+    "the garbage collector"
+)
 
 
 @collective_call
@@ -134,7 +137,7 @@ def is_symmetric(array: Any) -> bool:
     return any(_find(context.heap, library, array) is not None for context in open_contexts())
 
 
-def block_of(context: Context, array: Any) -> _Place | None:
+def block_of(context: Context, array: Any, what: str = "an operand") -> _Place | None:
     """The block that `array` lies in, and the byte offset there of its element (0, 0, ...).
 
     None for ordinary memory, which includes the memory of peers, and arrays that reach beyond their
@@ -142,7 +145,7 @@ def block_of(context: Context, array: Any) -> _Place | None:
     """
     found = _find(context.heap, library_of(array), array)
     if found is not None and found[0].freed:
-        raise UseAfterFree(_FREED)
+        raise UseAfterFree(f"{what} {_FREED}")
     return found
 
 

@@ -15,14 +15,16 @@ import numpy as np
 from shardmath.arrays import Library
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.context.context import Context
-from shardmath.geometry import Layout
 from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import dequantize, quantize
+from shardmath.local.reduction import bind_reduction
 from shardmath.local.rounding import round_into
+from shardmath.program import two_shots
 from shardmath.program.cores_blocks import Calls, run
 from shardmath.program.numbers import Numbers, real
+from shardmath.program.offers import Offers
 from shardmath.program.panels import Piece, Source, intervals
 from shardmath.program.performing import Known
 from shardmath.program.steps import (
@@ -40,7 +42,7 @@ from shardmath.program.steps import (
     Step,
     SumLines,
 )
-from shardmath.redistribution import Exposed, TransferPlan, window_on
+from shardmath.redistribution import Transfer, TransferPlan
 from shardmath.redistribution.bound_copies import bind_moves, pairs
 
 __all__ = ["Binding", "bind_arithmetic", "buffers_of", "fused"]
@@ -76,7 +78,7 @@ def fused(program: Program) -> Program:
 
 def _is_factor(move: Move, program: Program) -> bool:
     """Whether a move brings a matrix, and nothing but products reads it."""
-    if len(move.transfer.dst.global_shape) != 2:
+    if not isinstance(move.transfer, TransferPlan) or len(move.transfer.dst.global_shape) != 2:
         return False
     readers = [x for x in program.steps if x is not move and move.target in vars(x).values()]
     return move.target in program.workspace and all(isinstance(x, Multiply) for x in readers)
@@ -180,19 +182,19 @@ def _largest(source: HostArray, target: HostArray) -> None:
 
 
 class Binding:
-    """Binds the steps of one call: `hosts` are this rank's buffers, `places` all ranks', packed."""
+    """Binds the steps of one call: `hosts` are this rank's buffers, `offers` all ranks'."""
 
     def __init__(
         self,
         context: Context,
         hosts: Mapping[str, HostArray],
-        places: Mapping[str, Sequence[bytes]],
+        offers: Offers,
         known: Known,
         factors: dict[Multiply, tuple[Factor, Factor]] | None = None,
     ) -> None:
         self._context = context
         self._hosts = hosts
-        self._places = places
+        self._offers = offers
         self._known = known
         self._factors = {} if factors is None else factors  # whose memory has an address here
 
@@ -204,39 +206,63 @@ class Binding:
             if not {multiply.left, multiply.right} & set(hosts)
         }
         hosts = {**self._hosts, **hosts}
-        return Binding(self._context, hosts, self._places, self._known, factors)
+        return Binding(self._context, hosts, self._offers, self._known, factors)
 
     def bind(self, step: Step) -> Calls:
         """What performs a step."""
         if isinstance(step, Product):
-            read = [src for move in step.moves if move for src in self._sources(move)]
+            read = self._read_by(step)
             return self._when_reached(read, lambda: self._product(step))
         if isinstance(step, Combine):
-            return self._when_reached(step.sources(self._context.rank), lambda: self._combine(step))
+            if two_shots.takes(step, self._hosts[step.source].nbytes):
+                return self._in_two_shots(step)
+            read = [(step.source, src) for src in step.sources(self._context.rank)]
+            combine = self._combine if step.reduction is None else self._reduce
+            return self._when_reached(read, lambda: combine(step))
         return bind_arithmetic(step, self._hosts, self._known.numbers)
 
-    def _sources(self, move: Move) -> Sequence[int]:
-        return tuple(move.transfer.sources(self._context.rank))
+    def _read_by(self, step: Product) -> list[tuple[str, int]]:
+        """The buffers that its moves read, and of which ranks."""
+        rank = self._context.rank
+        moves = [move for move in step.moves if move]
+        return [(move.source, src) for move in moves for src in move.transfer.sources(rank)]
 
-    def _when_reached(self, ranks: Sequence[int], made: Callable[[], Calls]) -> Calls:
+    def _when_reached(self, read: Sequence[tuple[str, int]], made: Callable[[], Calls]) -> Calls:
         """What is bound now, or at each call where what some ranks have is copied here first."""
-        if all(self._context.same_host(rank) for rank in ranks):
+        if all(self._offers.has_address(name, rank) for name, rank in read):
             return made()
         return [lambda: run(made())]
 
-    def _reached(self, name: str, layout: Layout, transfer: TransferPlan | None = None) -> ArrayOf:
-        """Every rank's array in a buffer, each its part of `layout`."""
-        own, context = self._hosts[name], self._context
-        found = {context.rank: own}
+    def _reached(
+        self, name: str, shape: Callable[[int], tuple[int, ...]], transfer: Transfer | None = None
+    ) -> ArrayOf:
+        """Every rank's array in a buffer, of which `shape` says each one's shape."""
+        own = self._hosts[name]
+        found = {self._context.rank: own}
 
         def array(rank: int) -> HostArray:
             if rank not in found:
-                exposed = Exposed.unpack(self._places[name][rank])
-                window = window_on(context, rank, exposed, transfer)
-                found[rank] = window.array(layout.local_shape(rank), own.dtype)
+                window = self._offers.window(name, rank, transfer)
+                found[rank] = window.array(shape(rank), own.dtype)
             return found[rank]
 
         return array
+
+    def _reduce(self, step: Combine) -> Calls:
+        """What every rank has whole, combined in one shot by all that need it."""
+        assert step.reduction is not None, "one shot"
+        array, rank = self._reached(step.source, step.held.local_shape), self._context.rank
+        spans = step.needed.spans(rank)
+        cut: tuple[Any, ...] = (
+            *(slice(each.start, each.start + each.length) for each in spans),
+            ...,
+        )
+        inputs = [array(src)[cut] for src in step.sources(rank)]
+        return [bind_reduction(step.reduction, inputs, self._hosts[step.target])]
+
+    def _in_two_shots(self, step: Combine) -> Calls:
+        own, target = self._hosts[step.source], self._hosts[step.target]
+        return two_shots.bind(self._context, step, own, target, self._offers.raw(step.source))
 
     def _combine(self, step: Combine) -> Calls:
         rank, source, target = (
@@ -251,15 +277,14 @@ class Binding:
                 return []
         sums = target if target.dtype == source.dtype else np.empty(target.shape, source.dtype)
         bound: Calls = [partial(sums.fill, 0)] if weight is None else []
-        array = self._reached(step.source, step.held)
+        array = self._reached(step.source, step.held.local_shape)
         for src in step.sources(rank):
             found = shared_part(step.held, step.needed, src=src, dst=rank)
             for theirs, own in pairs(found, array, sums):
                 if weight is not None:
                     bound.append(partial(add_times, own, weight, theirs))
                 else:
-                    how = np.maximum if step.largest else np.add
-                    bound.append(partial(how, own, theirs, own))
+                    bound.append(partial(np.add, own, theirs, own))
         if sums is not target:
             bound.append(partial(np.copyto, target, sums, "unsafe"))
         return bound
@@ -269,7 +294,7 @@ class Binding:
         if move is None:
             return Factor.own(rank, _matrix(self._hosts[name]), axis)
         transfer = move.transfer
-        array = self._reached(move.source, transfer.src, transfer)
+        array = self._reached(move.source, transfer.source_shape, transfer)
         return Factor.moved(rank, move, array, self._hosts[move.source].dtype, axis)
 
     def _factors_of(self, step: Product) -> tuple[Factor, Factor]:
@@ -278,8 +303,7 @@ class Binding:
             left = self._factor(step.multiply.left, step.moves[0], 1)
             right = self._factor(step.multiply.right, step.moves[1], 0)
             found = left, right
-            peers = [src for move in step.moves if move for src in self._sources(move)]
-            if all(self._context.same_host(src) for src in peers):
+            if all(self._offers.has_address(name, src) for name, src in self._read_by(step)):
                 self._factors[step.multiply] = found
         return found
 

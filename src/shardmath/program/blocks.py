@@ -14,7 +14,7 @@ from typing import Literal
 from shardmath.geometry import Move, Run
 from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind
-from shardmath.redistribution import StridedCopy, TransferPlan, lowered
+from shardmath.redistribution import StridedCopy, Transfer, lowered
 
 __all__ = ["BLOCK_BYTES", "Block", "Blocks", "clipped"]
 
@@ -26,7 +26,7 @@ Block = tuple[slice, ...]  # of a local array
 
 
 class Blocks:
-    """The blocks of `rank`'s part of `transfer.dst`, in the order of its memory.
+    """The blocks of what `transfer` brings `rank`, in the order of its memory.
 
     `axes` are transformed there; R2C and C2R change the length of the last. An element is of
     `itemsize` bytes, before or after, whichever is more for R2C.
@@ -34,7 +34,7 @@ class Blocks:
 
     def __init__(
         self,
-        transfer: TransferPlan,
+        transfer: Transfer,
         rank: int,
         *,
         axes: tuple[int, ...] = (),
@@ -44,8 +44,8 @@ class Blocks:
     ) -> None:
         self.transfer, self.rank = transfer, rank
         self.axes, self.kind, self.order = axes, kind, order
-        self.stays = transfer.src.same_as(transfer.dst)
-        self._blocks = list(self._cut(transfer.dst.local_shape(rank), itemsize))
+        self.stays = transfer.stays
+        self._blocks = list(self._cut(transfer.result_shape(rank), itemsize))
         self._copies: dict[int, tuple[object, list[StridedCopy]]] = {}
 
     def __len__(self) -> int:

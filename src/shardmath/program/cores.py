@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardmath.arrays import Library, dtypes, library_of
+from shardmath.arrays import Library, dtypes, library_named, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.lru_cache import LRUCache
@@ -28,16 +28,27 @@ from shardmath.handles.operand import Operand
 from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
+from shardmath.program import two_shots
 from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
 from shardmath.program.blocks import Blocks
 from shardmath.program.cores_blocks import Calls, Pass, run
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
+from shardmath.program.offers import (
+    LENT,
+    DoubleBuffer,
+    Offers,
+    announced,
+    array_at,
+    note_of,
+    offer,
+    raw_note,
+    window_at,
+)
 from shardmath.program.overwriting import overwritten
-from shardmath.program.performing import Arguments, Direct, Known, Names, Plan, Turn
-from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Transform
-from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
+from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.steps import Combine, Move, Program, SplitArray, Synchronise, Transform
+from shardmath.redistribution import StridedCopy, Transfer, Window
 from shardmath.redistribution.bound_copies import bind
-from shardmath.redistribution.exposure import bind_stage, staged_bytes
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["Cores"]
@@ -46,8 +57,8 @@ _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # of new results, of each such call
 _KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
 _TAG = 8  # bytes, of a plan
+_HEAD = struct.Struct("<I")  # bytes of a note that a payload follows
 _UNPREPARED = bytes(_TAG)
-_LENGTH = struct.Struct("<H")
 _SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
@@ -57,10 +68,10 @@ Ranges = tuple[tuple[int, int], ...]  # of each axis
 class HostArrays:
     """One rank's arrays: operands, and results that were given. New ones are of `library`.
 
-    `held` keeps their memory.
+    `held` keeps their memory. There is no `library` where all operands were left out.
     """
 
-    library: Library
+    library: Library | None
     arrays: Mapping[str, Operand]
     on_heap: bool
     held: tuple[HostArray, ...]
@@ -84,16 +95,25 @@ class _Prepared:
     """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
     the steps before the first synchronisation.
 
-    It holds while the workspace's buffers, by name and bytes, are in these blocks. `replaced` are
-    operands of which copies take the place.
+    It holds while the workspace's buffers, by name and bytes, are in these blocks, and the half of
+    the double buffer that has its turn in `half`, if that was used. `replaced` are operands of
+    which copies take the place. `payload` packs what is sent along.
     """
 
     plan: Plan
+    library: Library  # of the arrays
     note: bytes
     makes: tuple[_Result, ...]
     copies: Calls
     replaced: Mapping[str, Operand]
     memory: tuple[tuple[str, int, Block], ...]
+    half: Block | None
+    payload: Callable[[], bytes] | None
+
+    @property
+    def staged(self) -> bool:
+        """Whether it holds only while memory is where it was."""
+        return bool(self.memory) or self.half is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +124,7 @@ class _Bound:
     """
 
     arrays: dict[str, Operand]
-    places: Mapping[str, Sequence[bytes]]
+    offers: Offers
     binding: Binding
     parts: list[tuple[int, Calls]]
     lasting: bool
@@ -132,6 +152,7 @@ class Cores:
         self._kept = kept
         self.number = 0
         self._workspace = Workspace(context) if kept else Workspace.of(context)
+        self._halves = DoubleBuffer.of(context)
         self._barrier = partial(context.board.barrier, names.operation)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
@@ -167,14 +188,15 @@ class Cores:
             own = [n for n, y in zip(names.operands, arguments.operands, strict=True) if y is x]
             name_given = own[0] if own else name
             target = library_of(x, name).host_view(x, writable=True, name=name_given)
-            place = block_of(context, x)
+            place = block_of(context, x, "out")
             overwritten = id(x) if set(own) & set(names.optional) else 0
             others = [host for key, host in hosts.items() if key != overwritten]
             if names.separate and any(share_memory(host, target) for host in others):
                 raise ValueError(f"{name_given} overlaps {names.separate}")
             found[name] = _operand(target, None if place is None else place[0])
             hosts[id(x)] = target
-        library = library_of(arguments.operands[0])
+        first, left_out = arguments.operands[0], names.operands[0] in names.optional
+        library = None if first is None and left_out else library_of(first)
         return HostArrays(library, found, on_heap, tuple(hosts.values()))
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
@@ -188,24 +210,31 @@ class Cores:
         if plan is None:
             turn.note = pack_numbers(turn.known.numbers) + _UNPREPARED
             return
-        prepared = turn.known.prepared
+        half, known = self._halves.turn(), turn.known
+        by_half: list[_Prepared | None] = known.prepared or [None, None]
+        prepared = by_half[half]
         if (
             prepared is None
             or prepared.plan is not plan
-            or (prepared.memory and not self._holds(prepared))
+            or (prepared.staged and not self._holds(prepared))
         ):
             prepared = self._prepare(turn, plan)
-            if turn.known.lasting and turn.held is None:
-                turn.known.prepared = prepared
+            if known.lasting and turn.held is None:
+                by_half[half] = prepared
+                known.prepared = by_half if prepared.half is not None else [prepared] * 2
         turn.prepared = prepared
         for copy in prepared.copies:
             copy()
         turn.note = prepared.note
+        if prepared.payload is not None:
+            turn.payload = prepared.payload()
         if prepared.makes:
-            self._make(turn, prepared.makes)
+            self._make(turn, prepared)
 
     def _holds(self, prepared: _Prepared) -> bool:
         """Whether the workspace is where it was."""
+        if prepared.half is not None and self._halves.block is not prepared.half:
+            return False
         buffer = self._workspace.buffer
         return all(buffer(name, nbytes).block is block for name, nbytes, block in prepared.memory)
 
@@ -216,39 +245,72 @@ class Cores:
             self._result(turn, program, name) for name in program.results if name not in arrays
         )
         workspace, memory = self._workspace_arrays(program, arrays)
-        note, replaced = [pack_numbers(turn.known.numbers), plan.tag], {}
-        copies: Calls = []
+        combines = {x.source: x for x in program.steps if isinstance(x, Combine)}
+        by_parts, late = self._combined_by_parts(program, arrays)
+        read = {
+            name: None if name in by_parts else _ranges(arrays[name], transfers, context)
+            for name, transfers in program.published.items()
+            if name in arrays
+        }
+        lends = not workspace.keys().isdisjoint(program.published)
 
-        def staged(name: str, ranges: Ranges) -> tuple[Exposed, Block]:
-            array = arrays[name]
-            buffer = self._staging(turn, name, staged_bytes(ranges, array.itemsize))
-            exposed, staging = bind_stage(context, _window(array), array.itemsize, ranges, buffer)
-            copies.extend(staging)
-            memory.append((self._name(name), buffer.block.nbytes, buffer.block))
-            return exposed, buffer.block
+        def buffer(name: str, nbytes: int) -> Buffer:
+            staging = self._staging(turn, name, nbytes)
+            memory.append((self._name(name), staging.block.nbytes, staging.block))
+            return staging
 
-        for name in [] if self._names.separate else overwritten(arrays, program, context.rank):
-            shape, dtype = arrays[name].shape, arrays[name].dtype
-            exposed, block = staged(name, tuple((0, extent) for extent in shape))
-            replaced[name] = Operand(block.address, shape, exposed.strides, dtype, block)
-        for name, transfers in program.published.items():
-            ranges = None if name in workspace else _ranges(transfers, context.rank)
-            array = workspace.get(name) or replaced.get(name) or arrays[name]
-            place = b""
-            if array.block is not None and (name in workspace or ranges is not None):
-                context.announce(array.block)
-                place = array.exposed.pack()
-            elif ranges is not None:
-                place = staged(name, ranges)[0].pack()
-            note.append(_LENGTH.pack(len(place)) + place)
-        arrays |= {**workspace, **replaced}
-        hosts = {name: _array(array) for name, array in arrays.items()}
+        offered = offer(context, arrays, read, late, combines, buffer, lends=lends)
+        note = [pack_numbers(turn.known.numbers), plan.tag]
+        for name in program.published:
+            if name in by_parts:
+                operand, combine = offered.replaced.get(name) or arrays[name], by_parts[name]
+                into = arrays.get(combine.target)
+                place, staging = two_shots.offer(context, combine, operand, into)
+                note.append(raw_note(place))
+                offered.copies += staging
+            elif name in workspace:
+                note.append(note_of(LENT, announced(context, workspace[name])))
+            else:
+                note.append(offered.notes.get(name) or note_of(LENT, None))
+        arrays |= {**workspace, **offered.replaced}
+        copies, library = offered.copies, _library(turn, program)
+        hosts = {name: array_at(array) for name, array in arrays.items()}
         for number, step in enumerate(program.steps[: _agreed_at(program)]):
             if isinstance(step, Move | Transform):
-                copies += self._bind_pass(plan, number, arrays, (), turn.known)
+                copies += self._bind_pass(plan, number, arrays, None, library)
             else:
                 copies += bind_arithmetic(step, hosts, turn.known.numbers)
-        return _Prepared(plan, b"".join(note), makes, copies, replaced, tuple(memory))
+        return _Prepared(
+            plan,
+            library,
+            b"".join(note),
+            makes,
+            copies,
+            offered.replaced,
+            tuple(memory),
+            offered.half,
+            offered.payload,
+        )
+
+    def _combined_by_parts(
+        self, program: Program, arrays: Mapping[str, Operand]
+    ) -> tuple[dict[str, Combine], set[str]]:
+        """The operands that are combined in two shots, and those that have to be copied before."""
+        by_parts = {
+            step.source: step
+            for step in program.steps
+            if isinstance(step, Combine)
+            and step.source in arrays
+            and two_shots.takes(step, arrays[step.source].nbytes)
+        }
+        rank = self._context.rank
+        late = set() if self._names.separate else {*overwritten(arrays, program, rank)}
+        for name, step in by_parts.items():
+            if two_shots.needs_copy(arrays[name], arrays.get(step.target)):
+                late.add(name)
+            else:
+                late.discard(name)
+        return by_parts, late
 
     def _fused(self, plan: Plan) -> Program:
         """The program of a plan as cores perform it."""
@@ -285,10 +347,10 @@ class Cores:
         """What a buffer of the program is called in the workspace, which operations share."""
         return f"{self._names.operation}: {name}"
 
-    def _make(self, turn: Turn, results: Sequence[_Result]) -> None:
+    def _make(self, turn: Turn, prepared: _Prepared) -> None:
         """New results for those that were not given."""
-        library = turn.known.arrays.library
-        for result in results:
+        library = prepared.library
+        for result in prepared.makes:
             name, place = result.name, result.in_place
             if place:
                 operand = turn.arguments.operands[self._names.operands.index(place)]
@@ -329,6 +391,8 @@ class Cores:
             steps = bound.by_place.keep(_pointers(turn), bound.calls())
         else:
             steps = self._steps(turn, plan, bound)
+        if bound.offers.landing is not None:
+            bound.offers.landing.data[:] = b"".join(turn.payloads)
         run(steps)
         given = turn.arguments.results
         if not made:
@@ -342,8 +406,9 @@ class Cores:
         bound, makes = self._bound.find((prepared, agreement)), prepared.makes
         if bound is None or len(makes) > 1 or any(result.in_place for result in makes):
             return None
-        known, plan, barrier = turn.known, agreement.plan, self._barrier
-        library: Library = known.arrays.library
+        if prepared.memory and prepared.half is not None:
+            return None  # which lie in memory of two kinds
+        known, plan, barrier, library = turn.known, agreement.plan, self._barrier, prepared.library
 
         def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
             again = Turn(turn_arguments, known, known.spec)
@@ -354,13 +419,17 @@ class Cores:
             )
 
         turn_arguments = Arguments((), ())
-        new = self._maker(library, makes[0]) if makes else None
+        staging = self._workspace if prepared.half is None else self._halves
+        landing = bound.offers.landing
         return Direct(
             before=tuple(prepared.copies),
-            memory=(self._workspace, self._workspace.version) if prepared.memory else None,
-            new=new,
+            memory=(staging, staging.version) if prepared.staged else None,
+            half=None if prepared.half is None else self._halves.half,
+            payload=prepared.payload,
+            new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
             bind=bind,
+            combine=None if landing is None else partial(_land, landing.data),
         )
 
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
@@ -375,9 +444,12 @@ class Cores:
         def prepare() -> bytes:
             turn.made.clear()
             self.prepare(turn, plan)
-            return turn.note
+            return _HEAD.pack(len(turn.note)) + turn.note + turn.payload
 
-        return self._context.gather(f"{self._names.operation}, memory", prepare)
+        found = self._context.gather(f"{self._names.operation}, memory", prepare)
+        ends = [_HEAD.size + _HEAD.unpack_from(each)[0] for each in found]
+        turn.payloads = [each[end:] for each, end in zip(found, ends, strict=True)]
+        return [each[_HEAD.size : end] for each, end in zip(found, ends, strict=True)]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
         """What performs the program, each time that it is run between the same arrays.
@@ -387,22 +459,27 @@ class Cores:
         program = self._fused(plan)
         arrays = {**self._operands(turn, program), **_made(turn)}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
+        skip = numbers_bytes(self._names.numbers) + _TAG
+        offers = Offers(self._context, tuple(program.published), notes, skip)
+        arrays |= {
+            name: offers.own(name, arrays[name]) for name in program.published if name in arrays
+        }
         room = 0
         for name, scratch in program.scratch.items():
-            like, dtype = _array(arrays[scratch.like]), dtypes.to_numpy(scratch.dtype)
+            like, dtype = array_at(arrays[scratch.like]), dtypes.to_numpy(scratch.dtype)
             host = np.empty_like(like, dtype)
             arrays[name] = replace(_operand(host, None), keep=host)
             room += host.nbytes
-        hosts = {name: _array(array) for name, array in arrays.items()}
-        skip = numbers_bytes(self._names.numbers) + _TAG
-        places = _places(tuple(program.published), notes, skip)
-        binding = Binding(self._context, hosts, places, turn.known)
-        bound = _Bound(arrays, places, binding, [], room <= _KEPT_SCRATCH)
-        first = _agreed_at(program)
+        hosts = {name: array_at(array) for name, array in arrays.items()}
+        binding = Binding(self._context, hosts, offers, turn.known)
+        bound = _Bound(arrays, offers, binding, [], room <= _KEPT_SCRATCH)
+        first, last = _agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
-        for number in range(first, len(program.steps)):
-            calls = self._bind_step(plan, number, bound, turn.known)
+        if isinstance(program.steps[-1], Synchronise) and not offers.waits:
+            last -= 1  # no peer reads anything any more that is written next
+        for number in range(first, last):
+            calls = self._bind_step(plan, number, bound, turn.prepared.library)
             bound.parts.append((number, calls))
         return bound
 
@@ -414,23 +491,24 @@ class Cores:
     def _rebound(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
         """The same, for new results that lie elsewhere: only what reaches those is bound anew."""
         made, steps = _made(turn), self._fused(plan).steps
-        hosts = {name: _array(array) for name, array in made.items()}
+        hosts = {name: array_at(array) for name, array in made.items()}
         other = replace(
             bound, arrays={**bound.arrays, **made}, binding=bound.binding.between(hosts)
         )
         found: Calls = []
         for number, calls in bound.parts:
             reaches = not buffers_of(steps[number]).isdisjoint(made)
-            found += self._bind_step(plan, number, other, turn.known) if reaches else calls
+            found += (
+                self._bind_step(plan, number, other, turn.prepared.library) if reaches else calls
+            )
         return found
 
-    def _bind_step(self, plan: Plan, number: int, bound: _Bound, known: Known) -> Calls:
+    def _bind_step(self, plan: Plan, number: int, bound: _Bound, library: Library) -> Calls:
         step = self._fused(plan).steps[number]
         if isinstance(step, Synchronise):
             return [self._barrier]
         if isinstance(step, Move | Transform):
-            told = bound.places.get(step.source, ())
-            return self._bind_pass(plan, number, bound.arrays, told, known)
+            return self._bind_pass(plan, number, bound.arrays, bound.offers, library)
         return bound.binding.bind(step)
 
     def _bind_pass(
@@ -438,22 +516,22 @@ class Cores:
         plan: Plan,
         number: int,
         arrays: Mapping[str, Operand],
-        places: Sequence[bytes],
-        known: Known,
+        offers: Offers | None,
+        library: Library,
     ) -> Calls:
-        """A move or a transform, with what it brings from peers."""
+        """A move or a transform, with what it brings from peers, of what they offer."""
         context, step = self._context, self._fused(plan).steps[number]
         assert isinstance(step, Move | Transform), "these only"
-        library = known.arrays.library
-        transfer, source, target = step.transfer, arrays[step.source], arrays[step.target]
+        transfer, source, target = step.transfer, arrays.get(step.source), arrays[step.target]
         if isinstance(step, Move) and (context.threads == 1 or target.nbytes < _SHARED_BYTES):
-            perform_now = partial(_copies, context, transfer, source, places, target)
+            perform_now = partial(_copies, context, step, source, offers, target)
         else:
             blocks = self._blocks.made(
                 (plan, number), lambda: self._cut(self._fused(plan), step, arrays)
             )
-            perform_now = partial(_pass, context, step, blocks, source, places, target, library)
-        if all(context.same_host(src) for src in transfer.sources(context.rank)):
+            perform_now = partial(_pass, context, step, blocks, source, offers, target, library)
+        peers = [src for src in transfer.sources(context.rank) if src != context.rank]
+        if offers is None or all(offers.has_address(step.source, src) for src in peers):
             return perform_now()
         return [lambda: run(perform_now())]  # what is elsewhere is copied here when it can be read
 
@@ -462,9 +540,9 @@ class Cores:
     ) -> Blocks:
         target = program.workspace.get(step.target) or program.results[step.target]
         rank, order = self._context.rank, target.order
-        itemsize = arrays[step.source].itemsize
         if isinstance(step, Move):
-            return Blocks(step.transfer, rank, order=order, itemsize=itemsize)
+            return Blocks(step.transfer, rank, order=order, itemsize=step.transfer.itemsize)
+        itemsize = arrays[step.source].itemsize
         if step.kind == "R2C":
             itemsize = arrays[step.target].itemsize
         return Blocks(
@@ -504,15 +582,26 @@ class Cores:
             self._bound.clear()
 
 
+def _library(turn: Turn, program: Program) -> Library:
+    """The library of a call's arrays."""
+    library: Library | None = turn.known.arrays.library
+    return library or library_named(program.library)
+
+
+def _land(landing: memoryview, payloads: Sequence[bytes], _: Any) -> None:
+    """Put all ranks' payloads where steps read them."""
+    landing[:] = b"".join(payloads)
+
+
 def _pointers(turn: Turn) -> tuple[int, ...]:
     """Where new results begin."""
     made = turn.made
-    return tuple([turn.known.arrays.library.pointer(x) for x in made.values()]) if made else ()
+    return tuple([turn.prepared.library.pointer(x) for x in made.values()]) if made else ()
 
 
 def _made(turn: Turn) -> dict[str, Operand]:
     """Where new results lie."""
-    library = turn.known.arrays.library
+    library = turn.prepared.library
     return {
         name: _operand(library.host_view(made, writable=True), None)
         for name, made in turn.made.items()
@@ -533,15 +622,12 @@ def _order_like(array: SplitArray, arrays: Mapping[str, Operand]) -> Literal["C"
 
 
 def _ranges(
-    transfers: Sequence[TransferPlan | None], rank: int
-) -> tuple[tuple[int, int], ...] | None:
-    """For each axis of `rank`'s part the range in which peers read; None if they read nothing."""
-    found = []
-    for transfer in transfers:
-        assert transfer is not None, "operands are moved, and only buffers of the program combined"
-        ranges = transfer.read_by_peers(rank)
-        if ranges is not None:
-            found.append(ranges)
+    array: Operand, transfers: Sequence[Transfer | None], context: Context
+) -> Ranges | None:
+    """For each axis of this rank's part the range in which peers read; None where they do not."""
+    whole = tuple((0, extent) for extent in array.shape)
+    read = [whole if each is None else each.read_by_peers(context.rank) for each in transfers]
+    found = [ranges for ranges in read if ranges is not None]
     if not found:
         return None
     return tuple(
@@ -549,56 +635,53 @@ def _ranges(
     )
 
 
-def _places(names: Sequence[str], notes: Sequence[bytes], start: int) -> dict[str, list[bytes]]:
-    """Where each rank's buffers of these names lie, packed; notes have it from byte `start`."""
-    found: dict[str, list[bytes]] = {name: [] for name in names}
-    for note in notes:
-        at = start
-        for name in names:
-            (length,) = _LENGTH.unpack_from(note, at)
-            at += _LENGTH.size
-            found[name].append(note[at : at + length])
-            at += length
+def _windows(
+    context: Context, step: Move | Transform, source: Operand | None, offers: Offers | None
+) -> dict[int, Window]:
+    """Where this rank reads what a step brings it, by the rank that it comes from."""
+    found = {}
+    for src in step.transfer.sources(context.rank):
+        if src == context.rank:
+            assert source is not None, "what this rank has stays"
+            found[src] = window_at(source)
+        else:
+            assert offers is not None, "ranks have agreed"
+            found[src] = offers.window(step.source, src, step.transfer)
     return found
 
 
-def _windows(
-    context: Context, transfer: TransferPlan, source: Operand, places: Sequence[bytes]
-) -> dict[int, Window]:
-    """Where this rank reads what a transfer brings it, by the rank that it comes from."""
-    rank, own = context.rank, _window(source)
-    return {
-        src: own if src == rank else window_on(context, src, Exposed.unpack(places[src]), transfer)
-        for src in transfer.sources(rank)
-    }
-
-
 def _copies(
-    context: Context,
-    transfer: TransferPlan,
-    source: Operand,
-    places: Sequence[bytes],
-    target: Operand,
+    context: Context, step: Move, source: Operand | None, offers: Offers | None, target: Operand
 ) -> Calls:
     """What performs a move as copies of whole parts."""
-    windows = _windows(context, transfer, source, places)
+    windows = _windows(context, step, source, offers)
     strides = {src: window.strides for src, window in windows.items()}
-    copies = transfer.copies(context.rank, strides, target.strides)
-    return bind(copies, windows, _window(target))
+    copies = [
+        copy
+        for copy in step.transfer.copies(context.rank, strides, target.strides)
+        if not _is_there(copy, windows[copy.src], target)
+    ]
+    return bind(copies, windows, window_at(target))
+
+
+def _is_there(copy: StridedCopy, window: Window, target: Operand) -> bool:
+    """Whether what is to be copied lies where it goes."""
+    ends = window.address + copy.src_offset, target.address + copy.dst_offset
+    return ends[0] == ends[1] and copy.src_strides == copy.dst_strides
 
 
 def _pass(
     context: Context,
     step: Move | Transform,
     blocks: Blocks,
-    source: Operand,
-    places: Sequence[bytes],
+    source: Operand | None,
+    offers: Offers | None,
     target: Operand,
     library: Library,
 ) -> Calls:
     """What performs a step block by block."""
-    windows = {} if blocks.stays else _windows(context, step.transfer, source, places)
-    arrays = _array(source), _array(target)
+    windows = {} if blocks.stays else _windows(context, step, source, offers)
+    arrays = array_at(source or target), array_at(target)
     if isinstance(step, Move):
         return Pass(context, blocks, *arrays, windows).bound()
     engine = engine_for(library.name)
@@ -609,11 +692,3 @@ def _operand(host: HostArray, block: Block | None) -> Operand:
     """Where an array lies, whose memory somebody else keeps."""
     address = int(host.__array_interface__["data"][0])
     return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block)
-
-
-def _window(array: Operand) -> Window:
-    return Window(array.address, array.strides, array.keep)
-
-
-def _array(array: Operand) -> HostArray:
-    return _window(array).array(array.shape, dtypes.to_numpy(array.dtype))

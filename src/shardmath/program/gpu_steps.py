@@ -127,17 +127,15 @@ class GPUProgram:
         program, transfer, rank = self.program, step.transfer, self.rank
         own, remote = program.arrays[step.source], program.arrays[step.target]
         moves: Sequence[BoxMove] = transfer.out_of(rank)
-        layout, pushes = transfer.dst, remote.memory in program.shared
+        shape_of, pushes = transfer.result_shape, remote.memory in program.shared
         if not pushes:
-            own, remote, layout = remote, own, transfer.src
-            moves = sorted(
-                transfer.into(rank), key=lambda m: (m.src - rank - 1) % transfer.src.size
-            )
+            own, remote, shape_of = remote, own, transfer.source_shape
+            size = self.context.size
+            moves = sorted(transfer.into(rank), key=lambda m: (m.src - rank - 1) % size)
         bases, strides = [0] * self.context.size, dict[int, tuple[int, ...]]()
         for peer in sorted({move.dst if pushes else move.src for move in moves}):
             bases[peer], told = self.reached(peer, remote.memory, memories)
-            shape = layout.local_shape(peer)
-            strides[peer] = told or packed_strides(shape, transfer.itemsize, program.order)
+            strides[peer] = told or packed_strides(shape_of(peer), transfer.itemsize, program.order)
             if peer == rank:
                 bases[peer], strides[peer] = memories.address(remote), remote.strides
 

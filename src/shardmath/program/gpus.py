@@ -21,6 +21,7 @@ from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts
 from shardmath.program.performing import Plan
 from shardmath.program.rank_program import Copy, RankProgram, View, packed
 from shardmath.program.steps import Memory, Move, Pack, Program
+from shardmath.redistribution import TransferPlan
 
 __all__ = ["GPUs", "delivered_program", "moved_program"]
 
@@ -39,7 +40,7 @@ class GPUs(GPUPerformer):
         return self._used
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
-        transfer = _move(plan.program).transfer
+        transfer = _transfer(plan.program)
         if self._context.multi_host and transfer.crosses:
             return _DELIVER
         sent, received = transfer.traffic
@@ -55,7 +56,7 @@ class GPUs(GPUPerformer):
             View(name, array.shape, array.strides, array.dtype)
             for name, array in (("operand", execution.operand), ("out", execution.result.array))
         )
-        received = _move(plan.program).transfer.received[context.rank]
+        received = _transfer(plan.program).received[context.rank]
         staged = decision == _STAGED and received > 0 and execution.result.array.block is None
 
         def make() -> GPUProgram:
@@ -114,10 +115,11 @@ def delivered_program(
     return RankProgram(steps, arrays, memories, (OUTBOX,), _order(program))
 
 
-def _move(program: Program) -> Move:
-    """The one move of a program."""
+def _transfer(program: Program) -> TransferPlan:
+    """What the one move of a program moves."""
     (move,) = (step for step in program.steps if isinstance(step, Move))
-    return move
+    assert isinstance(move.transfer, TransferPlan), "between layouts"
+    return move.transfer
 
 
 def _order(program: Program) -> Literal["C", "F"]:

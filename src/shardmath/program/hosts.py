@@ -21,6 +21,7 @@ from shardmath.program.steps import (
     Synchronise,
     Unpack,
 )
+from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
 __all__ = ["FETCHED", "OUTBOX", "TAKEN", "between_hosts", "delivered"]
@@ -41,9 +42,11 @@ def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Progra
         if isinstance(step, Move) and step.transfer.crosses:
             target = program.results.get(step.target) or program.workspace[step.target]
             assert isinstance(target, SplitArray), "what is moved to"
-            axes = tuple(range(len(step.transfer.src.global_shape)))
+            transfer = step.transfer
+            assert isinstance(transfer, TransferPlan), "between layouts"
+            axes = tuple(range(len(transfer.src.global_shape)))
             axes = axes if target.order == "C" else axes[::-1]  # in the memory order of the target
-            delivery = Delivery(step.transfer, rank, hosts, axes)
+            delivery = Delivery(transfer, rank, hosts, axes)
             steps += delivered(delivery, step.source, step.target, OUTBOX, FETCHED)
             steps.append(TAKEN)
         elif not isinstance(step, Synchronise):

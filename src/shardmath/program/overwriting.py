@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardmath.handles.operand import Operand
-from shardmath.program.steps import Convert, Move, Program, Step, Synchronise, Transform
+from shardmath.program.arithmetic import buffers_of
+from shardmath.program.steps import Combine, Convert, Move, Program, Step, Synchronise, Transform
 
 __all__ = ["overwritten"]
 
@@ -19,7 +20,7 @@ def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> l
     steps = [step for step in program.steps if not isinstance(step, Synchronise)]
     found = []
     for name, operand in arrays.items():
-        if name in program.results:
+        if name in program.results or not _is_read(name, steps, rank):
             continue
         for result, array in program.results.items():
             target = arrays.get(result)
@@ -30,7 +31,7 @@ def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> l
             same = looks == (operand.shape, operand.dtype)
             if target is not None:
                 same = _lie_alike(operand, target)
-            if not _read_at_once(name, steps, result, in_place=same):
+            if not _read_at_once(name, steps, result, rank, in_place=same):
                 found.append(name)
                 break
     return found
@@ -41,11 +42,36 @@ def _lie_alike(one: Operand, other: Operand) -> bool:
     return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
 
 
-def _read_at_once(name: str, steps: Sequence[Step], result: str, *, in_place: bool) -> bool:
+def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:
+    """Whether anything that `rank` has in an operand is read, by itself or by a peer."""
+    return any(
+        name in buffers_of(step)
+        for step in steps
+        if not (isinstance(step, Move) and step.source == name and not step.transfer.out_of(rank))
+    )
+
+
+def _stays_in_place(step: Move, rank: int) -> bool:
+    """Whether all that moves to `rank` is its own, and goes where it was."""
+    return all(
+        move.src == rank
+        and all(run.count == 1 and run.src_start == run.dst_start for run in move.runs)
+        for move in step.transfer.into(rank)
+    )
+
+
+def _read_at_once(
+    name: str, steps: Sequence[Step], result: str, rank: int, *, in_place: bool
+) -> bool:
     """Whether only the first step reads an operand, and writes nothing that is still to be read."""
     first, *others = steps
+    if isinstance(first, Combine) and first.reduction and first.held.size == 1 and in_place:
+        return not others
     if not isinstance(first, Move | Transform | Convert) or name in _read_by(others):
         return False
+    stays = isinstance(first, Move) and _stays_in_place(first, rank)
+    if stays and in_place and (first.source, first.target) == (name, result):
+        return True
     if not isinstance(first, Convert) and first.transfer.crosses:
         return False
     return first.target != result or in_place

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardmath.geometry import Move, Run
-from shardmath.redistribution import TransferPlan
+from shardmath.redistribution import Transfer
 
 __all__ = ["Piece", "Source", "clip", "intervals"]
 
@@ -49,9 +49,9 @@ class Source:
     panel: int
 
     @classmethod
-    def plan(cls, transfer: TransferPlan, rank: int, *, axis: int, panel_elements: int) -> Source:
+    def plan(cls, transfer: Transfer, rank: int, *, axis: int, panel_elements: int) -> Source:
         """How `rank` reads what `transfer` brings it."""
-        shape = transfer.dst.local_shape(rank)
+        shape = transfer.result_shape(rank)
         extent, width = shape[axis], shape[1 - axis]
         if not extent or not width:
             return cls(axis, extent, width, (), (), 0)

@@ -113,14 +113,16 @@ class Direct(NamedTuple):
     """What performs a call that comes again on all ranks, by compiled code: see call.compiled.
 
     `before` the ranks agree these are called, while what is in `memory` has the `version` there,
-    of the workspace and of whatever else may change; None where nothing does. `payload()` is sent
-    along, and `new()` makes the result of that number, if there are any; `bind(result)` gives the
-    steps that end there, in which None is a barrier, or None where the driver is to make this call.
-    When all have agreed, `combine(payloads, result)` comes first, and then those steps.
+    of the workspace and of whatever else may change; None where nothing does. With a `half` that
+    is for every other call, in which that half of the double buffer has its turn. `payload()` is
+    sent along, and `new()` makes the result of that number, if there are any; `bind(result)` gives
+    the steps that end there, in which None is a barrier, or None where the driver is to make this
+    call. When all have agreed, `combine(payloads, result)` comes first, and then those steps.
     """
 
     before: tuple[Callable[[], object], ...] = ()
     memory: tuple[Any, Any] | None = None
+    half: int | None = None
     payload: Callable[[], bytes] | None = None
     new: Callable[[], Any] | None = None
     result: int = 0

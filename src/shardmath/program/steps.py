@@ -18,10 +18,13 @@ from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.fft import Kind, Norm
 from shardmath.local.float8 import Blocks
+from shardmath.local.reduction import Reduction
 from shardmath.redistribution.delivery import Delivery
-from shardmath.redistribution.plan import TransferPlan
+from shardmath.redistribution.plan import Transfer, TransferPlan
 
 __all__ = [
+    "READ",
+    "REUSE",
     "Await",
     "Axpby",
     "Combine",
@@ -71,20 +74,24 @@ class Synchronise:
         return f"synchronise {', and '.join(reason.value for reason in self.reasons)}"
 
 
+READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
+
+
 @dataclass(frozen=True)
 class Move:
-    """Every rank's part of `transfer.src`, in buffer `source`, to `transfer.dst`, in `target`.
+    """What `transfer` moves from every rank's buffer `source` to every rank's `target`.
 
     Between the `Synchronise` before it and the one behind it peers may read the source and write
     the target: whether they push or pull is for the lowering to say.
     """
 
-    transfer: TransferPlan
+    transfer: Transfer
     source: str
     target: str
 
     def __str__(self) -> str:
-        return f"move {self.source} to {self.target}: {self.transfer.pattern.value}"
+        return f"move {self.source} to {self.target}: {self.transfer.kind}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class Product:
     rounding: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
-        moved = [f", {move.source} by {move.transfer.pattern.value}" for move in self.moves if move]
+        moved = [f", {move.source} by {move.transfer.kind}" for move in self.moves if move]
         return f"{self.multiply}{''.join(moved)}"
 
 
@@ -127,8 +134,8 @@ class Combine:
     `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
     Parts that overlap are added, unless only this rank's part is taken (`alone`): then replicas
     count once. With `weight`, the name of a number, each part times that number is added to what
-    `target` has, and nothing where the number is 0. `largest` takes the greatest value instead of
-    the sum.
+    `target` has, and nothing where the number is 0. A `reduction` is done in place of the sum: of
+    arrays that all ranks have whole, element by element.
     """
 
     held: Layout
@@ -137,7 +144,7 @@ class Combine:
     target: str
     alone: bool = False
     weight: str = ""
-    largest: bool = False
+    reduction: Reduction | None = None
 
     def __str__(self) -> str:
         ranks = "this rank" if self.alone else "all ranks"
@@ -272,7 +279,7 @@ class Transform:
     target: str
 
     def __str__(self) -> str:
-        brings = self.transfer.crosses or not self.transfer.src.same_as(self.transfer.dst)
+        brings = self.transfer.crosses or not self.transfer.stays
         taken = "take this rank's part from all ranks, " * brings
         axes = ", ".join(map(str, self.axes))
         return f"{taken}{self.kind} along {axes}, {self.source} to {self.target}"
@@ -461,8 +468,8 @@ class Program:
     one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
     `scratch` those that they may not. The operands in `transposed` are seen with their axes
     reversed. `equal` are the numbers of the call that all ranks must give alike. `in_place` names
-    the operand whose memory a result takes, where it does. `blocking`: the call returns when the
-    results are there, also on GPUs.
+    the operand whose memory a result takes, where it does. New results are of `library` where no
+    operand says of which. `blocking`: the call returns when the results are there, also on GPUs.
     """
 
     steps: tuple[Step, ...]
@@ -473,20 +480,21 @@ class Program:
     transposed: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
     in_place: Mapping[str, str] = field(default_factory=dict)
+    library: str = ""
 
     @cached_property
-    def published(self) -> dict[str, list[TransferPlan | None]]:
+    def published(self) -> dict[str, list[Transfer | None]]:
         """The buffers that peers read, in the order of the steps, and by which moves.
 
         None where all of a buffer is read.
         """
-        found: dict[str, list[TransferPlan | None]] = {}
+        found: dict[str, list[Transfer | None]] = {}
         for step in self.steps:
             moves = step.moves if isinstance(step, Product) else (step,)
             for move in moves:
                 if isinstance(move, Move | Transform) and move.transfer.crosses:
                     found.setdefault(move.source, []).append(move.transfer)
-            if isinstance(step, Combine) and not step.alone:
+            if isinstance(step, Combine) and not step.alone and step.held.size > 1:
                 found.setdefault(step.source, []).append(None)
         return found
 

@@ -8,6 +8,16 @@ from shardmath.handles.operand import Exposed
 from shardmath.redistribution.bound_copies import Window
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.exposure import window_on
-from shardmath.redistribution.plan import TransferPlan
+from shardmath.redistribution.plan import Transfer, TransferPlan
+from shardmath.redistribution.sections import Sections
 
-__all__ = ["Exposed", "StridedCopy", "TransferPlan", "Window", "lowered", "window_on"]
+__all__ = [
+    "Exposed",
+    "Sections",
+    "StridedCopy",
+    "Transfer",
+    "TransferPlan",
+    "Window",
+    "lowered",
+    "window_on",
+]

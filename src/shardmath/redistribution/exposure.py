@@ -15,8 +15,8 @@ from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed
 from shardmath.redistribution.bound_copies import Window, bind
 from shardmath.redistribution.copies import whole
-from shardmath.redistribution.plan import TransferPlan
-from shardmath.symmetric.heap import Buffer
+from shardmath.redistribution.plan import Transfer
+from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["bind_stage", "staged_bytes", "window_on"]
 
@@ -29,30 +29,42 @@ def staged_bytes(ranges: Ranges, itemsize: int) -> int:
 
 
 def bind_stage(
-    context: Context, array: Window, itemsize: int, ranges: Ranges, buffer: Buffer
+    context: Context,
+    array: Window,
+    itemsize: int,
+    ranges: Ranges,
+    buffer: Buffer,
+    at: int = 0,
+    *,
+    in_c_order: bool = False,
 ) -> tuple[Exposed, list[Callable[[], object]]]:
     """Where the `ranges` of each axis of an array will lie, and the calls that copy them there.
 
-    The copy is dense, its axes in the order of the array's, so that it runs at memory speed. The
-    calls keep the memory of the array, but not of the buffer. Local; an exchange carries the place.
+    That is in `buffer`, from byte `at` on. The copy is dense, its axes in the order of the array's, so that it runs at memory speed, or in
+    C order. The calls keep the memory of the array, but not of the buffer. Local; an exchange
+    carries the place.
     """
     extents = [hi - lo for lo, hi in ranges]
-    fastest_first = sorted(range(len(extents)), key=lambda a: (abs(array.strides[a]), -a))
+    fastest_first = sorted(
+        range(len(extents)), key=lambda a: (not in_c_order and abs(array.strides[a]), -a)
+    )
     strides = packed_strides(extents, itemsize, fastest_first)
     origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
     part = sum(lo * stride for (lo, _), stride in zip(ranges, array.strides, strict=True))
     source = Window(array.address + part, array.strides, array.keep)
     copies = [] if 0 in extents else [whole(extents, itemsize, array.strides, strides)]
     context.announce(buffer.block)
-    exposed = Exposed(buffer.block.location, prod(extents) * itemsize, origin, strides)
-    return exposed, bind(copies, {0: source}, Window(buffer.block.address, strides, None))
+    start = buffer.block.location
+    place = Location(start.segment, start.offset + at)
+    exposed = Exposed(place, prod(extents) * itemsize, origin, strides)
+    return exposed, bind(copies, {0: source}, Window(buffer.block.address + at, strides, None))
 
 
 def window_on(
     context: Context,
     rank: int,
     exposed: Exposed,
-    transfer: TransferPlan | None = None,
+    transfer: Transfer | None = None,
 ) -> Window:
     """The array that `rank` exposes, to be read: in place, or a copy where that has no address.
 

@@ -26,83 +26,51 @@ from shardmath.geometry import (
 from shardmath.machine import Rates
 from shardmath.redistribution.copies import StridedCopy, lowered, pieces_of
 
-__all__ = ["TransferPlan"]
+__all__ = ["Transfer", "TransferPlan"]
 
 Ranges = tuple[tuple[int, int], ...]
 Strides = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """The redistribution of an array of `itemsize`-byte elements from layout `src` to layout `dst`.
+class Transfer:
+    """Which elements move from every rank's array to every rank's.
 
-    Raises ValueError when the global shapes or the numbers of ranks differ.
+    A subclass says, of elements of `itemsize` bytes, what moves `into` a rank and `out_of` one. All
+    else follows.
     """
 
-    src: Layout
-    dst: Layout
     itemsize: int
 
-    def __post_init__(self) -> None:
-        if self.src.global_shape != self.dst.global_shape or self.src.size != self.dst.size:
-            raise ValueError(
-                f"a redistribution changes neither the global shape nor the ranks: "
-                f"{self.src.describe()}; {self.dst.describe()}"
-            )
+    @property
+    def kind(self) -> str:
+        """What is moved, in a word."""
+        raise NotImplementedError
 
-    @cached_property
-    def pattern(self) -> Pattern:
-        """What the redistribution is, seen over all ranks."""
-        return classify(self.src, self.dst)
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """The bytes that each rank sends and receives; what stays on a rank is not counted."""
-        return bytes_moved(self.src, self.dst, self.itemsize)
-
-    @cached_property
-    def received(self) -> tuple[int, ...]:
-        """The bytes that each rank receives."""
-        return bytes_received(self.src, self.dst, self.itemsize)
-
-    @cached_property
+    @property
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
-        return any(self.received)
+        raise NotImplementedError
 
-    def seconds(self, rates: Rates) -> float:
-        """Predicted for the rank that does most: bytes come from peers, and what stays is read and
-        written.
-        """
-        received = self.received
-        stay = [
-            self.itemsize * math.prod(self.dst.local_shape(rank)) - received[rank]
-            for rank in range(self.dst.size)
-        ]
-        times = [
-            came / rates.link + rates.touching(2 * kept)
-            for came, kept in zip(received, stay, strict=True)
-        ]
-        return max(times, default=0.0) + rates.latency
+    @property
+    def stays(self) -> bool:
+        """Whether every rank's array becomes what it was."""
+        raise NotImplementedError
+
+    def source_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the array of `rank` that elements move out of."""
+        raise NotImplementedError
+
+    def result_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the array of `rank` that elements move into."""
+        raise NotImplementedError
 
     def into(self, rank: int) -> tuple[Move, ...]:
-        """The moves that `rank` executes: all that end in its part."""
-        if rank not in self._into:
-            self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
-        return self._into[rank]
+        """The moves that `rank` executes: all that end in its array."""
+        raise NotImplementedError
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
-        if rank not in self._out_of:
-            found = moves(self.src, self.dst, src_rank=rank)
-            size = self.dst.size
-            ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
-            self._out_of[rank] = tuple(ordered)
-        return self._out_of[rank]
-
-    def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
-        """(destination, elements) of what moves from `rank` to each of its peers, ascending."""
-        return self._parts_out.get(rank, [])
+        """The moves that begin in the array of `rank`, to the next rank first, itself last."""
+        raise NotImplementedError
 
     def copies(
         self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
@@ -142,26 +110,13 @@ class TransferPlan:
         return self._sources[rank]
 
     def read_by_peers(self, rank: int) -> Ranges | None:
-        """For each axis of `rank`'s local array the range (lo, hi) in which peers read.
+        """For each axis of the array of `rank` the range (lo, hi) in which peers read.
 
         None when they read nothing.
         """
         if rank not in self._read:
             self._read[rank] = self._bounds(rank)
         return self._read[rank]
-
-    def explain(self) -> str:
-        """A few lines: from, to, the pattern and the bytes."""
-        sent, received = (max(amounts, default=0) for amounts in self.traffic)
-        return (
-            f"redistribute {self.src.describe()}\n"
-            f"          to {self.dst.describe()}\n"
-            f"{self.pattern.value}; {self.itemsize} bytes per element; a rank sends at most "
-            f"{sent:,} bytes and receives at most {received:,}"
-        )
-
-    def __str__(self) -> str:
-        return self.explain()
 
     def _bounds(self, rank: int) -> Ranges | None:
         out = [move for move in self.out_of(rank) if move.dst != rank]
@@ -179,15 +134,129 @@ class TransferPlan:
     # What has been worked out so far; a plan is compared and printed by its fields alone.
 
     @cached_property
+    def _sources(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _copies(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def _read(self) -> dict[int, Ranges | None]:
+        return {}
+
+
+@dataclass(frozen=True)
+class TransferPlan(Transfer):
+    """The redistribution of an array of `itemsize`-byte elements from layout `src` to layout `dst`.
+
+    Raises ValueError when the global shapes or the numbers of ranks differ.
+    """
+
+    src: Layout
+    dst: Layout
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.src.global_shape != self.dst.global_shape or self.src.size != self.dst.size:
+            raise ValueError(
+                f"a redistribution changes neither the global shape nor the ranks: "
+                f"{self.src.describe()}; {self.dst.describe()}"
+            )
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """What the redistribution is, seen over all ranks."""
+        return classify(self.src, self.dst)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The bytes that each rank sends and receives; what stays on a rank is not counted."""
+        return bytes_moved(self.src, self.dst, self.itemsize)
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """The bytes that each rank receives."""
+        return bytes_received(self.src, self.dst, self.itemsize)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """True when any byte changes its rank; otherwise ranks need not wait for each other."""
+        return any(self.received)
+
+    @property
+    def kind(self) -> str:
+        """See Transfer."""
+        return self.pattern.value
+
+    @property
+    def stays(self) -> bool:
+        """See Transfer."""
+        return self.src.same_as(self.dst)
+
+    def source_shape(self, rank: int) -> tuple[int, ...]:
+        """See Transfer."""
+        return self.src.local_shape(rank)
+
+    def result_shape(self, rank: int) -> tuple[int, ...]:
+        """See Transfer."""
+        return self.dst.local_shape(rank)
+
+    def seconds(self, rates: Rates) -> float:
+        """Predicted for the rank that does most: bytes come from peers, and what stays is read and
+        written.
+        """
+        received = self.received
+        stay = [
+            self.itemsize * math.prod(self.dst.local_shape(rank)) - received[rank]
+            for rank in range(self.dst.size)
+        ]
+        times = [
+            came / rates.link + rates.touching(2 * kept)
+            for came, kept in zip(received, stay, strict=True)
+        ]
+        return max(times, default=0.0) + rates.latency
+
+    def into(self, rank: int) -> tuple[Move, ...]:
+        """The moves that `rank` executes: all that end in its part."""
+        if rank not in self._into:
+            self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
+        return self._into[rank]
+
+    def out_of(self, rank: int) -> tuple[Move, ...]:
+        """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
+        if rank not in self._out_of:
+            found = moves(self.src, self.dst, src_rank=rank)
+            size = self.dst.size
+            ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
+            self._out_of[rank] = tuple(ordered)
+        return self._out_of[rank]
+
+    def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
+        """(destination, elements) of what moves from `rank` to each of its peers, ascending."""
+        return self._parts_out.get(rank, [])
+
+    def explain(self) -> str:
+        """A few lines: from, to, the pattern and the bytes."""
+        sent, received = (max(amounts, default=0) for amounts in self.traffic)
+        return (
+            f"redistribute {self.src.describe()}\n"
+            f"          to {self.dst.describe()}\n"
+            f"{self.pattern.value}; {self.itemsize} bytes per element; a rank sends at most "
+            f"{sent:,} bytes and receives at most {received:,}"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    # What has been worked out so far; a plan is compared and printed by its fields alone.
+
+    @cached_property
     def _into(self) -> dict[int, tuple[Move, ...]]:
         return {}
 
     @cached_property
     def _out_of(self) -> dict[int, tuple[Move, ...]]:
-        return {}
-
-    @cached_property
-    def _sources(self) -> dict[int, tuple[int, ...]]:
         return {}
 
     @cached_property
@@ -197,11 +266,3 @@ class TransferPlan:
             if src != dst:
                 found.setdefault(src, []).append((dst, count))
         return found
-
-    @cached_property
-    def _copies(self) -> dict[str, Any]:
-        return {}
-
-    @cached_property
-    def _read(self) -> dict[int, Ranges | None]:
-        return {}

@@ -9,10 +9,10 @@ import pytest
 
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives, LaunchConfig, choose_all_reduce
-from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.collectives.slices import chunked
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
+from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.symmetric.heap import Location
 
 DTYPES = [

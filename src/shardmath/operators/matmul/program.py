@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog, requirements
+from shardmath.local.reduction import Reduction
 from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.matmul.strategy import Strategy
@@ -262,7 +263,8 @@ class _Product:
         one = Layout.replicated((1,), self.problem.size)
         self.workspace["largest"] = SplitArray(one, "float32")
         self.results[output("result_amax")] = LocalArray((1,), "float32")
-        combine = Combine(one, one, "largest", output("result_amax"), largest=True)
+        greatest = Reduction.of("max", "float32")
+        combine = Combine(one, one, "largest", output("result_amax"), reduction=greatest)
         self.steps += [Largest(numbers, "largest"), _READ, combine]
 
 

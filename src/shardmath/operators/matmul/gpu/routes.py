@@ -100,9 +100,9 @@ class Routes:
             assert found is not None, "there are some"
             return found.transfer
         assert step is not None and not isinstance(step, Combine), name
-        if name in ("a", "b"):
-            return step.transfer
-        return replace(step.transfer, itemsize=itemsize)
+        transfer = step.transfer
+        assert isinstance(transfer, TransferPlan), "between layouts"
+        return transfer if name in ("a", "b") else replace(transfer, itemsize=itemsize)
 
     def _added(self, name: str, src: int) -> list[Move]:
         """All moves out of a matrix of `src` that is added to others, to whomever needs it."""

@@ -8,17 +8,19 @@ in the same way, so that every rank holds the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
-from shardmath.collectives import compiled_sum
+from shardmath.local import compiled_sum
 
-__all__ = ["OPERATIONS", "Reduction", "pieces", "reduce_local"]
+__all__ = ["OPERATIONS", "Reduction", "bind_reduction", "pieces", "reduce_local"]
 
 OPERATIONS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -66,6 +68,46 @@ class Reduction:
         if op == "mean" and kind in "iub":
             return cls(op, dtype, "float64", "float64")
         return cls(op, dtype, dtype, dtypes.accumulator(dtype).name)
+
+
+def bind_reduction(
+    reduction: Reduction, inputs: Sequence[HostArray], output: HostArray
+) -> Callable[[], object]:
+    """What combines arrays of one shape into `output`, each time that it is called.
+
+    What does not lie in rows is packed by each call.
+    """
+    rows = in_rows([*inputs, output])
+    if rows is None:
+        return partial(_reduce_packed, reduction, inputs, output)
+    return partial(reduce_local, reduction, rows[:-1], rows[-1:])
+
+
+def in_rows(arrays: Sequence[HostArray]) -> list[HostArray] | None:
+    """Arrays of one shape as matrices of as few rows as can be, on their memory; None if none."""
+    shape = arrays[0].shape
+    for split in range(len(shape) + 1):
+        rows, columns = shape[:split], shape[split:]
+        if all(
+            _joined(rows, x.strides[:split]) and _joined(columns, x.strides[split:]) for x in arrays
+        ):
+            return [x.reshape(prod(rows), prod(columns)) for x in arrays]
+    return None
+
+
+def _joined(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these axes are one, with one stride."""
+    if 0 in shape:
+        return True
+    axes = [axis for axis in zip(shape, strides, strict=True) if axis[0] != 1]
+    return all(step == inner * n for (_, step), (n, inner) in pairwise(axes))
+
+
+def _reduce_packed(reduction: Reduction, inputs: Sequence[HostArray], output: HostArray) -> None:
+    packed = np.empty(output.size, output.dtype)
+    flat = [np.ascontiguousarray(raw_view(x)).view(x.dtype).reshape(1, -1) for x in inputs]
+    reduce_local(reduction, flat, [packed[None]])
+    np.copyto(raw_view(output), raw_view(packed.reshape(output.shape)))
 
 
 def reduce_local(

@@ -1,0 +1,326 @@
+"""What a rank lets its peers read of its arrays during one call on cores, and how they find it.
+
+A rank's note says of each buffer that its program publishes where peers read it:
+
+    sent     few bytes are the payload of the exchange that carries the note
+    staged   more are copied to the heap, to one half of a double buffer
+    lent     many are read where they lie on the heap, or from a copy there
+
+A half is written again only in the second call after, before whose exchange every peer has entered
+that of the call between, and so has read what was there: nobody waits at the end of a call in which
+nothing was lent. An owner waits for the readers of what it has lent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import packed_strides
+from shardmath.context.context import Context
+from shardmath.handles.operand import Exposed, Operand
+from shardmath.redistribution import Transfer, Window, window_on
+from shardmath.redistribution.exposure import bind_stage, staged_bytes
+from shardmath.symmetric.heap import Block, Buffer, Location
+
+__all__ = [
+    "LENT",
+    "DoubleBuffer",
+    "Offers",
+    "announced",
+    "array_at",
+    "note_of",
+    "offer",
+    "raw_note",
+    "window_at",
+]
+
+_SENT_BYTES = 2 << 10  # of all that a rank sends along
+_STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
+_LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
+_SENT, _STAGED, LENT = b"e", b"s", b"l"
+
+_LENGTH = struct.Struct("<H")
+_ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
+
+Ranges = tuple[tuple[int, int], ...]  # of each axis
+Calls = list[Callable[[], object]]
+
+
+class DoubleBuffer:
+    """The halves of one context, used by turns; `version` rises before one is replaced."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._board = context, context.board
+        self.half = self.version = self._rounds = 0
+        self._buffers: list[Buffer | None] = [None, None]
+        context.keep_for_readers(self._buffers)
+
+    @classmethod
+    def of(cls, context: Context) -> DoubleBuffer:
+        """The one of a context."""
+        found: DoubleBuffer = context.cache("double buffer", lambda: cls(context))
+        return found
+
+    def turn(self) -> int:
+        """The half of the call that begins, the other one if ranks have met since the last."""
+        rounds = self._board.rounds
+        if rounds != self._rounds:
+            self._rounds = rounds
+            self.half ^= 1
+        return self.half
+
+    @property
+    def block(self) -> Block | None:
+        """Where the half lies whose turn it is."""
+        buffer = self._buffers[self.half]
+        return None if buffer is None else buffer.block
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """At least so many bytes of the half whose turn it is. Local. Raises HeapExhausted."""
+        buffer = self._buffers[self.half]
+        if buffer is None or buffer.block.nbytes < nbytes:
+            self.version += 1
+            self._buffers[self.half] = None  # no peer reads the old half any more
+            room = 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
+            buffer = self._buffers[self.half] = self._context.allocate_shared(room)
+        return buffer
+
+
+@dataclass
+class Offered:
+    """What one rank offers: a note on each buffer; what packs the `payload`; the copies that stage.
+
+    `replaced` are operands of which staged copies take the place, and `half` is where the half of
+    the double buffer lies, if that is used.
+    """
+
+    notes: dict[str, bytes] = field(default_factory=dict)
+    payload: Callable[[], bytes] | None = None
+    copies: Calls = field(default_factory=list)
+    replaced: dict[str, Operand] = field(default_factory=dict)
+    half: Block | None = None
+
+
+def offer(
+    context: Context,
+    arrays: Mapping[str, Operand],
+    read: Mapping[str, Ranges | None],
+    overwritten: Collection[str],
+    combined: Collection[str],
+    buffer: Callable[[str, int], Buffer],
+    *,
+    lends: bool,
+) -> Offered:
+    """Offer what peers `read` of operands: the range of each axis, None where it is nothing. Local.
+
+    Results may overwrite those `overwritten`, which are copied; what is `combined` with other
+    ranks' lies in C order. `buffer(name, nbytes)` is memory on the heap for what is too long for
+    the double buffer; `lends`: the call waits for readers anyway. Must be followed by an exchange.
+    Raises HeapExhausted.
+    """
+    found = Offered()
+    ranges = {name: each for name, each in read.items() if each is not None}
+    whole = {name: _whole(arrays[name]) for name in {*ranges, *overwritten}}
+    part = sum(_bytes_of(arrays[name], each) for name, each in ranges.items())
+    if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
+        sent = {name: whole[name] for name in ranges}
+    elif part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten):
+        sent = ranges
+    else:
+        sent = {}
+    if sent:
+        found.payload = _packing([_part(arrays[name], each) for name, each in sent.items()])
+    staged = {name: whole[name] for name in overwritten if name not in sent}
+    kept = {name: each for name, each in ranges.items() if name not in {*sent, *staged}}
+    lent = {
+        name
+        for name in kept
+        if arrays[name].block is not None
+        and (name not in combined or arrays[name].order in ("C", "both"))
+    }
+    staged |= {name: each for name, each in kept.items() if name not in lent}
+    together = {**kept, **staged}
+    room = sum(_padded(_bytes_of(arrays[name], each)) for name, each in together.items())
+    small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
+    if together and small and not lends and room <= _STAGED_BYTES:
+        half = DoubleBuffer.of(context).buffer(room)
+        staged, lent, found.half = together, set(), half.block
+        buffer = partial(_same, half)
+    _stage(context, found, arrays, staged, ordered=combined, buffer=buffer)
+    for name in staged:
+        if name not in overwritten:
+            del found.replaced[name]
+        if name not in ranges:
+            del found.notes[name]
+    for name in lent:
+        found.notes[name] = note_of(LENT, announced(context, arrays[name]))
+    for name, each in sent.items():
+        found.notes[name] = note_of(_SENT, _packed(arrays[name], each))
+    return found
+
+
+def _same(buffer: Buffer, name: str, nbytes: int) -> Buffer:
+    return buffer
+
+
+def _stage(
+    context: Context,
+    found: Offered,
+    arrays: Mapping[str, Operand],
+    staged: Mapping[str, Ranges],
+    *,
+    ordered: Collection[str],
+    buffer: Callable[[str, int], Buffer],
+) -> None:
+    """Add to `found` the copies of ranges of arrays, the notes on them and where they lie then.
+
+    Those `ordered` are copied in C order. In the double buffer they lie one after the other.
+    """
+    kind, at = LENT if found.half is None else _STAGED, 0
+    for name, ranges in staged.items():
+        array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
+        memory, source = buffer(name, nbytes), window_at(array)
+        exposed, copies = bind_stage(
+            context, source, array.itemsize, ranges, memory, at, in_c_order=name in ordered
+        )
+        found.copies += copies
+        found.notes[name] = note_of(kind, exposed)
+        block, strides = memory.block, exposed.strides
+        found.replaced[name] = Operand(block.address + at, array.shape, strides, array.dtype, block)
+        at += 0 if found.half is None else _padded(nbytes)
+
+
+def window_at(array: Operand) -> Window:
+    """An array of this rank's as a window."""
+    return Window(array.address, array.strides, array.keep)
+
+
+def array_at(array: Operand) -> HostArray:
+    """An array of this rank's as NumPy sees it."""
+    return window_at(array).array(array.shape, dtypes.to_numpy(array.dtype))
+
+
+def announced(context: Context, array: Operand) -> Exposed:
+    """Where peers find an array on the heap. Local; precedes an exchange that says so."""
+    assert array.block is not None, "on the heap"
+    context.announce(array.block)
+    return array.exposed
+
+
+def note_of(kind: bytes, exposed: Exposed | None) -> bytes:
+    """What a note says of one buffer; of one that no peer reads, `exposed` is None."""
+    return raw_note(b"" if exposed is None else kind + exposed.pack())
+
+
+def raw_note(place: bytes) -> bytes:
+    """What a note says of one buffer, as a lowering of its own has it."""
+    return _LENGTH.pack(len(place)) + place
+
+
+class Offers:
+    """What all ranks offer of the buffers of these names; notes say it from byte `start` on.
+
+    `landing` is memory of this rank for all ranks' payloads, one after the other; None if nothing
+    was sent.
+    """
+
+    def __init__(
+        self, context: Context, names: Sequence[str], notes: Sequence[bytes], start: int
+    ) -> None:
+        self._context = context
+        self._found: dict[tuple[str, int], tuple[bytes, bytes, int]] = {}
+        self._size = len(notes)
+        room = 0
+        for rank, note in enumerate(notes):
+            at = start
+            for name in names:
+                (length,) = _LENGTH.unpack_from(note, at)
+                at += _LENGTH.size
+                if length:
+                    kind, place = note[at : at + 1], note[at + 1 : at + length]
+                    self._found[name, rank] = kind, place, room
+                    room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
+                at += length
+        kinds = {kind for kind, _, _ in self._found.values()}
+        self.landing = np.empty(room, np.uint8) if _SENT in kinds else None
+        # Memory of another host can be read only while its rank is there.
+        self.waits = LENT in kinds or (_STAGED in kinds and context.multi_host)
+
+    def sent(self, name: str, rank: int) -> bool:
+        """Whether the buffer of a rank, or what is read of it, was sent along."""
+        found = self._found.get((name, rank))
+        return found is not None and found[0] == _SENT
+
+    def own(self, name: str, array: Operand) -> Operand:
+        """This rank's buffer: where its elements landed if all were sent, else `array`."""
+        rank = self._context.rank
+        if not self.sent(name, rank):
+            return array
+        if Exposed.unpack(self._found[name, rank][1]).nbytes < array.nbytes:
+            return array
+        window = self.window(name, rank)
+        return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
+
+    def raw(self, name: str) -> list[bytes]:
+        """What all ranks' notes say of a buffer, for a lowering of its own."""
+        return [self._found[name, rank][1] for rank in range(self._size)]
+
+    def has_address(self, name: str, rank: int) -> bool:
+        """Whether what a rank offers can be read here where it lies."""
+        return self.sent(name, rank) or self._context.same_host(rank)
+
+    def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
+        """Where this rank reads the buffer of another; see `window_on`."""
+        kind, place, at = self._found[name, rank]
+        exposed = Exposed.unpack(place)
+        if kind != _SENT:
+            return window_on(self._context, rank, exposed, transfer)
+        assert self.landing is not None, "something was sent"
+        address = int(self.landing.ctypes.data) + at + exposed.origin
+        return Window(address, exposed.strides, self.landing)
+
+
+def _part(array: Operand, ranges: Ranges) -> HostArray:
+    """A view of the elements in these ranges; without the ellipsis, NumPy would copy the element of
+    an array that has no axes, and calls that come again would send what it was at first.
+    """
+    index: tuple[Any, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
+    part: HostArray = array_at(array)[index]
+    return part
+
+
+def _whole(array: Operand) -> Ranges:
+    return tuple((0, extent) for extent in array.shape)
+
+
+def _bytes_of(array: Operand, ranges: Ranges) -> int:
+    return staged_bytes(ranges, array.itemsize)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _packed(array: Operand, ranges: Ranges) -> Exposed:
+    """How the elements in these ranges lie when they have been sent, in C order."""
+    strides = packed_strides([hi - lo for lo, hi in ranges], array.itemsize)
+    origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
+    return Exposed(Location(0, 0), _bytes_of(array, ranges), origin, strides)
+
+
+def _packing(parts: Sequence[HostArray]) -> Callable[[], bytes]:
+    """What packs these arrays, each time that it is called."""
+    pads = [bytes(_padded(part.nbytes) - part.nbytes) for part in parts]
+    if len(parts) == 1 and not pads[0]:
+        return parts[0].tobytes
+    return lambda: b"".join(
+        [each for part, pad in zip(parts, pads, strict=True) for each in (part.tobytes(), pad)]
+    )
