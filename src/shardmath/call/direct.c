@@ -32,7 +32,7 @@ enum {
     RESULT,   /* which one it is */
     STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
     BIND,     /* makes those steps, for a new result; None where the driver is to make the call */
-    COMBINE,  /* what is done first with all payloads, and the result; None for nothing */
+    RECEIVE,  /* where all payloads are put first, a buffer; or how they are summed: see `sum_into` */
     BEGUN,    /* what the driver makes the rest of, where others send other texts */
     FIELDS
 };
@@ -47,9 +47,10 @@ enum { EXCHANGE_WORD, BARRIER_WORD };
 enum { PLACES = 64 }; /* of new results of which the steps are kept */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
-                                    "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier"};
+                                    "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
+                                    "data_ptr"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
-       s_barriers, s_uses, s_holds, s_late, s_late_barrier, NAMES };
+       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 
 #define ITEM(tuple, index) PyTuple_GET_ITEM(tuple, index)
@@ -339,6 +340,60 @@ static int use(PyObject *shared, PyObject *entry) {
     return PyList_SetItem(entry, 1, next);
 }
 
+/* Put all ranks' payloads into a buffer, one after the other. */
+static int put(PyObject *payloads, PyObject *buffer) {
+    Py_buffer room;
+    if (PyObject_GetBuffer(buffer, &room, PyBUF_WRITABLE) < 0)
+        return -1;
+    Py_ssize_t begin = 0, size = PyTuple_GET_SIZE(payloads);
+    for (Py_ssize_t rank = 0; rank < size; rank++)
+        begin += PyBytes_GET_SIZE(ITEM(payloads, rank));
+    int fits = begin == room.len;
+    for (Py_ssize_t rank = size; fits && rank-- > 0;) {
+        begin -= PyBytes_GET_SIZE(ITEM(payloads, rank));
+        memcpy((char *)room.buf + begin, PyBytes_AS_STRING(ITEM(payloads, rank)),
+               (size_t)PyBytes_GET_SIZE(ITEM(payloads, rank)));
+    }
+    PyBuffer_Release(&room);
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "payloads of other lengths than agreed on");
+    return fits ? 0 : -1;
+}
+
+/* Add what all ranks have sent along into the result. `how` is (address of a function of sum.c, bytes of the
+ * result, where they begin in each payload); the result's memory is in C order. */
+static int sum_into(PyObject *payloads, PyObject *how, PyObject *result) {
+    void (*sum)(int, const char *const *, int, char *const *, int64_t) = NULL;
+    void *address = PyLong_AsVoidPtr(ITEM(how, 0));
+    Py_ssize_t nbytes = PyLong_AsSsize_t(ITEM(how, 1)), begin = PyLong_AsSsize_t(ITEM(how, 2));
+    Py_ssize_t size = PyTuple_GET_SIZE(payloads);
+    char *target = NULL;
+    Py_buffer room = {0};
+    memcpy(&sum, &address, sizeof sum);
+    if (PyErr_Occurred())
+        return -1;
+    if (!PyObject_CheckBuffer(result)) { /* a tensor */
+        PyObject *place = PyObject_CallMethodNoArgs(result, names[s_data_ptr]);
+        target = place == NULL ? NULL : PyLong_AsVoidPtr(place);
+        Py_XDECREF(place);
+    } else if (PyObject_GetBuffer(result, &room, PyBUF_WRITABLE) == 0)
+        target = room.len == nbytes ? room.buf : NULL;
+    const char **sources = PyMem_New(const char *, size);
+    for (Py_ssize_t rank = 0; sources != NULL && rank < size; rank++) {
+        sources[rank] = PyBytes_AS_STRING(ITEM(payloads, rank)) + begin;
+        if (PyBytes_GET_SIZE(ITEM(payloads, rank)) < begin + nbytes)
+            target = NULL;
+    }
+    if (target != NULL && sources != NULL)
+        sum((int)size, sources, 1, &target, nbytes);
+    else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "payloads, or a result, of other lengths than agreed on");
+    PyMem_Free(sources);
+    if (room.obj != NULL)
+        PyBuffer_Release(&room);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* What the call returns, a new reference. */
 static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
     Py_ssize_t count = PyTuple_GET_SIZE(results);
@@ -383,14 +438,12 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
     }
     if (use(shared, ITEM(call, ENTRY)) < 0)
         goto end;
-    if (ITEM(call, COMBINE) != Py_None) {
-        PyObject *into = made == NULL ? ITEM(ITEM(arguments, RESULTS), 0) : made;
-        PyObject *all[] = {NULL, ITEM(found, 1), into};
-        PyObject *done = PyObject_Vectorcall(ITEM(call, COMBINE), all + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-        if (done == NULL)
+    PyObject *receive = ITEM(call, RECEIVE), *payloads = ITEM(found, 1);
+    if (PyTuple_CheckExact(receive)) {
+        if (sum_into(payloads, receive, made == NULL ? ITEM(ITEM(arguments, RESULTS), 0) : made) < 0)
             goto end;
-        Py_DECREF(done);
-    }
+    } else if (receive != Py_None && put(payloads, receive) < 0)
+        goto end;
     if (steps != NULL && run(shared, steps) < 0)
         goto end;
     given = result_of(call, ITEM(arguments, RESULTS), made);
@@ -461,7 +514,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 2) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 3) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

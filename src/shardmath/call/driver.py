@@ -174,7 +174,7 @@ class Driver:
         if performer.direct is None or self._compiled is None or not known.lasting:
             return
         direct = performer.direct(turn, agreement)
-        if direct is not None and (direct.combine is not None or not any(turn.payloads)):
+        if direct is not None and (direct.receive is not None or not any(turn.payloads)):
             self._compiled.keep(turn, agreement, direct)
 
     def _otherwise(

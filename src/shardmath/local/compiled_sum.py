@@ -16,7 +16,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import library_beside
 
-__all__ = ["LEAST", "Sums", "built", "sums"]
+__all__ = ["LEAST", "Sums", "address_for", "built", "sums"]
 
 Sums = Callable[[Sequence[HostArray], Sequence[HostArray]], bool]
 
@@ -37,11 +37,8 @@ def sums(library: ctypes.CDLL) -> Sums | None:
     All are two-dimensional, of one shape; an output may be the very memory of an input. Returns
     False, having done nothing, where NumPy is needed, or does better.
     """
-    try:
-        functions: dict[str, Any] = {
-            name: getattr(library, f"shardmath_sum_{name}") for name in _SUMMED
-        }
-    except AttributeError:
+    functions = _functions(library)
+    if functions is None:
         return None
     for function in functions.values():
         function.argtypes = [ctypes.c_int, ctypes.c_void_p] * 2 + [ctypes.c_int64]
@@ -66,6 +63,23 @@ def sums(library: ctypes.CDLL) -> Sums | None:
         return True
 
     return add
+
+
+def address_for(dtype: np.dtype[Any]) -> int | None:
+    """Where compiled code finds the function of `sum.c` that adds elements of this type; None where
+    there is none.
+    """
+    library = library_beside(__file__, "_sum")
+    functions = None if library is None else _functions(library)
+    function = functions and functions.get(_numbers_of(dtype))
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+def _functions(library: ctypes.CDLL) -> dict[str, Any] | None:
+    try:
+        return {name: getattr(library, f"shardmath_sum_{name}") for name in _SUMMED}
+    except AttributeError:
+        return None
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from shardmath.arrays.base import HostArray, raw_view
 from shardmath.context.context import Context
 from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
+from shardmath.local.compiled_sum import address_for
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import dequantize, quantize
 from shardmath.local.reduction import bind_reduction
@@ -251,14 +252,41 @@ class Binding:
     def _reduce(self, step: Combine) -> Calls:
         """What every rank has whole, combined in one shot by all that need it."""
         assert step.reduction is not None, "one shot"
+        return [bind_reduction(step.reduction, self._inputs(step), self._hosts[step.target])]
+
+    def payload_sum(self, step: Step) -> tuple[int, int, int] | None:
+        """How compiled code adds up what all ranks have sent along, if this step alone reads that.
+
+        The address of a function, bytes of the result, and where they begin in each payload; see
+        direct.c. None where NumPy adds, from where the payloads are put.
+        """
+        if not isinstance(step, Combine) or step.reduction is None:
+            return None
+        reduction, offers, target = step.reduction, self._offers, self._hosts[step.target]
+        ranks = step.sources(self._context.rank)
+        if not all(offers.sent(step.source, src) for src in ranks):
+            return None
+        inputs, dtype = self._inputs(step), target.dtype
+        begins = {
+            int(x.ctypes.data) - offers.window(step.source, src).address
+            for src, x in zip(ranks, inputs, strict=True)
+        }
+        packed = all(x.flags.c_contiguous and x.dtype == dtype for x in (*inputs, target))
+        plain = reduction.op == "sum" and reduction.accumulator == reduction.dtype
+        if not (packed and plain and target.nbytes and dtype.isnative and len(begins) == 1):
+            return None
+        address = address_for(dtype)
+        return None if address is None else (address, target.nbytes, begins.pop())
+
+    def _inputs(self, step: Combine) -> list[HostArray]:
+        """The parts of all ranks' arrays that one shot combines."""
         array, rank = self._reached(step.source, step.held.local_shape), self._context.rank
         spans = step.needed.spans(rank)
         cut: tuple[Any, ...] = (
             *(slice(each.start, each.start + each.length) for each in spans),
             ...,
         )
-        inputs = [array(src)[cut] for src in step.sources(rank)]
-        return [bind_reduction(step.reduction, inputs, self._hosts[step.target])]
+        return [array(src)[cut] for src in step.sources(rank)]
 
     def _in_two_shots(self, step: Combine) -> Calls:
         own, target = self._hosts[step.source], self._hosts[step.target]

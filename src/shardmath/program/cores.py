@@ -420,7 +420,10 @@ class Cores:
 
         turn_arguments = Arguments((), ())
         staging = self._workspace if prepared.half is None else self._halves
-        landing = bound.offers.landing
+        landing, steps = bound.offers.landing, self._fused(plan).steps
+        summed = None
+        if landing is not None and len(bound.parts) == len(plan.program.published) == 1:
+            summed = bound.binding.payload_sum(steps[bound.parts[0][0]])
         return Direct(
             before=tuple(prepared.copies),
             memory=(staging, staging.version) if prepared.staged else None,
@@ -428,8 +431,8 @@ class Cores:
             payload=prepared.payload,
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
-            bind=bind,
-            combine=None if landing is None else partial(_land, landing.data),
+            bind=bind if summed is None else None,
+            receive=summed or (None if landing is None else landing.data),
         )
 
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
@@ -586,11 +589,6 @@ def _library(turn: Turn, program: Program) -> Library:
     """The library of a call's arrays."""
     library: Library | None = turn.known.arrays.library
     return library or library_named(program.library)
-
-
-def _land(landing: memoryview, payloads: Sequence[bytes], _: Any) -> None:
-    """Put all ranks' payloads where steps read them."""
-    landing[:] = b"".join(payloads)
 
 
 def _pointers(turn: Turn) -> tuple[int, ...]:

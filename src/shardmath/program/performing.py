@@ -117,7 +117,9 @@ class Direct(NamedTuple):
     is for every other call, in which that half of the double buffer has its turn. `payload()` is
     sent along, and `new()` makes the result of that number, if there are any; `bind(result)` gives
     the steps that end there, in which None is a barrier, or None where the driver is to make this
-    call. When all have agreed, `combine(payloads, result)` comes first, and then those steps.
+    call. When all have agreed, `receive` says where all payloads are put, or how they are summed
+    into the result (the address of a function of sum.c, bytes, where they begin in each payload);
+    then come those steps.
     """
 
     before: tuple[Callable[[], object], ...] = ()
@@ -127,7 +129,7 @@ class Direct(NamedTuple):
     new: Callable[[], Any] | None = None
     result: int = 0
     bind: Callable[[Any], tuple[Callable[[], object] | None, ...] | None] | None = None
-    combine: Callable[[Sequence[bytes], Any], object] | None = None
+    receive: memoryview | tuple[int, int, int] | None = None
 
 
 class Repeat(Protocol):

@@ -40,9 +40,9 @@ def bind_stage(
 ) -> tuple[Exposed, list[Callable[[], object]]]:
     """Where the `ranges` of each axis of an array will lie, and the calls that copy them there.
 
-    That is in `buffer`, from byte `at` on. The copy is dense, its axes in the order of the array's, so that it runs at memory speed, or in
-    C order. The calls keep the memory of the array, but not of the buffer. Local; an exchange
-    carries the place.
+    That is in `buffer`, from byte `at` on. The copy is dense, its axes in the order of the array's,
+    so that it runs at memory speed, or in C order. The calls keep the memory of the array, but not
+    of the buffer. Local; an exchange carries the place.
     """
     extents = [hi - lo for lo, hi in ranges]
     fastest_first = sorted(
