@@ -8,13 +8,16 @@ and then calls work as before.
 from __future__ import annotations
 
 import logging
+from functools import partial, reduce
+from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from mortal import Job, Raised
 from shardmath.base.compiled import extension
-from shardmath.collectives import all_reduce
+from shardmath.collectives import all_reduce, reduce_scatter
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
@@ -212,6 +215,120 @@ def test_numbers_of_calls_are_told_apart(way):
     with Job(RANKS, numbers, WAYS[way]) as job:
         outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
     assert outcomes == [True] * RANKS
+
+
+KINDS = (
+    *(("f4", "packed"), ("f4", "strided"), ("f4", "torch")),
+    *(("c16", "packed"), ("i8", "packed"), ("u4", "packed"), ("i2", "packed")),
+)
+SHAPES = ((), (7,), (3, 5), (0, 3))
+TURNS = 4
+
+
+def elements(dtype, shape, rank, turn):
+    """Any bits, so that among numbers there are NaN of every kind."""
+    rng, dtype = np.random.default_rng([rank, turn]), np.dtype(dtype)
+    kind = "u1" if dtype.kind != "b" else "?"
+    bits = rng.integers(0, 2, (*shape, dtype.itemsize)) * rng.integers(0, 256, (*shape, 1))
+    return bits.astype(kind).view(dtype).reshape(shape)
+
+
+def arranged(values, way):
+    """Memory of the same shape, in which elements lie otherwise."""
+    if way == "torch":
+        return torch.empty(values.shape, dtype=torch.from_numpy(values).dtype)
+    whole = np.empty((*values.shape[::-1], 2), values.dtype)
+    return whole[..., 0].T if way == "strided" else np.empty_like(values)
+
+
+def sums_of(x, out):
+    """Calls by what identifies them, and how NumPy has their results."""
+    calls = {
+        "new": lambda: all_reduce(x),
+        "out": lambda: all_reduce(x, out=out),
+        "in place": lambda: all_reduce(x, out=x),
+        "product": lambda: all_reduce(x, op="product"),
+    }
+    for axis in range(x.ndim):
+        calls[f"scattered along {axis}"] = partial(reduce_scatter, x, axis=axis)
+    return calls
+
+
+def numpys(name, parts, rank):
+    with np.errstate(all="ignore"):
+        result = reduce(np.multiply if name == "product" else np.add, parts)
+    return np.array_split(result, RANKS, int(name[-1]))[rank] if "along" in name else result
+
+
+def sums(group):
+    """Sums that come again, of what ranks write anew each time: those that are wrong."""
+    context, wrong = startup.initialize("cpu", group), []
+    for (dtype, way), shape in product(KINDS, SHAPES):
+        x, out = (arranged(elements(dtype, shape, 0, 0), way) for _ in range(2))
+        seen, given, kept = np.asarray(x), np.asarray(out), []
+        for (name, call), turn in product(sums_of(x, out).items(), range(TURNS)):
+            parts = [elements(dtype, shape, rank, turn) for rank in range(RANKS)]
+            seen[...], given[...] = parts[context.rank], 0
+            kept.append(call())  # so that each new result lies elsewhere
+            result, wanted = np.asarray(kept[-1]), numpys(name, parts, context.rank)
+            assert (result.dtype, result.shape) == (wanted.dtype, wanted.shape)
+            if result.tobytes() != wanted.tobytes():
+                wrong.append((dtype, shape, way, name, turn))
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_that_come_again_have_the_bits_of_numpys(way):
+    with Job(RANKS, sums, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 100) for rank in range(RANKS)]
+    assert outcomes == [[]] * RANKS
+
+
+def other_sum(context, name):
+    """A sum that one rank asks for otherwise than in the calls before."""
+    odd = context.rank == ODD
+    x, out = np.ones(6, "f4"), np.full(6, UNTOUCHED, "f4")
+    return {
+        "an operation": lambda: all_reduce(x, op="max" if odd else "sum", out=out),
+        "a type": lambda: all_reduce(x.astype("f8" if odd else "f4"), out=out),
+        "a shape": lambda: all_reduce(x[: 6 - odd], out=out[: 6 - odd]),
+        "an out of another shape": lambda: all_reduce(x, out=out[:5] if odd else out),
+        "no array": lambda: all_reduce(None if odd else x, out=out),
+    }[name], out
+
+
+OTHER_SUMS = {
+    "an operation": "op",
+    "a type": "dtype",
+    "a shape": "shape",
+    "an out of another shape": "out",
+    "no array": "x",
+}
+
+
+def sum_otherwise(group):
+    context, found = startup.initialize("cpu", group), []
+    x, out = np.ones(6, "f4"), np.zeros(6, "f4")
+    for name in OTHER_SUMS:
+        for _ in range(4):
+            assert (all_reduce(x, out=out) == RANKS).all()
+        call, result = other_sum(context, name)
+        try:
+            call()
+            found.append("")
+        except (TypeError, ValueError, RuntimeError) as error:
+            found.append(str(error))
+        assert (result == UNTOUCHED).all()
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_that_is_not_as_it_was(way):
+    with Job(RANKS, sum_otherwise, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert outcomes == [outcomes[0]] * RANKS
+    for wanted, said in zip(OTHER_SUMS.values(), outcomes[0], strict=True):
+        assert wanted in said, (wanted, said)
 
 
 def count(group):

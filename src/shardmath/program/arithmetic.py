@@ -273,7 +273,7 @@ class Binding:
         }
         packed = all(x.flags.c_contiguous and x.dtype == dtype for x in (*inputs, target))
         plain = reduction.op == "sum" and reduction.accumulator == reduction.dtype
-        if not (packed and plain and target.nbytes and dtype.isnative and len(begins) == 1):
+        if not (packed and plain and target.nbytes and len(begins) == 1):
             return None
         address = address_for(dtype)
         return None if address is None else (address, target.nbytes, begins.pop())
