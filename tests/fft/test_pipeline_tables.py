@@ -16,6 +16,7 @@ from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.push_stream import cluster_size, push_blocks
 from shardmath.operators.fft.pushes import Rows, tables
 from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import ON_GPUS
 from shardmath.program.rank_program import packed
 
@@ -38,7 +39,7 @@ def test_tables_of_large_arrays(name, size):
         [describe(s, slab, None, None, "C2C", FFTDirection.FORWARD, options, None) for s in specs]
     )
     plan = GPUPlan(problem, choose(problem, ON_GPUS), (0,) * size)
-    found = plan.stages(reachable=True)
+    found = stages(plan.strategy)
     chunking = chunking_for(problem, two_exchanges=True)
     written = np.zeros((2, size), np.int64)
     for rank in range(size):

@@ -28,7 +28,7 @@ from shardmath.local.rounding import round_into
 from shardmath.operators.fft import gpus as fft_gpus
 from shardmath.operators.fft import lowering
 from shardmath.operators.fft.gpus import TransformProgram
-from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
+from shardmath.operators.fft.local_steps import LocalFFT, Scale
 from shardmath.program import gpu_performing, gpu_steps, gpus
 from shardmath.redistribution import Window
 
@@ -240,15 +240,9 @@ def transformed(program, step, memories):
 
 
 def transform(program, step, memories):
-    target = array_at(memories, step.target)
+    source, target = (array_at(memories, view) for view in (step.source, step.target))
     if isinstance(step, Scale):
-        target[...] *= step.factor
-        return
-    source = array_at(memories, step.source)
-    if isinstance(step, Convert):
-        round_into(source, target)
-        if step.factor != 1:
-            raise NotImplementedError("half precision is for torch")
+        round_into(source * source.real.dtype.type(step.factor), target)
         return
     wide = source.astype(np.complex128 if source.dtype.kind == "c" else np.float64)
     if step.kind == "R2C":
@@ -271,7 +265,7 @@ def array_at(memories, view):
     return Window(memories.address(view), view.strides, None).array(view.shape, dtype)
 
 
-PERFORMERS = TransformProgram.PERFORMERS | dict.fromkeys((LocalFFT, Scale, Convert), transformed)
+PERFORMERS = TransformProgram.PERFORMERS | dict.fromkeys((LocalFFT, Scale), transformed)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from streams import schedule
 from copying import copy_boxes
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
-from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
+from shardmath.operators.fft.local_steps import LocalFFT, Scale
 from shardmath.operators.fft.pushes import Chunk
 from shardmath.program.rank_program import USERS, Copy
 from shardmath.program.steps import Get, Move, Pack, Unpack, plain
@@ -174,13 +174,9 @@ def unpack(step, rank):
 # -- local transforms ------------------------------------------------------------------------------
 
 
-def convert(step, rank):
+def scale(step, rank):
     target, made = rank.array(step.target), fft_cases.wide(rank.array(step.source))
     target[...] = fft_cases.as_type(made * step.factor, target.dtype)
-
-
-def scale(step, rank):
-    rank.array(step.target)[...] *= step.factor
 
 
 def local_fft(step, rank):
@@ -235,7 +231,6 @@ PERFORM = {
     Pack: pack,
     Get: get,
     Unpack: unpack,
-    Convert: convert,
     Scale: scale,
     LocalFFT: local_fft,
 }

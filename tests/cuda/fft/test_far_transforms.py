@@ -73,5 +73,5 @@ def explain(context):
 def test_how_bytes_travel_is_explained(far_gpus):
     first, *others = far_gpus.run(explain)
     assert others == [first] * (RANKS - 1)
-    assert re.search("deliver (work|operand) -> receive 0", first)  # as fast, of so few elements
+    assert re.search("pack (work|operand) into outbox 0", first)  # as fast, of so few elements
     assert "2 hosts" in first and "`get`" in first

@@ -16,7 +16,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.handles.operand import Operand
 from shardmath.local.gpu.fft import CuFFT, scale
-from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale
+from shardmath.operators.fft.local_steps import LocalFFT, LocalStep, Scale
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.push_stream import PushStream, PushTables
 from shardmath.operators.fft.pushes import Signal, Start
@@ -156,10 +156,9 @@ class TransformProgram(GPUProgram):
 
         return launch
 
-    def _scale(self, step: Convert | Scale, memories: Memories) -> Launch:
-        source, target = step.source if isinstance(step, Convert) else step.target, step.target
-        one, two = _real(source), _real(target)
-        addresses = memories.address(source), memories.address(target)
+    def _scale(self, step: Scale, memories: Memories) -> Launch:
+        one, two = _real(step.source), _real(step.target)
+        addresses = memories.address(step.source), memories.address(step.target)
 
         def launch(stream: int) -> None:
             scale(
@@ -185,7 +184,7 @@ class TransformProgram(GPUProgram):
             [self.reached(peer, name, memories)[0] for peer in range(start.size)]
             for name in start.targets
         ]
-        return lambda stream: pushing.start(tables, stream, sources, targets)
+        return pushing.bind(tables, sources, targets)
 
     def _signal(self, step: Fused, memories: Memories) -> Launch:
         launch: Launch = getattr(PushStream.of(self.context), step.plan.verb)
@@ -194,7 +193,6 @@ class TransformProgram(GPUProgram):
     PERFORMERS: ClassVar[Mapping[type, Any]] = {
         **GPUProgram.PERFORMERS,
         LocalFFT: _transform,
-        Convert: _scale,
         Scale: _scale,
         Start: _start,
         Signal: _signal,

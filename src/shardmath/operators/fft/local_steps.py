@@ -17,31 +17,23 @@ from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.machine import h200
 from shardmath.program.rank_program import Copy, View, packed
 
-__all__ = ["Convert", "LocalFFT", "LocalStep", "Scale", "local_steps", "strided"]
+__all__ = ["LocalFFT", "LocalStep", "Scale", "local_steps", "strided"]
 
 
 @dataclass(frozen=True)
-class Convert:
-    """From half precision to float32, or from that, times `factor`, to half precision."""
+class Scale:
+    """The numbers of `source`, times `factor`, in the type of `target`, which may be `source`.
+
+    Types differ where one is of half precision, and the other float32.
+    """
 
     source: View
     target: View
     factor: float = 1.0
 
     def __str__(self) -> str:
-        times = f" times {self.factor:.6g}" if self.factor != 1 else ""
-        return f"convert {self.source}{times} to {self.target}"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Multiply an array by a number."""
-
-    target: View
-    factor: float
-
-    def __str__(self) -> str:
-        return f"scale {self.target} by {self.factor:.6g}"
+        into = "" if self.source == self.target else f" to {self.target}"
+        return f"scale {self.source} by {self.factor:.6g}{into}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class LocalFFT:
         return f"{self.kind} along {self.axes} {where}" + f", {calls} calls" * (calls > 1)
 
 
-LocalStep = Copy | Convert | Scale | LocalFFT
+LocalStep = Copy | Scale | LocalFFT
 
 
 def local_steps(
@@ -94,17 +86,17 @@ def local_steps(
     if source.size == 0 or target.size == 0:
         return []
     before: list[LocalStep] = []
-    after: list[LocalStep] = [Scale(target, factor)] if factor != 1 else []
+    after: list[LocalStep] = [Scale(target, target, factor)] if factor != 1 else []
     computed = {x.dtype: dtypes.accumulator(x.dtype).name for x in (source, target)}
     if computed[source.dtype] != source.dtype:
         wide = _like("pack wide", source, computed[source.dtype])
-        before = [Convert(source, wide)]
+        before = [Scale(source, wide)]
         source, preserve_input = wide, False
     if computed[target.dtype] != target.dtype:
         made = source
         if preserve_input or kind != "C2C":
             made = _like("pack made", target, computed[target.dtype])
-        after = [Convert(made, target, factor)]
+        after = [Scale(made, target, factor)]
         target = made
     if kind == "C2R":
         return [*before, *_c2r_steps(axes, source, target, preserve_input=preserve_input), *after]

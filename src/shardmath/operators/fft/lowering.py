@@ -94,10 +94,6 @@ class GPUPlan:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
-    def stages(self, *, reachable: bool) -> tuple[Stage, ...]:
-        """The stages. `reachable`: all results lie in symmetric memory."""
-        return stages(self.strategy, reachable=reachable, multi_host=self.multi_host)
-
     @property
     def chunking(self) -> Chunking | None:
         """How exchanges overlap with transforms; None where they come one after the other."""
@@ -108,17 +104,23 @@ class GPUPlan:
         )
 
     def explain(self) -> str:
-        """The strategy, and its stages."""
-        found = self.stages(reachable=True)
-        lines = [f"stage {i}: {stage}" for i, stage in enumerate(found, 1)]
+        """The strategy, and the steps of rank 0 where arrays are on the heap, and not in parts."""
+        problem = self.problem
+        shapes = problem.source.local_shape(0), problem.target.local_shape(0)
+        arrays = UserArrays(
+            packed("operand", shapes[0], problem.dtype, problem.order),
+            packed("out", shapes[1], problem.result, problem.order),
+        )
+        steps = lowered(self, 0, arrays, Results(True, True)).steps
+        lines = [self.strategy.explain(), "rank 0:", *map(str, steps)]
         if self.multi_host:
             lines.append(
-                f"{len(set(self.hosts))} hosts: what is delivered is packed by each rank, and taken"
-                " by its peers, in place on the same host, by `get` from another"
+                f"{len(set(self.hosts))} hosts: what each rank packs its peers read, in place on "
+                "the same host, by `get` from another"
             )
         if self.chunking is not None:
-            lines.append(f"in chunks, where these stages allow it: {self.chunking}")
-        return "\n".join([self.strategy.explain(), *lines])
+            lines.append(f"in parts, where these steps allow it: {self.chunking}")
+        return "\n".join(lines)
 
 
 def lowered(
@@ -129,26 +131,21 @@ def lowered(
     chunking: Chunking | None = None,
 ) -> RankProgram:
     """What `rank` does for these arrays: in parts if all ranks can, or one stage after another."""
-    if plan.multi_host:
-        found = plan.stages(reachable=False)
-        deliveries = _Deliveries(plan, rank, arrays)
-        if chunking is None or not deliveries.in_parts(found, chunking):
-            deliveries.whole(found)
-        return deliveries.program()
+    found = stages(plan.strategy)
+    kind = _Deliveries if plan.multi_host else _Pushes
     if chunking is not None:
-        found, last = plan.stages(reachable=True), list[Copy]()
-        if len(found) == 4 and not results.packed:
+        lowering, last = kind(plan, rank, arrays, results), list[Copy]()
+        if len(found) == 4 and not (plan.multi_host or results.packed):
             # Through one more receive buffer, which is then copied to the result.
             found = (*found[:3], replace(found[3], target="receive 1"))
             received = packed("receive 1", arrays.out.shape, arrays.out.dtype, plan.problem.order)
             last += [Copy(received, arrays.out)] if received.size else []
-        pushes = _Pushes(plan, rank, arrays)
-        if pushes.in_parts(found, chunking) and pushes.possible:
-            pushes.steps += last
-            return pushes.program()
-    pushes = _Pushes(plan, rank, arrays)
-    pushes.whole(plan.stages(reachable=results.reachable))
-    return pushes.program()
+        if lowering.in_parts(found, chunking):
+            lowering.steps += last
+            return lowering.program()
+    lowering = kind(plan, rank, arrays, results)
+    lowering.whole(stages(plan.strategy))
+    return lowering.program()
 
 
 @dataclass(frozen=True)
@@ -191,15 +188,16 @@ class PartOfTransfer(TransferPlan):
 class _Lowering:
     """The steps of one rank, as far as they have been put together. `array` holds its part."""
 
-    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
         self.problem, self.rank, self.hosts = plan.problem, rank, plan.hosts
-        self.user = arrays
+        self.user, self.results = arrays, results
         self.arrays = {"operand": arrays.operand, "out": arrays.out}
         self.array = "operand"
         self.steps: list[Any] = []
         self.shared: list[str] = []  # memories that peers reach
         self.buffers: dict[str, int] = {}  # memories without an array, which peers reach
         self.exchanges = 0
+        self.possible = True  # in parts, on all ranks
         self.arrivals: list[str] = []  # events after which a part has come, that nobody awaited
 
     # -- what depends on where ranks are -----------------------------------------------------------
@@ -237,7 +235,7 @@ class _Lowering:
         self.end()
 
     def in_parts(self, found: Sequence[Stage], chunking: Chunking) -> bool:
-        """Slabs in parts; False, on all ranks, and nothing, for stages that cannot be cut.
+        """Slabs in parts; False, on all ranks, for stages that cannot be cut.
 
         The result may overlap the operand: nothing is written to it before all of the operand has
         been read.
@@ -272,7 +270,7 @@ class _Lowering:
         if last:
             self.arrive()
         self.end()
-        return True
+        return self.possible
 
     def program(self) -> RankProgram:
         """The program of these steps."""
@@ -332,11 +330,10 @@ class _Lowering:
 class _Pushes(_Lowering):
     """On one host: one kernel pushes parts; whole exchanges are pushed or pulled by all at once."""
 
-    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
-        super().__init__(plan, rank, arrays)
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
+        super().__init__(plan, rank, arrays, results)
         self.chunks: list[Chunk] = []
         self.ready = 0
-        self.possible = True  # for the kernel, on all ranks
 
     def send(
         self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
@@ -366,7 +363,7 @@ class _Pushes(_Lowering):
     def exchange(self, stage: Stage, source: str, target: str) -> None:
         """See _Lowering. Owners may still use what is pushed into first."""
         transfer = _transfer(stage)
-        pulls = stage.mode == "pull"
+        pulls = target == "out" and not self.results.reachable
         if pulls:
             self.steps.append(_WRITTEN)
         elif not self.shared:
@@ -386,8 +383,8 @@ class _Pushes(_Lowering):
 class _Deliveries(_Lowering):
     """Between hosts: each part is packed, and brought by two streams beside the user's."""
 
-    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
-        super().__init__(plan, rank, arrays)
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
+        super().__init__(plan, rank, arrays, results)
         axes = tuple(range(self.problem.source.ndim))
         self.axes = axes if self.problem.order == "C" else axes[::-1]  # of parcels: as the results
         self.sent = 0

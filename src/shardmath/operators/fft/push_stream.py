@@ -41,7 +41,6 @@ class PushTables:
         self.blocks = push_blocks(start.size, two_exchanges=len(start.targets) > 1)
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
-        self.arguments: dict[tuple[int, ...], Argument] = {}
 
 
 def push_blocks(size: int, *, two_exchanges: bool) -> int:
@@ -97,39 +96,31 @@ class PushStream:
         """Raise what kernels have noted, and RankFailure after an operation that was given up."""
         self._team.require_usable()
 
-    def start(
-        self,
-        tables: PushTables,
-        stream: int,
-        sources: Sequence[int],
-        targets: Sequence[Sequence[int]],
-    ) -> None:
-        """Fork the push stream from `stream`, and launch the kernel that pushes there.
+    def bind(
+        self, tables: PushTables, sources: Sequence[int], targets: Sequence[Sequence[int]]
+    ) -> Callable[[int], None]:
+        """What forks the push stream from a stream, and launches the kernel that pushes there.
 
         `sources[i]` is where exchange i begins in this rank's memory, `targets[i][rank]` in the
         ranks'. All ranks wait for each other first: before reusing what its owner may still use.
         """
-        team = self._team
-        call("cuEventRecord", self._fork, stream)
-        call("cuStreamWaitEvent", self.stream, self._fork, 0)
-        team.barrier(int(self.stream), channel=_BARRIER)
+        team, kernel = self._team, self._kernel("push")
+        cluster = self._cluster_size(tables.blocks)
         one, two = (*targets, [0] * team.size)[:2]
-        key = (*(*sources, 0)[:2], *one, *two)
-        if key not in tables.arguments:
-            words = struct.pack(
-                f"QQQII{2 + 2 * team.size}Q",
-                *(self._counters, tables.chunks.address, tables.rows.address),
-                *(tables.count, _SIGNALS),
-                *key,
-            )
-            tables.arguments[key] = Argument(team.packed() + words)
-        self._kernel("push").launch(
-            int(self.stream),
-            tables.blocks,
-            32,
-            tables.arguments[key],
-            cluster=self._cluster_size(tables.blocks),
+        words = struct.pack(
+            f"QQQII{2 + 2 * team.size}Q",
+            *(self._counters, tables.chunks.address, tables.rows.address),
+            *(tables.count, _SIGNALS, *(*sources, 0)[:2], *one, *two),
         )
+        argument = Argument(team.packed() + words)
+
+        def start(stream: int) -> None:
+            call("cuEventRecord", self._fork, stream)
+            call("cuStreamWaitEvent", self.stream, self._fork, 0)
+            team.barrier(int(self.stream), channel=_BARRIER)
+            kernel.launch(int(self.stream), tables.blocks, 32, argument, cluster=cluster)
+
+        return start
 
     def signal_ready(self, stream: int) -> None:
         """Launch: chunks that need only what `stream` has done so far can be pushed."""

@@ -1,14 +1,10 @@
-"""A strategy as work for GPUs: transforms of whole arrays, and exchanges, from buffer to buffer.
+"""A strategy as work for GPUs: transforms of whole arrays, and exchanges, from memory to memory.
 
-Ranks push into each other's receive buffers, two in turn, or into the results where peers reach all
-of them; otherwise the last exchange is pulled. Pure, like the strategy, and the same on every rank;
-`lowering` has what each of them does for it.
+    operand --transform--> work --exchange--> receive 0 --transform--> out        a slab, transposed
+                                                        --transform--> receive 0 --exchange--> out
 
-    operand --transform--> work --push--> receive 0 --transform--> out      a slab, transposed
-                                                    --transform--> receive 0 --push--> out
-
-On several hosts no rank writes to another's memory: arrays are delivered, by way of outboxes, to
-receive buffers, and to results in any memory.
+Two receive buffers take turns, so that what is received is not what is still sent. Pure, like the
+strategy, and the same on every rank; `lowering` has what each of them does for it.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
@@ -25,16 +20,13 @@ from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 
 __all__ = ["Stage", "stages"]
 
-Mode = Literal["push", "pull", "deliver"]
-
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the strategy: the array goes from buffer `source` to buffer `target`.
+    """One step of the strategy, into memory `target`.
 
     Before it, the array has `layout` and `dtype`, after it `result` and `result_dtype`. `kind` is
-    None for an exchange, which is a push, a pull or a delivery, by `mode`. A transform's output is
-    multiplied by `factor`.
+    None for an exchange. A transform's output is multiplied by `factor`.
     """
 
     kind: Kind | None
@@ -43,45 +35,31 @@ class Stage:
     result: Layout
     dtype: str
     result_dtype: str
-    source: str
     target: str
-    mode: Mode = "push"
     factor: float = 1.0
 
-    def __str__(self) -> str:
-        if self.kind is None:
-            return f"{self.mode} {self.source} -> {self.target}: {self.layout} -> {self.result}"
-        return f"{self.kind} along {self.axes}, {self.source} -> {self.target}: {self.result}"
 
-
-def stages(strategy: Strategy, *, reachable: bool, multi_host: bool = False) -> tuple[Stage, ...]:
-    """The stages. `reachable`: all ranks' results lie in symmetric memory. `multi_host`: some ranks
-    have no address for others' memory, symmetric or not.
-    """
-    problem, steps = strategy.problem, strategy.steps
+def stages(strategy: Strategy) -> tuple[Stage, ...]:
+    """The stages of a strategy."""
+    problem = strategy.problem
     found: list[Stage] = []
-    buffer, dtype, received = "operand", problem.dtype, 0
-    for number, step in enumerate(steps):
-        last = number == len(steps) - 1
+    memory, dtype, received = "operand", problem.dtype, 0
+    for number, step in enumerate(strategy.steps, 1):
+        last = number == len(strategy.steps)
         if isinstance(step, Exchange):
-            target = "out" if last else f"receive {received % 2}"
-            received += not last
-            mode: Mode = "deliver" if multi_host else "pull" if last and not reachable else "push"
-            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, buffer, target, mode))
-        else:
-            kind, made = _kind(problem, step, dtype)
-            if last:
-                target = "out"
-            elif buffer == "operand" or kind != "C2C":
-                target = "work 1" if buffer == "work" else "work"
-            else:
-                target = buffer
-            axes = _axes(step.axes, problem.axes[-1])
-            factor = _factor(problem, axes, first=all(each.kind is None for each in found))
-            layouts = step.layout, step.result
-            found.append(Stage(kind, axes, *layouts, dtype, made, buffer, target, factor=factor))
-            dtype = made
-        buffer = target
+            memory = "out" if last else f"receive {received % 2}"
+            received += 1
+            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, memory))
+            continue
+        kind, made = _kind(problem, step, dtype)
+        if last:
+            memory = "out"
+        elif memory == "operand" or kind != "C2C":
+            memory = "work 1" if memory == "work" else "work"
+        axes = _axes(step.axes, problem.axes[-1])
+        factor = _factor(problem, axes, first=all(stage.kind is None for stage in found))
+        found.append(Stage(kind, axes, step.layout, step.result, dtype, made, memory, factor))
+        dtype = made
     return tuple(found)
 
 
