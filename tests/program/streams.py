@@ -22,21 +22,31 @@ def schedule(ranks, chance, performers):
     every = [streams_of(rank.steps) for rank in ranks]
     counts = {sum(isinstance(step, Synchronise) for step, _ in steps) for steps, _ in every}
     assert len(counts) <= 1, "all ranks synchronise alike"
-    done = [set() for _ in ranks]
+    done, recorded = ([set() for _ in ranks] for _ in "dr")
     left = [{name: list(reversed(at)) for name, at in streams.items()} for _, streams in every]
     prefer = chance.choice(["", "side", None])  # the user's stream, what is beside it, or any
 
     def finish(number, name):
-        done[number].add(left[number][name].pop())
+        last = left[number][name].pop()
+        done[number].add(last)
+        step, _ = every[number][0][last]
+        if isinstance(step, Record):
+            recorded[number].add(step.event)
         if not left[number][name]:
             del left[number][name]
+
+    def is_free(step, after, number):
+        """Whether all that a step awaits has been done, on this rank or on all."""
+        if isinstance(step, Await) and step.everywhere:
+            return all(step.event in events for events in recorded)
+        return after <= done[number]
 
     while any(left):
         ready, waiting = [], {}
         for number, ((steps, _), streams) in enumerate(zip(every, left, strict=True)):
             for name, numbers in streams.items():
                 step, after = steps[numbers[-1]]
-                if after <= done[number] and all_recorded(step, every, done):
+                if is_free(step, after, number):
                     if not isinstance(step, Synchronise):
                         ready.append((number, name))
                     elif number not in waiting or numbers[-1] < waiting[number][0]:
@@ -74,14 +84,3 @@ def streams_of(steps):
     loose = [str(found[at][0]) for at in range(len(found)) if at not in joined]
     assert not loose, f"what is beside the user's stream comes to it at last: {loose}"
     return found, streams
-
-
-def all_recorded(step, every, done):
-    """Whether an event that is awaited of all ranks has been recorded on all."""
-    if not (isinstance(step, Await) and step.everywhere):
-        return True
-    record = Record(step.event)
-    return all(
-        any(steps[number][0] == record for number in past)
-        for (steps, _), past in zip(every, done, strict=True)
-    )

@@ -14,11 +14,11 @@ for what unpacks. A buffer that is fetched into is filled again when what it hel
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Move
+from shardmath.geometry import Layout, Move, Run
 from shardmath.operators.fft.chunking import (
     Chunking,
     chunking_for,
@@ -150,12 +150,13 @@ def lowered(
 
 @dataclass(frozen=True)
 class PartOfTransfer(TransferPlan):
-    """The part of a transfer between slabs that is in `source_ranges` of the sources' arrays along
-    axis `u`, and in `target_ranges` of the destinations' along axis `v`.
+    """The part of a transfer between slabs, the `whole`, that is in `source_ranges` of the sources'
+    arrays along axis `u`, and in `target_ranges` of the destinations' along axis `v`.
 
     Moves are between whole local arrays.
     """
 
+    whole: TransferPlan = field(repr=False)
     u: int
     source_ranges: _Ranges
     v: int
@@ -163,26 +164,25 @@ class PartOfTransfer(TransferPlan):
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """See TransferPlan."""
-        return tuple(self._cut(super().into(rank)))
+        return tuple(self._cut(self.whole.into(rank)))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
         """See TransferPlan."""
-        return tuple(self._cut(super().out_of(rank)))
+        return tuple(self._cut(self.whole.out_of(rank)))
 
     def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
         """See TransferPlan."""
         return sorted((m.dst, m.elements) for m in self.out_of(rank) if m.dst != rank)
 
-    def _cut(self, found: tuple[Move, ...]) -> Iterator[Move]:
-        for move in found:
-            runs = list(move.runs)
-            (lo, hi), run = self.source_ranges[move.src], runs[self.u]  # all that the source has
-            runs[self.u] = replace(run, length=hi - lo, src_start=lo, dst_start=run.dst_start + lo)
-            (lo, hi), run = self.target_ranges[move.dst], runs[self.v]
-            runs[self.v] = replace(run, length=hi - lo, src_start=run.src_start + lo, dst_start=lo)
-            cut = replace(move, runs=tuple(runs))
-            if cut.elements:
-                yield cut
+    def _cut(self, moves: tuple[Move, ...]) -> Iterator[Move]:
+        for move in moves:
+            (first, end), (lo, hi) = self.source_ranges[move.src], self.target_ranges[move.dst]
+            if first == end or lo == hi or not move.elements:
+                continue
+            runs, one, two = list(move.runs), move.runs[self.u], move.runs[self.v]
+            runs[self.u] = Run(1, end - first, first, 0, one.dst_start + first, 0)
+            runs[self.v] = Run(1, hi - lo, two.src_start + lo, 0, lo, 0)
+            yield Move(move.src, move.dst, tuple(runs))
 
 
 class _Lowering:
@@ -246,6 +246,7 @@ class _Lowering:
         u, v = axes[:2]
         first_fft, exchange, second_fft, *second_exchange = found
         work, received, made, *last = (self._target(stage) for stage in found)
+        transfer = _transfer(exchange)
         firsts = _first_ranges(exchange.layout, u, chunking.first)
         seconds = _second_ranges(exchange.result, v, chunking.second)
         tail = len(firsts) - min(chunking.tail, len(firsts))  # the first part of it
@@ -255,9 +256,9 @@ class _Lowering:
             self._transform(first_fft, self.arrays["operand"], self.arrays[work], u, ranges)
             parts, signals = list[TransferPlan](), number + 1 == len(firsts)
             if number < tail:
-                parts = [_part(exchange, u, ranges, v, _full_ranges(exchange.result, v))]
+                parts = [_part(transfer, u, ranges, v, _full_ranges(exchange.result, v))]
             elif signals:
-                parts = [_part(exchange, u, rest, v, each) for each in seconds]
+                parts = [_part(transfer, u, rest, v, each) for each in seconds]
             self.send(work, received, parts, signals=signals)
         self.exchanges += 1
         for number, ranges in enumerate(seconds, 1):
@@ -265,7 +266,7 @@ class _Lowering:
             self._transform(second_fft, self.arrays[received], self.arrays[made], v, ranges)
             for stage, target in zip(second_exchange, last, strict=True):
                 everything = _full_ranges(stage.result, axes[2])
-                parts = [_part(stage, v, ranges, axes[2], everything)]
+                parts = [_part(_transfer(stage), v, ranges, axes[2], everything)]
                 self.send(made, target, parts, signals=number == len(seconds))
         if last:
             self.arrive()
@@ -442,9 +443,8 @@ def _transfer(stage: Stage) -> TransferPlan:
     return TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
 
 
-def _part(stage: Stage, u: int, sources: _Ranges, v: int, targets: _Ranges) -> TransferPlan:
-    itemsize = dtypes.of(stage.dtype).itemsize
-    return PartOfTransfer(stage.layout, stage.result, itemsize, u, sources, v, targets)
+def _part(whole: TransferPlan, u: int, sources: _Ranges, v: int, targets: _Ranges) -> TransferPlan:
+    return PartOfTransfer(whole.src, whole.dst, whole.itemsize, whole, u, sources, v, targets)
 
 
 def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
