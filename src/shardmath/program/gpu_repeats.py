@@ -63,19 +63,19 @@ class Launch:
 class _Facts:
     """What a launch depends on besides the arrays: its `version` is equal while all of it holds."""
 
-    __slots__ = ("_decided", "_device", "_lane", "_library")
+    __slots__ = ("_device", "_lane", "_stream")
 
-    def __init__(self, lane: Lane, library: str, decided: Callable[[], int]) -> None:
+    def __init__(self, lane: Lane, library: str) -> None:
         self._lane, self._device = lane, lane.team.device.ordinal
-        self._library, self._decided = library_named(library), decided
+        self._stream = library_named(library).stream
 
     @property
-    def version(self) -> tuple[int, int, int] | None:
+    def version(self) -> tuple[int, int] | None:
         """None while the current stream is being captured."""
-        stream = self._library.stream(self._device)
+        stream = self._stream(self._device)
         if stream and streams.capturing(stream):
             return None
-        return stream, self._lane.version, self._decided()
+        return stream, self._lane.version
 
 
 class Launches:
@@ -107,13 +107,11 @@ class Launches:
         place: Hashable,
         template: ResultTemplate | None,
         library: str,
-        decided: Callable[[], int] = int,
     ) -> Direct | None:
         """What compiled code does in place of `Launch.launch`, for a given result, or a new one.
 
         A new one is copied to its place, or there is a launch for that by now. None for one on the
-        heap that is not copied: of its place the ranks tell each other each time. `decided()`
-        counts decisions.
+        heap that is not copied: of its place the ranks tell each other each time.
         """
         launch, lane = self.places.find(place), self.lane
         turn.prepared = launch  # what is told from now on
@@ -122,9 +120,9 @@ class Launches:
             return None
         if template is not None and template.on_heap and room is None:
             return None
-        stream, facts = launch.stream, _Facts(lane, library, decided)
+        stream, facts = launch.stream, _Facts(lane, library)
         version = facts.version
-        if version is None or version[:2] != (stream, self.version):
+        if version != (stream, self.version):
             return None
 
         def bind(new: Any) -> tuple[Callable[[], object], ...] | None:

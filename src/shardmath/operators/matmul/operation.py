@@ -101,8 +101,11 @@ def arguments_of(
 def given_results(results: Sequence[Any]) -> Any:
     """What a call returns: D, or (D, outputs by name) where there are outputs."""
     d, *outputs = results
-    extras = {name: x for name, x in zip(_OUTPUTS, outputs, strict=True) if x is not None}
-    return (d, extras) if extras else d
+    for output in outputs:
+        if output is not None:
+            pairs = zip(_OUTPUTS, outputs, strict=True)
+            return d, {name: x for name, x in pairs if x is not None}
+    return d
 
 
 class _Matmul:
