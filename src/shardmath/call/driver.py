@@ -92,6 +92,7 @@ class Driver:
         self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._compiled = self.performer.direct and CompiledCalls.of(context, self._known.looks)
         self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
+        self._options: LRUCache[Any, Any] = LRUCache(_KEPT)  # that are equal
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
         self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
@@ -108,7 +109,9 @@ class Driver:
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
         options = arguments.options
-        # A dictionary may have changed since the last call, and a logger is told of each.
+        if options is not None:
+            options = self._same_options(options)
+            arguments = arguments._replace(options=options)
         fixed = options is None or (type(options) is self.operation.options and not options.logger)
         if fixed and self._compiled is not None:
             results = self._compiled.make(arguments, self._otherwise)
@@ -121,6 +124,16 @@ class Driver:
         if options is not None or LOGGER.isEnabledFor(INFO):
             self.log(options, agreement.plan)
         return self.perform(turn, agreement, payloads)
+
+    def _same_options(self, options: Any) -> Any:
+        """One object for all equal options. As they are: those that are wrong, and those with a
+        logger, which is told of each call.
+        """
+        try:
+            read = options_of(self.operation.options, options)
+            return options if read.logger else self._options.made(read, lambda: read)
+        except (TypeError, ValueError):  # raised again where the call is described
+            return options
 
     def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
         """A call of which this rank has prepared what it expects, and can be agreed on. Local.

@@ -101,10 +101,10 @@ def arguments_of(
 def given_results(results: Sequence[Any]) -> Any:
     """What a call returns: D, or (D, outputs by name) where there are outputs."""
     d, *outputs = results
-    for output in outputs:
-        if output is not None:
+    for x in outputs:
+        if x is not None:
             pairs = zip(_OUTPUTS, outputs, strict=True)
-            return d, {name: x for name, x in pairs if x is not None}
+            return d, {name: given for name, given in pairs if given is not None}
     return d
 
 
