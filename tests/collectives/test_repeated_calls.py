@@ -53,6 +53,22 @@ def repeat(context, name, form, extent, torch):
     return wrong
 
 
+def mistake_after_a_call_that_looks_alike(context):
+    x = np.ones((4, 4))
+    with context:
+        all_gather(x, axis=1)
+        try:
+            all_gather(x, axis=True)
+        except ValueError as error:
+            return str(error)
+    return "fine"
+
+
+def test_an_argument_that_equals_a_right_one_is_refused(contexts):
+    words = "every rank: axis is an integer from -2 to 1, not True"
+    assert contexts.run(mistake_after_a_call_that_looks_alike, ranks=2) == [words] * 2
+
+
 @pytest.mark.parametrize("torch", [False, True], ids=["numpy", "torch"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CALLS)

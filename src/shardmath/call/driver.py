@@ -256,7 +256,7 @@ class Driver:
             return HashedSpec(operation.describe(arrays, words, options))
 
         try:
-            key = (*arrays.values(), words, options)
+            key = (*arrays.values(), words, tuple(map(type, words)), options)  # see `known`
             hash(key)
         except TypeError:  # among the words is something that has no hash
             return described()
