@@ -286,6 +286,12 @@ def test_a_device_that_is_behind_is_not_waited_for_until_much_memory_waits(heap)
             with patch.object(Pending, "done", True):
                 large = [turn(2000) for _ in range(12)]
             assert len(set(large)) == 1, "large ones are used again at once"
+            kept = [heap.allocate(3000) for _ in range(9)]
+            places = [each.block.address for each in kept]
+            while kept:
+                del kept[0]
+            later = [turn(3000) for _ in range(20)]
+            assert later == places[4:] * 4, "large ones follow each other in few places"
         heap.changing = True  # an exception has left a method half way
         held = [heap.allocate(100) for _ in range(5)]
         assert len({each.block.address for each in held}) == 5
@@ -302,6 +308,24 @@ def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
         with patch("time.sleep", lambda _: setattr(fence, "done", True)):
             assert heap.allocate(4 * MIB - 256).block.location.segment == 0
         assert heap.find(first.address) is not first
+
+
+def test_the_version_rises_where_what_was_found_out_may_not_hold(heap):
+    def rises(change, *given):
+        before = heap.version
+        result = change(*given)
+        return heap.version > before, result
+
+    grown, first = rises(heap.allocate, MIB)
+    come, other = rises(heap.allocate, MIB)
+    assert grown and not come, "the heap has grown for the first"
+    assert rises(heap.free, first.block)[0] and rises(heap.restore, first.block)[0]
+    del other
+    assert not rises(heap.allocate, MIB)[0], "it lies where the last one did"
+    assert rises(heap.recycle)[0] and not rises(heap.recycle)[0]
+    assert rises(heap.allocate, 9 * MIB)[0]
+    heap.restore_order()
+    assert heap.find(first.block.address) is first.block
 
 
 def test_the_heap_grows_rather_than_wait_while_little_waits_for_the_device(heap):

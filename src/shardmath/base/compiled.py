@@ -32,7 +32,7 @@ BUILT = {
 # what was built from older sources is not used.
 _INTERFACES = {
     "shardmath.symmetric._board": 1,
-    "shardmath.call._direct": 3,
+    "shardmath.call._direct": 4,
     "shardmath.cuda._launch": 1,
 }
 

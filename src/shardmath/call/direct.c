@@ -28,7 +28,7 @@ enum {
     TEXTS,    /* what all send */
     PAYLOAD,  /* makes what is sent along; None for nothing */
     BEFORE,   /* steps before the exchange */
-    NEW,      /* makes the new result; None where none is */
+    NEW,      /* makes the new result, or (result, where it lies); None where none is */
     RESULT,   /* which one it is */
     STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
     BIND,     /* makes those steps, for a new result; None where the driver is to make the call */
@@ -288,6 +288,17 @@ static int run(PyObject *shared, PyObject *steps) {
     return 0;
 }
 
+/* The new result of a call, and where it lies if that is known: new references. */
+static PyObject *new_result(PyObject *call, PyObject **place) {
+    PyObject *made = PyObject_CallNoArgs(ITEM(call, NEW));
+    if (made == NULL || !PyTuple_CheckExact(made) || PyTuple_GET_SIZE(made) != 2)
+        return made;
+    PyObject *result = Py_NewRef(ITEM(made, 0));
+    *place = Py_NewRef(ITEM(made, 1));
+    Py_DECREF(made);
+    return result;
+}
+
 /* What the call binds to a result, a new reference: a tuple; None where the driver is to make the call. */
 static PyObject *bound(PyObject *call, PyObject *result) {
     PyObject *steps = PyObject_CallOneArg(ITEM(call, BIND), result);
@@ -299,9 +310,11 @@ static PyObject *bound(PyObject *call, PyObject *result) {
 }
 
 /* The steps that end in this result, a new reference: those of the last results that lay there; as `bound`. */
-static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made) {
-    PyObject *by_place = ITEM(call, STEPS), *place = Py_None, *looks = NULL;
-    if (made != NULL) {
+static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made, PyObject *place) {
+    PyObject *by_place = ITEM(call, STEPS), *looks = NULL;
+    if (made == NULL)
+        place = Py_None;
+    else if (place == NULL) {
         PyObject *one = PyTuple_Pack(1, made), *none = PyTuple_New(0);
         looks = one == NULL || none == NULL ? NULL : look(shared, one, none);
         Py_XDECREF(one);
@@ -410,14 +423,14 @@ static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
 static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, PyObject *otherwise,
                          int *left) {
     PyObject *board = ITEM(shared, BOARD), *made = NULL, *found = NULL, *steps = NULL, *given = NULL;
-    PyObject *payload = NULL;
+    PyObject *payload = NULL, *place = NULL;
     if (!equal(board, s_operation, ITEM(call, OPERATION)) &&
         PyObject_SetAttr(board, names[s_operation], ITEM(call, OPERATION)) < 0)
         return NULL;
     if (run(shared, ITEM(call, BEFORE)) < 0)
         return NULL;
-    if ((ITEM(call, NEW) != Py_None && (made = PyObject_CallNoArgs(ITEM(call, NEW))) == NULL) ||
-        (ITEM(call, BIND) != Py_None && (steps = steps_into(shared, call, made)) == NULL)) {
+    if ((ITEM(call, NEW) != Py_None && (made = new_result(call, &place)) == NULL) ||
+        (ITEM(call, BIND) != Py_None && (steps = steps_into(shared, call, made, place)) == NULL)) {
         *left = PyErr_ExceptionMatches(PyExc_Exception); /* the driver finds it again, and tells the others */
         if (*left)
             PyErr_Clear();
@@ -448,6 +461,7 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
         goto end;
     given = result_of(call, ITEM(arguments, RESULTS), made);
 end:
+    Py_XDECREF(place);
     Py_XDECREF(made);
     Py_XDECREF(payload);
     Py_XDECREF(found);
@@ -514,7 +528,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 3) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 4) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

@@ -42,6 +42,7 @@ __all__ = [
     "extent_of",
     "free_symmetric_memory",
     "is_symmetric",
+    "maker_on_heap",
     "persistent_array",
     "strided_on_heap",
 ]
@@ -167,6 +168,25 @@ def strided_on_heap(
     """A new uninitialised array with these strides, in elements. Local. Raises HeapExhausted."""
     buffer = heap.allocate(extent_of(shape, strides) * dtype.itemsize)
     return array_on(buffer, library, dtype, shape, strides)
+
+
+def maker_on_heap(
+    heap: Heap,
+    library: Library,
+    shape: Sequence[int],
+    dtype: DType | str,
+    strides: Sequence[int],
+) -> Callable[[], tuple[Any, int]]:
+    """What makes such arrays as `strided_on_heap`, one each time, and says where it begins."""
+    nbytes = extent_of(shape, strides) * dtype_of(dtype).itemsize
+    view = library.viewer(dtype, shape, strides, heap.transport.device)
+
+    def make() -> tuple[Any, int]:
+        buffer = heap.allocate(nbytes)
+        address = buffer.block.address
+        return view(buffer, address), address
+
+    return make
 
 
 def array_on(

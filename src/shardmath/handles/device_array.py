@@ -23,7 +23,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
-from shardmath.handles.allocation import block_of
+from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_MOST_CARRIED = 16 << 20  # bytes, which a GPU copies in the time of a few launches
+_MOST_CARRIED = 32 << 20  # bytes, which a GPU copies in the time of a few launches
 _LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
 
 
@@ -181,13 +181,12 @@ class ResultTemplate:
         self.on_heap = on_heap and not self._on_host
         device = "cpu" if self._on_host else _team(context).device.name
         # Makes an array like that, of which peers are told nothing. Local. Raises as `make`.
-        self.array: Callable[[], Any]
-        if self.on_heap:
-            place = context.heap.transport.device
-            self._view = self._library.viewer(dtype, self._shape, self._steps, place)
-            self.array = self._allocated
-        else:
-            self.array = self._library.maker(self._shape, dtype, order, device)
+        # On the heap: (array, address).
+        self.new: Callable[[], Any] = (
+            maker_on_heap(context.heap, self._library, self._shape, dtype, self._steps)
+            if self.on_heap
+            else self._library.maker(self._shape, dtype, order, device)
+        )
 
     def make(self, array: Any = None) -> Result:
         """One more of them, or that array in ordinary memory of the GPU. Local.
@@ -197,14 +196,15 @@ class ResultTemplate:
         context, library, shape = self._context, self._library, self._shape
         dtype, order, strides = self._dtype, self._order, self._strides
         if self._on_host:
-            return _back_to(context, self.array(), order)
+            return _back_to(context, self.new(), order)
         if not self.on_heap:
-            array = self.array() if array is None else array
+            array = self.new() if array is None else array
             return Result(library.pointer(array), (shape, strides, dtype, None), array)
-        buffer = context.allocate_shared(self._nbytes)
-        block = buffer.block
-        array = self._view(buffer, block.address)
-        return Result(block.address, (shape, strides, dtype, block), array)
+        array, address = self.new()
+        block = context.heap.find(address)
+        assert block is not None, "it was allocated there"
+        context.announce(block)
+        return Result(address, (shape, strides, dtype, block), array)
 
     @property
     def carried(self) -> int:
@@ -223,13 +223,10 @@ class ResultTemplate:
         """
         if block is None:
             return self.make(array)
-        array = self.array() if array is None else array
+        if array is None:
+            array, _ = self.new()
         form = self._shape, self._strides, self._dtype, block
         return Result(block.address, form, array, copy=self.copy(block, array))
-
-    def _allocated(self) -> Any:
-        buffer = self._context.heap.allocate(self._nbytes)
-        return self._view(buffer, buffer.block.address)
 
     def place(self, array: Any) -> int:
         """The address of such an array."""

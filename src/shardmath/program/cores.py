@@ -23,7 +23,7 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
-from shardmath.handles.allocation import block_of
+from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
 from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
@@ -358,22 +358,17 @@ class Cores:
                 made = array_in_place(self._context, operand, shape, dtype, order)
                 library.host_view(made, writable=True, name=place)  # raises what is wrong
                 turn.made[name] = made
+            elif result.on_heap:
+                turn.made[name], _ = self._maker(library, result)()
             else:
                 turn.made[name] = self._maker(library, result)()
 
     def _maker(self, library: Library, result: _Result) -> Callable[[], Any]:
-        """What makes a new array for a result."""
-        _, shape, dtype, order, strides, nbytes, on_heap, _ = result
-        if not on_heap:
-            return library.maker(shape, dtype, order)
-        heap = self._context.heap
-        allocate, view = heap.allocate, library.viewer(dtype, shape, strides, heap.transport.device)
-
-        def made() -> Any:
-            buffer = allocate(nbytes)
-            return view(buffer, buffer.block.address)
-
-        return made
+        """What makes a new array for a result; on the heap, (array, address)."""
+        shape, dtype, strides = result.shape, result.dtype, result.strides
+        if result.on_heap:
+            return maker_on_heap(self._context.heap, library, shape, dtype, strides)
+        return library.maker(shape, dtype, result.order)
 
     # -- perform -----------------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class Launches:
             check = () if same.check is None else (same.check,)
             return (*check, partial(lane.launch, same.graph, copy, stream))
 
-        new = None if template is None else template.array
+        new = None if template is None else template.new
         return Direct(memory=(facts, version), new=new, bind=bind)
 
     def hold(self, facts: tuple[Any, ...], stream: int) -> bool:

@@ -12,7 +12,8 @@ is retired behind a fence, set on all streams of the device once the drop has be
 fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
 for each other where a fence is dear. There, blocks of one size take turns: the one that was
 dropped first is used again where it lies, while a few that were dropped later wait. If the device
-is behind, a small array takes more memory rather than wait for it, up to a limit.
+is behind, a small array takes more memory rather than wait for it, up to a limit; large ones follow
+each other in a few places.
 
 Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
 
@@ -38,11 +39,12 @@ from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
-_SMALL = 16 << 20  # bytes of a block that need not be used again at once
+_SMALL = 32 << 20  # bytes of a block that need not be used again at once
+_TOGETHER = 64 << 20  # bytes of such, but two at least, that may wait for one fence
 _AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again
-_IN_TURN = 2  # larger ones that wait behind the one whose turn it is
+_IN_TURN = 4  # larger ones that wait for the device before the host does
 _SIZES = 64  # of blocks that take turns
-_MOST_WAITING = 256 << 20  # bytes of one size that wait for the device before the host does
+_MOST_WAITING = 256 << 20  # bytes of one size that may wait for the device before the host does
 _AHEAD = 1e-3  # seconds that the host waits then for fences that are due
 _FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
@@ -196,7 +198,7 @@ class Heap:
         self._blocks: dict[int, Block] = {}  # by address
         self._addresses: list[int] = []  # the same addresses, sorted
         self.changing = False  # a method is at work, or was when an exception left it
-        self.version = 0  # rises before blocks come, go, or are freed, but those used again at once
+        self.version = 0  # rises before blocks go or are freed, and before segments come
         self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
@@ -299,29 +301,33 @@ class Heap:
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
         """The block of this size whose turn it is, which is retired no more."""
         small = nbytes <= _SMALL
+        many = min(many, max(_TOGETHER // (nbytes + 1), 2))
         collects = len(self._dropped) >= (many if small else 1)
         if collects:
             self._collect()
         turn, waiting = self._turns.get(nbytes), many if small else _IN_TURN
         while turn is not None and len(turn) > waiting:
-            block = turn[0]
+            # Large ones stay in few places, as each is another graph, and the same on all ranks.
+            place = 0 if small else -waiting - 1
+            block = turn[place]
             if block in self._retired and not (block.shared or block.handles):
                 if not self._is_due(block, len(turn) * block.reserved, collects):
                     return None
-                del self._retired[block]
-                turn.popleft()
+                del self._retired[block], turn[place]
                 if not self.groups.may_write(block.announced_to):
                     block.unused, block.fence = False, None
                     return block
             else:
-                turn.popleft()
+                del turn[place]
         return None
 
     def _is_due(self, block: Block, waiting: int, ask: bool) -> bool:
-        """Whether the device is done with a block. The host waits for it, but not long, where so
-        many bytes of small ones are `waiting`; where they are few, it does not `ask` each time.
+        """Whether the device is done with a block. The host waits for a large one, and where so
+        many bytes of small ones are `waiting`, but not long; for few it does not `ask` each time.
         """
-        if waiting > _MOST_WAITING and block.reserved <= _SMALL:
+        if block.reserved > _SMALL:
+            return _await(block, time.monotonic() + _FENCE_WAIT)
+        if waiting > max(_MOST_WAITING, self.transport.runs_ahead_by):
             return _await(block, time.monotonic() + _AHEAD)
         if block.fence is self._late and not ask:
             return False
@@ -344,6 +350,7 @@ class Heap:
     def free(self, block: Block) -> None:
         """The user needs `block` no more: give its memory back as soon as no peer can read it."""
         with self._lock, self._change:
+            self.version += 1
             block.freed = True
             self.freed.add(block)
             block.fence = None
@@ -355,6 +362,7 @@ class Heap:
         """Take back a `free` of a block whose buffer is still held. Raises HeapExhausted."""
         with self._lock, self._change:
             self._commit(block.location, block.reserved)
+            self.version += 1
             block.freed = False
             self.freed.discard(block)
             self._retired.pop(block, None)
@@ -439,6 +447,7 @@ class Heap:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
         if self.groups.may_write(block.announced_to):
             return
+        self.version += 1
         self.freed.discard(block)
         del self._blocks[block.address]
         del self._addresses[bisect_left(self._addresses, block.address)]
@@ -448,6 +457,7 @@ class Heap:
 
     def restore_order(self) -> None:
         """Work everything out anew from the blocks that there are."""
+        self.version += 1
         blocks = dict(sorted(self._blocks.items()))
         self._addresses = list(blocks)
         for index, segment in self._segments.items():
@@ -511,6 +521,7 @@ class Heap:
         """Add a segment as large as all before it together, so that there are never many."""
         if self._segments and not self.transport.grows:
             raise self._full(reserved)
+        self.version += 1
         total = sum(segment.nbytes for segment in self._segments.values())
         wanted = min(max(self._segment_bytes, total), reserved + self.transport.spare_bytes)
         wanted = aligned(max(reserved, wanted), GRANULE)
@@ -565,7 +576,6 @@ class _Change:
     def __enter__(self) -> None:
         if self._heap.changing:
             self._heap.restore_order()
-        self._heap.version += 1
         self._heap.changing = True
 
     def __exit__(self, kind: object, *_: object) -> None:

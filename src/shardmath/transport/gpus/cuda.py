@@ -75,7 +75,7 @@ class CudaTransport(Transport):
     name: ClassVar[str] = "cuda"
     preference: ClassVar[int] = 0
     interface: ClassVar[str] = "__cuda_array_interface__"
-    drops_at_once: ClassVar[int] = 4  # so that results of a loop lie in few places
+    drops_at_once: ClassVar[int] = 8  # so that results of a loop lie in few places
     spare_bytes: ClassVar[int] = 1 << 30  # a segment has all its memory from the start
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
