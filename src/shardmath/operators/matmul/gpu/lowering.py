@@ -12,19 +12,29 @@ they read it, and fetched by them. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from shardmath.arrays.dtypes import FLOAT8
-from shardmath.geometry import Move
+from shardmath.geometry import Move, shared_part
+from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.gpu import Matrix
+from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.fused_epilog import fused_epilog, split
 from shardmath.local.gpu.gemm import fits, takes_result
+from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.panel_operand import TILINGS
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.program_builder import READ, REUSE, ProgramBuilder
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
-from shardmath.operators.matmul.gpu.scaled_lowering import ScaledProducts
+from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
+from shardmath.operators.matmul.gpu.scale_moves import (
+    ScaleMoves,
+    blocks_in_layout,
+    lies_as,
+    scale_layout,
+)
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     Clear,
@@ -33,35 +43,45 @@ from shardmath.operators.matmul.gpu.steps import (
     Gather,
     Gemm,
     Greatest,
+    LayOut,
     Name,
     OneKernel,
     PanelProduct,
     Peer,
     ProductProgram,
     Published,
+    Push,
+    ScaleOf,
+    View,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.program import output
-from shardmath.operators.matmul.scaling import TENSOR, blocks_of
+from shardmath.operators.matmul.program import SCALES, output
+from shardmath.operators.matmul.scaling import TENSOR, Scaling, blocks_of
 from shardmath.program.steps import (
+    Await,
     Convert,
     Dequantize,
     Fused,
     Quantize,
+    Record,
     SumLines,
 )
 
 __all__ = ["lowered"]
+
+_SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
+_LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 
 
 def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> ProductProgram:
     """What the rank does. `addition_order` is the order of products that one collective adds up,
     the same on all ranks; "" where peers read them.
     """
-    return _Lowering(rank_plan, lying, addition_order).program()
+    kind = ScaledLowering if rank_plan.multiplies_elements else Lowering
+    return kind(rank_plan, lying, addition_order).program()
 
 
-class _Lowering(ProgramBuilder):
+class Lowering(ProgramBuilder):
     """Puts the steps together."""
 
     def program(self) -> ProductProgram:
@@ -69,10 +89,7 @@ class _Lowering(ProgramBuilder):
         self._dequantize()
         for index in (0, 1):
             self._publish_factor(index)
-        scaled = None
-        if self.rank_plan.multiplies_elements:
-            scaled = ScaledProducts(self)
-            scaled.begin()
+        self._begin()
         if self.wants_amax:
             self.new("amax", (1, self.words), "float32", "C", shared=True)
             self.emit(Clear("amax"))
@@ -83,8 +100,6 @@ class _Lowering(ProgramBuilder):
             parts: tuple[Name, ...] | None = ()
             if self.sums:
                 self.emit(AddUp((), self.sums))  # zeros
-        elif scaled is not None:
-            parts = scaled.multiply()
         else:
             parts = self._multiply()
         if self._finish(parts) or together:
@@ -252,47 +267,85 @@ class _Lowering(ProgramBuilder):
         return "bias" if "bias" in self.buffers else ""
 
     def _multiply_into(
-        self, target: Name, epilog: MatmulEpilog = MatmulEpilog.DEFAULT, *, ends: bool
+        self,
+        target: Name,
+        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
+        *,
+        ends: bool,
+        **how: Any,
     ) -> None:
         """One interval's product after the other, each added to those before it. With `ends`, they
         are D.
         """
         intervals, _ = self.rank_plan.schedule
         overlaps = len(intervals) > 1
+        scales = self._scales()
         dense = [self._dense(index, target) for index in (0, 1)]
         if overlaps:
             self.fork()
         for number, interval in enumerate(intervals):
-            pair = []
+            names = f"a {number}", f"b {number}"
             for index, operand_plan in enumerate(self.rank_plan.operand_plans):
-                held, name = dense[index], f"{'ab'[index]} {number}"
+                name, held = names[index], dense[index]
                 if held:
-                    lo, hi = interval.lo, interval.hi
                     x = self.matrix(held)
                     ranges = [(0, x.rows), (0, x.columns)]
-                    ranges[operand_plan.axis] = lo, hi
-                    pair.append(self.part(name, held, ranges[0], ranges[1]))
+                    ranges[operand_plan.axis] = interval.lo, self._end(index, interval, x)
+                    self.part(name, held, ranges[0], ranges[1])
                     continue
                 stream = self.beside(interval, overlaps=overlaps)
-                pair.append(self._panel(index, name, interval, target))
+                into = self._panel(index, name, interval, target)
                 moves = operand_plan.gather_moves(interval.lo, interval.hi)
-                self.gather("ab"[index], name, moves, pair[-1], stream=stream)
+                self.gather("ab"[index], name, moves, into, stream=stream)
             self.await_panels(number, overlaps=overlaps)
-            addend, beta = (target, "") if number else (self.addend, "beta") if ends else ("", "")
-            step = Gemm(
-                pair[0],
-                pair[1],
-                target,
-                self.problem.conjugate,
-                alpha=("alpha",) if ends else (),
-                addend=addend,
-                beta=beta,
-                epilog=epilog,
-                bias=self._bias if epilog.has_bias else "",
-                aux=self._aux(epilog),
-            )
-            self.emit(step)
+            addend = target if number else self.addend if ends else ""
+            self._gemm(names, target, addend, epilog, ends=ends, scales=scales[number], **how)
             self.release(number, overlaps=overlaps)
+
+    def _gemm(
+        self,
+        factors: tuple[Name, Name],
+        target: Name,
+        addend: Name,
+        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
+        *,
+        ends: bool,
+        **how: Any,
+    ) -> None:
+        """One product, added to the target, which has others by then, or to beta times C."""
+        step = Gemm(
+            *factors,
+            target,
+            self.problem.conjugate,
+            alpha=("alpha",) * ends + self._scale_numbers,
+            addend=addend,
+            beta="beta" if addend not in ("", target) else "",
+            epilog=epilog,
+            bias=self._bias if epilog.has_bias else "",
+            aux=self._aux(epilog),
+            **how,
+        )
+        self.emit(step)
+
+    # -- what float8 operands have besides ---------------------------------------------------------
+
+    @property
+    def _scale_numbers(self) -> tuple[str, ...]:
+        """Names of scales by which products are multiplied."""
+        return ()
+
+    def _begin(self) -> None:
+        """Publish what scaled operands have besides their elements."""
+
+    def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
+        """The scales of each interval's factors."""
+        return [None for _ in self.rank_plan.schedule[0]]
+
+    def _end(self, index: int, interval: Interval, held: Matrix) -> int:
+        """Behind the last index of k that is multiplied of an operand which is here."""
+        return interval.hi
+
+    # -- factors -----------------------------------------------------------------------------------
 
     def _dense(self, index: int, target: Name) -> Name:
         """An operand that needs no gathering in a form that BLAS takes; "" for one that does."""
@@ -510,6 +563,471 @@ class _Lowering(ProgramBuilder):
             for word in range(self.words)
         ]
         self.emit(Greatest(tuple(parts), output("result_amax")))
+
+
+class _Source(NamedTuple):
+    """What an operand's scales are made from: a matrix, lines first, of which `blocks` is what one
+    number is for, and the name of what they are multiplied by.
+    """
+
+    view: View | None
+    blocks: Blocks
+    number: str
+
+
+class ScaledLowering(Lowering):
+    """The same of float8 operands, which are multiplied as they are, with their scales.
+
+    cuBLASLt wants both operands along k, and all at multiples of 16 bytes. What lies so is used in
+    place; the rest comes, or is copied, into memory that is padded along k with zeros. A result
+    that does not suit is computed in padded memory too, whose last lines nobody reads. Scales
+    travel as the elements do, and are laid out for each interval of k as its product wants them.
+
+    Lines of an operand that all ranks need are sent to all, beside the products of those that are
+    here: see `rounds`. Every rank has room for them and their scales, where peers write. A barrier
+    before says that nobody reads what was there, one behind a round that its lines have come.
+    Copies are one behind the other on a stream of their own, and the barriers on yet another:
+    neither waits for a product, nor a copy for a barrier.
+    """
+
+    @property
+    def _target(self) -> Name:
+        return self.sums or "d"
+
+    @property
+    def _rounds(self) -> Rounds | None:
+        return self.rank_plan.rounds
+
+    # -- where things lie --------------------------------------------------------------------------
+
+    @property
+    def _scaling(self) -> Scaling:
+        assert self.problem.scaling is not None
+        return self.problem.scaling
+
+    @property
+    def _intervals(self) -> list[Interval]:
+        return self.rank_plan.schedule[0]
+
+    @cached_property
+    def _gives_result(self) -> bool:
+        """Whether products give D itself: nothing follows that cuBLASLt could not do."""
+        out, adds = self.out, self.addend
+        if self._target != "d" or "alpha" in self.lying.zeros or self.problem.sums_c:
+            return False
+        several = len(self._intervals) > 1
+        if self.problem.epilog is not MatmulEpilog.DEFAULT or (several and out.dtype != "float32"):
+            return False
+        if out.dtype in FLOAT8:
+            known = out.dtype == "float8_e4m3fn" or out.dtype in self._scaling.given
+            return known and not adds and set(self.rank_plan.modes) == {"tensor"}
+        if not adds:
+            return True
+        addend = self.matrix(adds)
+        addend = addend if out.leading is not None else addend.transposed()
+        leading = addend.leading
+        aligned = leading is not None and not (leading * addend.itemsize | addend.address) % GRAIN
+        return aligned and addend.dtype == out.dtype
+
+    @property
+    def _ends(self) -> bool:
+        """Whether products are D."""
+        return self._gives_result and self._is_direct
+
+    @cached_property
+    def _is_direct(self) -> bool:
+        """Whether products are written to the target where it lies."""
+        if self._target == "d" and not self._gives_result:
+            return False
+        blocks = bool({"vectors", "squares"} & set(self.rank_plan.modes))
+        return scaled.takes_result(self.matrix(self._target), blocks=blocks)
+
+    @cached_property
+    def _product(self) -> Matrix:
+        """The target of the products, or memory that is padded for one that cannot take them:
+        float32, in the order of D.
+        """
+        target = self.matrix(self._target)
+        if self._is_direct:
+            return target
+        rows, columns = up(target.rows, GRAIN), up(target.columns, GRAIN)
+        return Matrix.packed(0, (rows, columns), "float32", self.order)
+
+    def _lines(self, index: int) -> int:
+        """Rows of op(A), columns of op(B), in the memory of an operand."""
+        return (self._product.rows, self._product.columns)[index]
+
+    # -- begin -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What comes before the barrier that lets peers read this rank's scales; or lines for those
+        who multiply them.
+        """
+        self._publish_scales()
+        if self._rounds is None:
+            return
+        self._prepare_lines(self._rounds)
+        self._send_lines(self._rounds)
+        if not self.rank_plan.multiplies:
+            self._await_round(self._rounds.count)
+
+    def _multiply(self) -> tuple[Name, ...] | None:
+        target, ends = self._target, self._ends
+        if not self._is_direct:
+            self.take("product", 4 * self._product.size)
+            target = self.lay("product", "product", self._product)
+        quantized = None
+        if ends and self.quantizes:
+            quantized = self._scale_of_result(), "amax" if self._scaling.amax else ""
+        if self._rounds is None:
+            self._multiply_into(target, ends=ends, quantized=quantized)
+        else:
+            self._multiply_lines(self._rounds, target, quantized)
+        if self._is_direct:
+            return None if ends else (target,)
+        wanted = self.matrix(self._target)
+        part = self.part("wanted product", target, (0, wanted.rows), (0, wanted.columns))
+        if self._target == "d":
+            return (part,)
+        self.emit(AddUp((part,), self._target))
+        return (self._target,)
+
+    def _scale_of_result(self) -> Name:
+        """Where the scale of an eight-bit D can be read; "" where it is 1."""
+        name = SCALES[3]
+        if name not in self.buffers and name in self.lying.ones:
+            return ""
+        given = self.scales_as(3, (1, 1)) if name in self.buffers else ""
+        scale = self.new("scale d", (1, 1), "float32", "C")
+        self.emit(LayOut(given, name, Blocks(None, None), (scale,), 1))
+        return scale
+
+    # -- products ----------------------------------------------------------------------------------
+
+    @property
+    def _scale_numbers(self) -> tuple[str, ...]:
+        return SCALES[:2] if set(self.rank_plan.modes) == {"tensor"} else ()
+
+    def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
+        one, two = self._lay_out(0), self._lay_out(1)
+        return list(zip(one, two, strict=True))
+
+    def _end(self, index: int, interval: Interval, held: Matrix) -> int:
+        hi, extent = interval.hi, self.rank_plan.operand_plans[index].extent
+        return min(up(hi, GRAIN) if hi == extent else hi, self._columns(index, held).rows)
+
+    def _multiply_lines(
+        self, rounds: Rounds, target: Name, quantized: tuple[Name, Name] | None
+    ) -> None:
+        """Products of the lines that have come, beside the rounds that bring others."""
+        index, addend = rounds.index, self.addend if self._ends else ""
+        other, scale = self._dense(1 - index, target), self._lay_out(1 - index)[0]
+        assert other, "one operand is exchanged, the other is here"
+        stages = rounds.stages(self.rank)
+        if not rounds.cuts:
+            stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
+        for number, stage in enumerate(stages):
+            self._await_round(stage.round)
+            is_own = bool(rounds.cuts) and not stage.round
+            lines = self._sent if is_own else self._come_lines(index, stage)
+            is_known = is_own or self.rank_plan.modes[index] == "tensor"
+            laid = self._lay_out(index)[0] if is_known else self._come_scale(index, stage)
+            words = quantized
+            if quantized is not None and quantized[1]:
+                word = self.part(f"amax {number}", "amax", (0, 1), (number, number + 1))
+                words = quantized[0], word
+            self._gemm(
+                (lines, other) if index == 0 else (other, lines),
+                self._of_lines(target, index, stage),
+                self._of_lines(addend, index, stage) if addend else "",
+                ends=self._ends,
+                scales=(laid, scale) if index == 0 else (scale, laid),
+                quantized=words,
+                spare=_SPARE_PROCESSORS if stage.round < rounds.count else 0,
+            )
+        self._await_round(rounds.count)
+
+    def _of_lines(self, name: Name, index: int, stage: Stage) -> Name:
+        """What lines of an operand make of a product."""
+        x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
+        if index == 0:
+            return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
+        return self.part(part, name, (0, x.rows), (stage.lo, stage.hi))
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def _columns(self, index: int, x: Matrix) -> Matrix:
+        """An operand with its lines as columns; or, of that, the operand."""
+        return x.transposed() if index == 0 else x
+
+    def _panel(self, index: int, name: Name, interval: Interval, target: Name) -> Name:
+        memory, lines = f"panel {'ab'[index]}", self._lines(index)
+        self.take(memory, (up(self.rank_plan.schedule[1], GRAIN) + GRAIN) * lines)
+        start, k = up(interval.offset, GRAIN) * lines, interval.hi - interval.lo
+        width = self.rank_plan.operand_plans[index].width
+        return self._padded(index, name, memory, start, k, width, lines)
+
+    def _dense(self, index: int, target: Name) -> Name:
+        plan = self.rank_plan.operand_plans[index]
+        if plan.gathers:
+            return ""
+        own, lines, packed = self.own_part(index), self._lines(index), f"packed {'ab'[index]}"
+        if lines == plan.width and scaled.fits(self._columns(index, self.matrix(own))):
+            return own
+        self.take(packed, up(plan.extent, GRAIN) * lines)
+        into = self._padded(index, packed, packed, 0, plan.extent, plan.width, lines)
+        self._copy_own(index, plan.moves, into)
+        return packed
+
+    def _copy_own(self, index: int, moves: tuple[Move, ...], target: Name) -> None:
+        """This rank's own elements of an operand, to where they are wanted."""
+        moves = tuple(move for move in moves if move.elements)
+        if moves:
+            source = (self.rank, self.factors[index])
+            self.emit(Gather(f"own of {target}", moves, (source,), target))
+
+    def _padded(
+        self, index: int, name: Name, memory: str, start: int, k: int, width: int, lines: int
+    ) -> Name:
+        """The part of an operand, laid out along k in memory, that is to be filled: zeros are put
+        behind each of its lines. `name` is all of it.
+        """
+        deep = up(k, GRAIN)
+        x = Matrix(start, deep, lines, 1, deep, self._scaling.given[index])
+        self.lay(name, memory, self._columns(index, x))
+        if k < deep and width:
+            behind = x.part((k, deep), (0, width))
+            self.emit(Clear(self.lay(f"behind {name}", memory, behind)))
+        part = x.part((0, k), (0, width))
+        return self.lay(f"filled {name}", memory, self._columns(index, part))
+
+    # -- scales ------------------------------------------------------------------------------------
+
+    def _publish_scales(self) -> None:
+        """Put this rank's scales where peers read them, before the barrier that lets them."""
+        for index, moves in enumerate(self.rank_plan.scale_moves):
+            if moves is None or self._stays(index):
+                continue
+            name = f"scales {'ab'[index]}"
+            rows, columns = moves.transfer.src.local_shape(self.rank)
+            self.new(name, (rows, columns), "float32", "F", shared=True)
+            blocks = Blocks(1 if moves.given == moves.blocks else moves.given.rows, 1)
+            given = self._given_scales(index, moves)
+            self.emit(LayOut(given, "", blocks, (name,), rows))
+            self.publish(name)
+
+    def _stays(self, index: int) -> bool:
+        """Whether no rank reads another's scales of an operand from where they are published."""
+        moves = self.rank_plan.scale_moves[index]
+        exchanged = self._rounds is not None and self._rounds.index == index
+        return exchanged or moves is None or moves.stay
+
+    def _given_scales(self, index: int, moves: ScaleMoves) -> Name:
+        """This rank's scales of an operand, lines first."""
+        x, name = self.matrix("ab"[index]), f"given scales {'ab'[index]}"
+        lines, k = (x.rows, x.columns) if index == 0 else (x.columns, x.rows)
+        shape = moves.given.shape(lines, k)
+        given = self.scales_as(index, shape if index == 0 else shape[::-1])
+        matrix = self.matrix(given)
+        return self.lay(name, given, matrix if index == 0 else matrix.transposed())
+
+    def _source(self, index: int) -> _Source:
+        """What the scales that this rank needs of an operand are made from, when they have come."""
+        number = SCALES[index]
+        moves, name = self.rank_plan.scale_moves[index], f"scales {'ab'[index]}"
+        if moves is None:
+            one = None
+            if number in self.buffers:
+                one = View(number, Matrix(self.matrix(number).address, 1, 1, 0, 0, "float32"))
+            return _Source(one, Blocks(None, None), number)
+        if self._stays(index):
+            given = self.buffers[self._given_scales(index, moves)]
+            assert isinstance(given, View)
+            return _Source(given, moves.given, number)
+        come, shape = f"come {name}", moves.transfer.dst.local_shape(self.rank)
+        if come not in self.buffers:
+            self.new(come, shape, "float32", "F")
+            self.gather(name, "", self.rank_plan.scales_into(index), come)
+        view = self.buffers[come]
+        assert isinstance(view, View)
+        return _Source(view, moves.blocks, number)
+
+    def _lay_out(self, index: int) -> list[ScaleOf]:
+        """The scales of each interval, where its product reads them; of lines that are exchanged,
+        those of this rank's own.
+        """
+        lines, known = self._lines(index), self.rank_plan.operand_plans[index].width
+        if self._rounds is not None and self._rounds.index == index:
+            lines = known = self.rank_plan.own_lines
+        mode, name = self.rank_plan.modes[index], f"laid scales {'ab'[index]}"
+        if mode == "tensor":
+            given = SCALES[index] if SCALES[index] in self.buffers else ""
+            return [ScaleOf(mode, given)] * len(self._intervals)
+        source, scales, used = self._source(index), [], 0
+        for number, each in enumerate(self._intervals):
+            laid = scale_layout(mode, lines, each.hi - each.lo)._replace(address=used)
+            used += 4 * laid.size
+            place = self._laid(f"{name} {number}", name, mode, laid, source, known, each)
+            scales.append(ScaleOf(mode, place))
+            if mode == "outer":  # the same for all of k
+                scales *= len(self._intervals)
+                break
+        self.take(name, used)
+        return scales
+
+    def _laid(
+        self,
+        name: Name,
+        memory: str,
+        mode: str,
+        laid: Matrix,
+        source: _Source,
+        known: int,
+        each: Interval,
+    ) -> Name:
+        """Where an interval's scales are: in memory of their own, or where they lie already."""
+        if mode == "squares":
+            known = -(-known // BLOCK)
+        view = source.view
+        if view is not None and source.blocks.columns is not None:
+            view = view.part((0, view.matrix.rows), (each.lo // BLOCK, view.matrix.columns))
+        laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
+        blocks = blocks_in_layout(mode, source.blocks)
+        is_plain = source.number in self.lying.ones and blocks.rows == 1
+        if is_plain and view is not None and lies_as(view.matrix, laid):
+            return self.lay(name, *view)
+        given = "" if view is None else self.lay(f"source of {name}", *view)
+        target = self.lay(name, memory, laid)
+        self.emit(LayOut(given, source.number, blocks, (target,), known))
+        return target
+
+    # -- lines that all ranks need -----------------------------------------------------------------
+
+    def _prepare_lines(self, rounds: Rounds) -> None:
+        """Room for all lines and their scales, where peers write; and this rank's own lines without
+        gaps, as they are sent and multiplied.
+        """
+        index = rounds.index
+        lines = self._lines(index) if self.rank_plan.multiplies else rounds.starts[-1]
+        dtype, mode = self._scaling.given[index], self.rank_plan.modes[index]
+        self.new(_LINES, (self._deep(index), lines), dtype, "F", shared=True)
+        if mode != "tensor":
+            layout = scale_layout(mode, lines, self.rank_plan.operand_plans[index].extent)
+            shape, order = (layout.rows, layout.columns), "C" if mode == "squares" else "F"
+            self.new(_LINE_SCALES, shape, "float32", order, shared=True)
+        own = self._columns(index, self.matrix("ab"[index]))
+        self._sent: Name = "ab"[index]
+        if scaled.fits(own) and own.leading == own.rows:
+            return
+        self._sent = "own lines"
+        self.take(self._sent, self._deep(index) * own.columns)
+        k, lines = self.rank_plan.operand_plans[index].extent, own.columns
+        into = self._padded(index, self._sent, self._sent, 0, k, lines, lines)
+        layout_of = (self.problem.a, self.problem.b)[index]
+        moves = shared_part(layout_of, layout_of, src=self.rank, dst=self.rank)
+        self._copy_own(index, moves, into)
+
+    def _deep(self, index: int) -> int:
+        """Elements of a line in memory, with those that pad it."""
+        return up(self.rank_plan.operand_plans[index].extent, GRAIN)
+
+    def _send_lines(self, rounds: Rounds) -> None:
+        """This rank's lines and their scales, to all ranks."""
+        ranks = range(len(rounds.lines))
+        places = [self._place(rounds, rank) for rank in ranks]
+        if not rounds.cuts:
+            self.emit(REUSE)
+            self._send_scales(rounds, ranks)
+            self.emit(Push(self._sent, tuple(places)), READ)
+            return
+        self._follow("side", "", "begun")
+        self.emit(REUSE, stream="side")
+        self._follow("copies", "side", "free")
+        self._send_scales(rounds, [rank for rank in ranks if rank != self.rank], stream="side")
+        for number in range(1, rounds.count + 1):
+            to = places[rounds.target(self.rank, number)]
+            if self.matrix(self._sent).size:
+                self.emit(Convert(self._columns_of_sent(rounds.index), to), stream="copies")
+            if number in rounds.cuts:
+                self._follow("side", "copies", f"sent {number}")
+                self.emit(READ, Record(f"come {number}"), stream="side")
+
+    def _columns_of_sent(self, index: int) -> Name:
+        """The lines that are sent, as columns."""
+        view = self.buffers[self._sent]
+        assert isinstance(view, View)
+        return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
+
+    def _follow(self, stream: str, other: str, event: str) -> None:
+        """What follows on one stream comes after what is on the other."""
+        self.emit(Record(event), stream=other)
+        self.emit(Await(event), stream=stream)
+
+    def _await_round(self, number: int) -> None:
+        """What follows on the products' stream comes after a round that products follow on."""
+        if number:
+            self.emit(Await(f"come {number}"))
+
+    def _place(self, rounds: Rounds, rank: int) -> Name:
+        """Where this rank's lines lie at another."""
+        lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
+        name, box = f"lines at {rank}", ((0, self._deep(rounds.index)), lines)
+        dtype = self._scaling.given[rounds.index]
+        self.buffers[name] = Peer(_LINES, rank, dtype, box=box)
+        return name
+
+    def _come_lines(self, index: int, stage: Stage) -> Name:
+        """The lines of a stage, which have come."""
+        x, name = self.matrix(_LINES), f"lines from {stage.lo}"
+        part = x.part((0, x.rows), (stage.lo, stage.hi))
+        return self.lay(name, _LINES, self._columns(index, part))
+
+    def _come_scale(self, index: int, stage: Stage) -> ScaleOf:
+        """Their scales, which have come; those of tensors all ranks know."""
+        mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
+        layout = scale_layout(mode, stage.hi - stage.lo, self.rank_plan.operand_plans[index].extent)
+        x = layout._replace(address=4 * self._offset(index, stage.lo))
+        return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
+
+    def _offset(self, index: int, line: int) -> int:
+        """Where the scales of a stage begin whose first line is this one."""
+        mode = self.rank_plan.modes[index]
+        if mode == "outer":
+            return line
+        layout = scale_layout(mode, BLOCK, self.rank_plan.operand_plans[index].extent)
+        return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
+
+    def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
+        """This rank's own scales of the lines, as products want them, to these ranks."""
+        index = rounds.index
+        mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
+        if mode == "tensor" or not lines or not ranks:
+            return
+        layout = scale_layout(mode, lines, self.rank_plan.operand_plans[index].extent)
+        rows = lines if mode == "outer" else layout.rows
+        columns = min(layout.columns, -(-self.rank_plan.operand_plans[index].extent // BLOCK))
+        source, targets = self._source(index), []
+        for rank in ranks:
+            place = f"line scales at {rank}"
+            self.buffers[place] = self._scales_place(rounds, rank, rows, columns)
+            targets.append(place)
+        given = "" if source.view is None else self.lay("sent scales", *source.view)
+        blocks = blocks_in_layout(mode, source.blocks)
+        self.emit(LayOut(given, source.number, blocks, tuple(targets), rows), stream=stream)
+
+    def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
+        """Where the scales of this rank's lines lie at another: within those of their stage."""
+        index, first = rounds.index, rounds.starts[self.rank]
+        if self.rank_plan.modes[index] == "squares":
+            layout = scale_layout("squares", BLOCK, self.rank_plan.operand_plans[index].extent)
+            parcel = 4 * self._offset(index, first), (4 * layout.row_stride, 4)
+            return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
+        if not rounds.cuts:
+            return Peer(_LINE_SCALES, rank, "float32", ((first, first + rows), (0, columns)))
+        stage = next(x for x in rounds.stages(rank) if x.lo <= first < x.hi)
+        start = self._offset(index, stage.lo) + first - stage.lo
+        parcel = 4 * start, (4, 4 * (stage.hi - stage.lo))  # stages lie one behind the other
+        return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
 
 
 def _is_whole(found: Iterable[Move], shape: tuple[int, ...]) -> bool:

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmath.geometry import Layout, Spans
+from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.local.gpu import Matrix
+from shardmath.local.gpu.scaled import GRAIN
 from shardmath.machine import Machine
 from shardmath.operators.matmul.gpu.reduction_choice import predicted
 from shardmath.operators.matmul.problem import Problem
@@ -26,7 +29,17 @@ from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
 from shardmath.operators.matmul.strategy import Cost, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["ScaleMoves", "amax_transfer", "choose_strategy", "keeps_blocks", "modes", "scale_moves"]
+__all__ = [
+    "ScaleMoves",
+    "amax_transfer",
+    "blocks_in_layout",
+    "choose_strategy",
+    "keeps_blocks",
+    "lies_as",
+    "modes",
+    "scale_layout",
+    "scale_moves",
+]
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,35 @@ def amax_transfer(size: int) -> TransferPlan:
     """Each rank's greatest value of D, one number, to all ranks."""
     shape = (size, 1)
     return TransferPlan(Layout.slab(shape, size, axis=0), Layout.replicated(shape, size), 4)
+
+
+def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
+    """The form of the scales of so many lines and indices of k, lines first, at address 0."""
+    blocks = -(-deep // BLOCK)
+    if mode == "tensor":
+        return Matrix.packed(0, (1, 1), "float32", "F")
+    if mode == "outer":
+        return Matrix.packed(0, (up(lines, 4), 1), "float32", "F")
+    if mode == "vectors":
+        return Matrix.packed(0, (lines, blocks), "float32", "F")
+    return Matrix(0, -(-lines // BLOCK), up(blocks, 4), up(blocks, 4), 1, "float32")
+
+
+def blocks_in_layout(mode: str, blocks: Blocks) -> Blocks:
+    """The same counted in numbers of the form, not in lines and indices of k."""
+    rows, columns = blocks
+    lines = None if rows is None else 1 if mode == "squares" else rows
+    return Blocks(lines, None if columns is None else 1)
+
+
+def lies_as(x: Matrix, wanted: Matrix) -> bool:
+    """Whether the wanted columns of a matrix of scales can be read in place."""
+    steps = (
+        x.rows == 1 or x.row_stride == wanted.row_stride,
+        wanted.columns == 1 or x.column_stride == wanted.column_stride,
+    )
+    has_all = x.rows == wanted.rows and x.columns >= wanted.columns
+    return has_all and all(steps) and x.address % GRAIN == 0
 
 
 def _keeps_lines(strategy: Strategy, index: int) -> bool:
