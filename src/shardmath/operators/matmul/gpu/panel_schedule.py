@@ -83,11 +83,6 @@ class PanelSchedule:
         """Whether each unit is computed by one cluster."""
         return self.data_parallel_units == self.units
 
-    @property
-    def first_wave(self) -> tuple[Fetch, ...]:
-        """What is fetched before the second rows or columns are."""
-        return tuple(fetch for fetch in self.fetches if fetch.part == 0)
-
 
 @dataclass(frozen=True)
 class Tiles:
