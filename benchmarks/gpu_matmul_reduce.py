@@ -25,11 +25,9 @@ from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
-from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
 
 SETS = 2  # of operands
 SAMPLES = 32  # rows

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct
 from shardmath.operators.matmul.gpu.reduction_choice import (
     adds_in_half_precision,
     choose_all_reduce,
@@ -15,7 +15,6 @@ from shardmath.operators.matmul.gpu.reduction_choice import (
     choose_schedule,
     choose_shared_schedule,
 )
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TileOrder
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardmath.operators.matmul.gpu.all_gather import copy_steps
 from shardmath.operators.matmul.gpu.local_product import OperandLayout
-from shardmath.operators.matmul.gpu.row_push import copy_steps
 from shardmath.operators.matmul.gpu.row_split import (
     CHUNKS,
     DEPTH,

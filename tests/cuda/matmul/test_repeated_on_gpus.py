@@ -41,7 +41,7 @@ def repeated(context, kind, dtype, heap):
     from shardmath.distribution import Replicated, Slab
     from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import Matmul
-    from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
+    from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce
 
     torch.cuda.set_device(context.device_id)
     size, library = context.size, library_named("torch")

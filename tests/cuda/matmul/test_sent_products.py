@@ -11,12 +11,9 @@ from shardmath.arrays import library_named
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.handles.allocation import empty_on_heap
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
-from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
-from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS
-from shardmath.operators.matmul.gpu.tile_sending import TileSchedule
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileSchedule
+from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
 from shardmath.symmetric.heap import Location
 
 KINDS = {  # how each is planned
@@ -96,7 +93,7 @@ class Case:
         """
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
-        sending, rank = plan._sending, self.context.rank
+        sending, rank = plan, self.context.rank
         own = sending.places[rank]
         addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
         addresses.append((sending.extra(rank), own.extra_bytes))
@@ -215,7 +212,7 @@ def check_hurry(context):
     rows = even_rows(8192, context.size)
     case = Case(context, "scatter", rows, 4096, [64] * context.size, "CC", "bfloat16")
     plan = case.plan(TileSchedule(8))
-    sending, claimed = plan._sending, np.zeros(8, np.uint32)
+    sending, claimed = plan, np.zeros(8, np.uint32)
     rest = sending._reduce_rest
 
     def look_first(*arguments):

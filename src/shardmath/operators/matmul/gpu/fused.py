@@ -18,16 +18,15 @@ from shardmath.arrays.dtypes import HALVES
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import StreamOrder
+from shardmath.geometry.integers import up
 from shardmath.handles.operand import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
-from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
 from shardmath.program.gpu_performing import Told
 from shardmath.program.gpu_steps import Launch
 from shardmath.symmetric.team import Team
@@ -193,13 +192,9 @@ def _scaled_note(rank_plan: RankPlan) -> str:
 def _order_and_pitch(x: Matrix) -> tuple[str, int] | None:
     """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
     if x.columns <= 1 or x.column_stride == 1:
-        pitch = x.row_stride if x.rows > 1 else _rounded(x.columns)
+        pitch = x.row_stride if x.rows > 1 else up(x.columns, 8)
         return ("C", pitch) if pitch >= x.columns else None
     if x.rows <= 1 or x.row_stride == 1:
-        pitch = x.column_stride if x.columns > 1 else _rounded(x.rows)
+        pitch = x.column_stride if x.columns > 1 else up(x.rows, 8)
         return ("F", pitch) if pitch >= x.rows else None
     return None
-
-
-def _rounded(number: int) -> int:
-    return -(-number // 8) * 8

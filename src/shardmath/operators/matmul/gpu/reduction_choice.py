@@ -13,11 +13,14 @@ from functools import lru_cache
 from shardmath.arrays.dtypes import HALVES
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
-from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
-from shardmath.operators.matmul.gpu.tile_sending import TileSchedule
+from shardmath.operators.matmul.gpu.tile_order import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TileOrder,
+    TileSchedule,
+)
 from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = [

@@ -18,6 +18,7 @@ from functools import cached_property
 from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.geometry.integers import up
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import LocalProduct
 
@@ -97,7 +98,7 @@ class RowSplitProduct(LocalProduct):
 
     def pitch(self, rank: int) -> int:
         """Elements from one row ("C") or column ("F") of the rows of `rank` to the next."""
-        return _rounded(self.depth if self.a.order == "C" else self.rows[rank], ALIGNMENT // 2)
+        return up(self.depth if self.a.order == "C" else self.rows[rank], ALIGNMENT // 2)
 
     def lines(self, rank: int) -> int:
         """How many rows ("C") or columns ("F") they have."""
@@ -108,7 +109,7 @@ class RowSplitProduct(LocalProduct):
         """Bytes before the rows of each rank; the last is the size of all."""
         at = [0]
         for rank in range(len(self.rows)):
-            at.append(at[-1] + _rounded(2 * self.lines(rank) * self.pitch(rank), _LINE))
+            at.append(at[-1] + up(2 * self.lines(rank) * self.pitch(rank), _LINE))
         return tuple(at)
 
     @cached_property
@@ -151,7 +152,7 @@ class Tiling:
 
     def shared_bytes(self, *, b_along_k: bool) -> int:
         """Of shared memory, as all_gather_gemm.cu lays it out."""
-        b = self.width if b_along_k else _rounded(self.width, 64)
+        b = self.width if b_along_k else up(self.width, 64)
         return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2
 
 
@@ -226,7 +227,7 @@ _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
 
 def _stages(width: int) -> int:
     """As many as fit into the shared memory of a multiprocessor, at most 6."""
-    return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
+    return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + up(width, 64)) * DEPTH * 2))
 
 
 def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
@@ -238,7 +239,3 @@ def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
     turns = -(-units // clusters)
     fewest = -(-units // turns) if turns else 1
     return replace(tiling, blocks=fewest * tiling.cluster)
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

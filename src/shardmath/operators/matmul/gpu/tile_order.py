@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TILE_COLUMNS", "TILE_ROWS", "Chunk", "TileOrder"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "Chunk", "TileOrder", "TileSchedule"]
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
@@ -45,6 +45,22 @@ class Chunk:
         """The row and the column of each tile, row after row."""
         rows, columns = np.array(self.rows, np.int64), np.array(self.columns, np.int64)
         return np.repeat(rows, columns.size), np.tile(columns, rows.size)
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
+    side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
+    those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
+    before. The rest is tile_sending.cuh's.
+    """
+
+    chunks: int
+    reducer_blocks: int = 2
+    cluster: int = 2
+    stages: int = 4
+    chunk_columns: int = 1
+    stagger_cycles: int = 0
 
 
 @dataclass(frozen=True)

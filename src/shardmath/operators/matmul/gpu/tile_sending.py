@@ -1,5 +1,4 @@
-"""What GEMM + ReduceScatter and GEMM + AllReduce share: tiles are sent to the ranks that reduce
-them.
+"""GEMM + ReduceScatter and GEMM + AllReduce: tiles are sent to the ranks that reduce them.
 
     product blocks, rank 0   multiply tile, send it to its owner's slot, count it as arrived, ...
     reducer blocks, rank 1   wait for all ranks' tiles of a chunk, add them up in rank order
@@ -9,6 +8,9 @@ without the host, also when a CUDA graph replays them. A slot is written again o
 has reduced what the launch before left there. Product blocks never wait for a peer's tiles; the
 reducer blocks do, which are few and the last of the same kernel. So plans on several streams cannot
 deadlock. What has not been reduced when all tiles have arrived is left to a second kernel.
+
+The parts of a result are rounded to its type before they are added, in the order of the ranks and
+as float32: the sum has the same bits every time, and on all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +29,23 @@ from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
-from shardmath.operators.matmul.gpu.local_product import OperandLayout
+from shardmath.geometry.integers import up
+from shardmath.local.gpu import Matrix
+from shardmath.local.gpu.epilog import combine, copy
+from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
-from shardmath.operators.matmul.gpu.split_k import SplitKProduct
-from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
+from shardmath.operators.matmul.gpu.reduction_choice import (
+    choose_schedule,
+    choose_shared_schedule,
+)
+from shardmath.operators.matmul.gpu.tile_order import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TileOrder,
+    TileSchedule,
+)
 
-__all__ = ["TileSchedule", "TileSendingGemm"]
+__all__ = ["GemmAllReduce", "GemmReduceScatter"]
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
@@ -41,22 +56,6 @@ _BLOCKS_OF_TILE = (
     TILE_ROWS * TILE_COLUMNS // 8 // _REDUCE_THREADS
 )  # where each thread adds 8 elements
 _MOST_ARGUMENTS = 256
-
-
-@dataclass(frozen=True)
-class TileSchedule:
-    """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
-    side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
-    those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
-    before. The rest is tile_sending.cuh's.
-    """
-
-    chunks: int
-    reducer_blocks: int = 2
-    cluster: int = 2
-    stages: int = 4
-    chunk_columns: int = 1
-    stagger_cycles: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,17 @@ class SlotLayout:
     @cached_property
     def arrived(self) -> int:
         """Counters of tiles, [source][chunk]; peers write them."""
-        return _rounded(8 * (2 + self._size))
+        return up(8 * (2 + self._size), _ROUND)
 
     @cached_property
     def claimed(self) -> int:
         """[chunk]: pieces of sums that have been begun with."""
-        return self.arrived + _rounded(8 * self._size * self.tile_order.chunks)
+        return self.arrived + up(8 * self._size * self.tile_order.chunks, _ROUND)
 
     @cached_property
     def slots(self) -> int:
         """[source][tile]; peers write them. All before are counters, and begin as zeros."""
-        return self.claimed + _rounded(4 * self.tile_order.chunks)
+        return self.claimed + up(4 * self.tile_order.chunks, _ROUND)
 
     @cached_property
     def extra(self) -> int:
@@ -95,22 +94,22 @@ class SlotLayout:
     @cached_property
     def tiles(self) -> int:
         """The table of all tiles that the rank computes, filled up for clusters."""
-        return self.extra + _rounded(self.extra_bytes)
+        return self.extra + up(self.extra_bytes, _ROUND)
 
     @cached_property
     def owned(self) -> int:
         """The table of its own."""
-        return self.tiles + _rounded(16 * 2 * self.tile_order.count)
+        return self.tiles + up(16 * 2 * self.tile_order.count, _ROUND)
 
     @cached_property
     def chunks(self) -> int:
         """The table of its chunks."""
-        return self.owned + _rounded(16 * self.tile_order.tiles(self.rank))
+        return self.owned + up(16 * self.tile_order.tiles(self.rank), _ROUND)
 
     @cached_property
     def nbytes(self) -> int:
         """All of it."""
-        return self.chunks + _rounded(8 * self.tile_order.chunks)
+        return self.chunks + up(8 * self.tile_order.chunks, _ROUND)
 
     @property
     def stride(self) -> int:
@@ -123,7 +122,7 @@ class SlotLayout:
 
 
 class TileSendingGemm:
-    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`. Made by `create`.
+    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`.
 
     A plan is used by one stream at a time; several plans may be at work on several streams.
     """
@@ -146,14 +145,9 @@ class TileSendingGemm:
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
-    def create(
-        cls,
-        context: Context,
-        problem: SplitKProduct,
-        shape: TileSchedule,
-        *,
-        extra: int = 0,
-    ) -> TileSendingGemm:
+    def _made(
+        cls, context: Context, problem: SplitKProduct, shape: TileSchedule, extra: int = 0
+    ) -> Self:
         """The same on all ranks, but for what `SplitKProduct` lets differ. Collective.
 
         `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
@@ -197,11 +191,7 @@ class TileSendingGemm:
 
     # -- on a stream -------------------------------------------------------------------------------
 
-    def require_usable(self) -> None:
-        """See PlanMemory.require_usable."""
-        self._memory.require_usable()
-
-    def multiply(
+    def _multiply(
         self,
         kernel: str,
         a: int,
@@ -217,6 +207,7 @@ class TileSendingGemm:
         A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
         apart. `copies` is where the sums go besides, as `TileSumsArgument` has it.
         """
+        self._memory.require_usable()
         problem, shape = self.problem, self.shape
         defines = (
             f"ELEMENT={problem.dtype.capitalize()}",
@@ -248,7 +239,7 @@ class TileSendingGemm:
 
     @property
     def _reducer_blocks(self) -> int:
-        return _multiple(max(1, self.shape.reducer_blocks), self.shape.cluster)
+        return up(max(1, self.shape.reducer_blocks), self.shape.cluster)
 
     @cached_property
     def _units(self) -> int:
@@ -325,12 +316,104 @@ class TileSendingGemm:
         return self.bases[self.team.rank] + int(getattr(self._own, name))
 
 
-def _rounded(nbytes: int) -> int:
-    return _multiple(nbytes, _ROUND)
+class GemmReduceScatter(TileSendingGemm):
+    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `create`."""
+
+    @classmethod
+    def create(
+        cls, context: Context, problem: SplitKProduct, shape: TileSchedule | None = None
+    ) -> GemmReduceScatter:
+        """A plan. Collective.
+
+        Raises ValueError on all ranks where they do not mean the same product, or where
+        `problem.unsupported` speaks on one of them; HeapExhausted.
+        """
+        return cls._made(context, problem, shape or choose_schedule(problem))
+
+    def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
+        """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.
+
+        `pitch` is how many elements the rows of the result are apart; None is `columns`. Never
+        waits on the host, and can be captured in a CUDA graph. Collective, in stream order.
+        """
+        nbytes = 2 * (self.problem.columns if pitch is None else pitch)
+        self._multiply("gemm_reduce_scatter", a, b, result, nbytes, stream)
 
 
-def _multiple(count: int, of: int) -> int:
-    return -(-count // of) * of
+class GemmAllReduce(TileSendingGemm):
+    """`launch` leaves all rows of the product on every rank. Made by `create`.
+
+    `problem.rows` says which rank sums which rows: see `even_rows`. Sums are written straight into
+    the results of all ranks where all know where they lie. Else they arrive in symmetric memory,
+    and are copied from there at last: a result may lie anywhere.
+    """
+
+    @classmethod
+    def create(
+        cls,
+        context: Context,
+        problem: SplitKProduct,
+        shape: TileSchedule | None = None,
+        *,
+        result_addresses: bool = False,
+    ) -> GemmAllReduce:
+        """A plan. Collective.
+
+        With `result_addresses`, launches will say where all ranks' results lie, and the plan has no
+        memory for sums. Raises ValueError on all ranks where they do not mean the same product, or
+        where `problem.unsupported` speaks on one of them; HeapExhausted.
+        """
+        extra = 0 if result_addresses else problem.height * up(2 * problem.columns, 16)
+        return cls._made(context, problem, shape or choose_shared_schedule(problem), extra)
+
+    def launch(
+        self,
+        a: int,
+        b: int,
+        result: int,
+        stream: int,
+        *,
+        pitch: int | None = None,
+        result_addresses: Sequence[int] = (),
+    ) -> None:
+        """Put the product of A and B on `stream`; A, B and all rows of the result lie there.
+
+        `pitch` is how many elements the rows of the result are apart; None is `columns`.
+        `result_addresses` is where each rank's result lies for this rank: all at multiples of 16
+        bytes, with rows of multiples of 8 elements, as far apart on each rank. Never waits on the
+        host, and can be captured in a CUDA graph. Collective, in stream order.
+        """
+        rank, columns, first = self.team.rank, self.problem.columns, self._first
+        nbytes = 2 * (columns if pitch is None else pitch)
+        own = result + first[rank] * nbytes
+        if result_addresses:
+            copies = self._copies(result_addresses, nbytes)
+            self._multiply("gemm_all_reduce", a, b, own, nbytes, stream, copies)
+            return
+        between = up(2 * columns, 16)
+        addresses = [self.extra(each) for each in range(self.team.size)]
+        copies = self._copies(addresses, between)
+        self._multiply("gemm_all_reduce", a, b, own, nbytes, stream, copies)
+        for low, high in ((0, first[rank]), (first[rank + 1], first[-1])):
+            shape = high - low, columns
+            here = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, self.problem.dtype)
+            come = here._replace(address=addresses[rank] + low * between, row_stride=between // 2)
+            if nbytes > 2 * columns:  # what lies between rows of the result stays
+                combine(self.team.device, stream, here, [come])
+            else:
+                copy(self.team.device, stream, here, come)
+
+    def _copies(self, addresses: Sequence[int], pitch: int) -> bytes:
+        """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
+        team = self.team
+        skipped = self._first[team.rank] * pitch
+        begin = [addresses[other] + skipped for other in team.ring_order]
+        return struct.pack(f"{1 + team.size}Q", pitch, *begin)
+
+    @cached_property
+    def _first(self) -> tuple[int, ...]:
+        """The first row that each rank sums, and the one behind all."""
+        return tuple(accumulate(self.problem.rows, initial=0))
 
 
 def _write(address: int, words: npt.NDArray[np.uint32]) -> None:
