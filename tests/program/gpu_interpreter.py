@@ -41,7 +41,13 @@ from shardmath.program.steps import (
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered as lowered_move
 
-__all__ = ["interpret_products"]
+__all__ = ["interpret_products", "program_of"]
+
+
+def program_of(rank_plan, lying, addition_order=""):
+    """`lowered`, once for the interpreter and for what performs programs on GPUs."""
+    key = "as lowered", lying, addition_order
+    return rank_plan.programs.made(key, lambda: lowered(rank_plan, lying, addition_order))
 
 
 class Rank:
@@ -49,7 +55,7 @@ class Rank:
 
     def __init__(self, rank_plan, operands, addition_order, ranks, within):
         self.rank_plan, self.operands, self.ranks = rank_plan, operands, ranks
-        self.program = lowered(rank_plan, operands.lying(), addition_order)
+        self.program = program_of(rank_plan, operands.lying(), addition_order)
         self.steps = within_products(self.program.steps) if within else self.program.plain
         self.numbers = operands.values
         self.memories, self.bases = {}, {}

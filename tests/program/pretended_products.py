@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
 import numpy as np
-from gpu_interpreter import PERFORM
+from gpu_interpreter import PERFORM, program_of
 from pretended import Device, Lane
 from pretended import fetch as fetch_at_once
 from streams import schedule
@@ -257,6 +257,7 @@ def by_numpy(panels, within):
     """Within, what products launch is `gpu_arithmetic`."""
     with ExitStack() as stack:
         for owner, name, stand_in in (
+            (phases, "lowered", program_of),
             (phases, "BoxCopies", Copies),
             (phases, "engine_copies", lambda found: None),
             (phases, "fetch", fetch),
