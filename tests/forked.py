@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loaded  # noqa: F401  (before there are ranks)
 from serve import name_of, serve
 from shardmath.base import config, current
 from shardmath.group import LocalProcessGroup, SoloProcessGroup

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import loaded  # noqa: F401  (before there are ranks)
 import shipped
 from ranks import PATIENCE, Pool
 from shardmath.base import config, current, wire

@@ -1,0 +1,17 @@
+"""Imported by what forks ranks: what each of them would load anew, in its first calls.
+
+To load it takes a rank longer than all else that it does before its first call.
+"""
+
+import contextlib
+import importlib
+import pkgutil
+
+for package in ("shardmath.arrays.libraries", "shardmath.transport.cores"):
+    folders = importlib.import_module(package).__path__
+    for module in pkgutil.iter_modules(folders, f"{package}."):
+        importlib.import_module(module.name)
+
+for name in ("threadpoolctl", "ducc0"):
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(name)
