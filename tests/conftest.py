@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import one_thread  # noqa: F401  (before NumPy)
+from loaded import find_libraries
 from ranks import Pool, with_context
 
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
@@ -59,6 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return -1 if on_gpus else places.get(item.path, len(LONG))
 
         items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Now all is loaded that tests import."""
+    find_libraries()
 
 
 @pytest.hookimpl(optionalhook=True)
