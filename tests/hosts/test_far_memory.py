@@ -25,7 +25,7 @@ from shardmath.errors import OpTimeout
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.rendezvous import rendezvous
 from shardmath.transport import mesh
-from shardmath.transport.hosts import hosts_of
+from shardmath.transport.mesh import hosts_of
 
 TWO_HOSTS = {"SHARDMATH_FAKE_HOSTS": "2"}
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")

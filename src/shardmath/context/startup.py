@@ -24,7 +24,7 @@ from shardmath.context.runtime import Runtime
 from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
-from shardmath.group.notice import noticed
+from shardmath.group.environment import noticed
 from shardmath.transport.choice import candidates, names
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]

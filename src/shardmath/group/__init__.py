@@ -9,11 +9,10 @@ import sys
 from typing import Any
 
 from shardmath.base.config import Settings
-from shardmath.group.base import ProcessGroup, ReductionOp
+from shardmath.group.base import ProcessGroup, ReductionOp, SoloProcessGroup
 from shardmath.group.environment import LaunchFacts, from_environment
 from shardmath.group.local import LocalProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
-from shardmath.group.solo import SoloProcessGroup
 from shardmath.group.torch import TorchProcessGroup
 
 __all__ = [

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["Array", "GatheringGroup", "ProcessGroup", "ReductionOp", "parts_of", "rank_names"]
+__all__ = [
+    "Array",
+    "GatheringGroup",
+    "ProcessGroup",
+    "ReductionOp",
+    "SoloProcessGroup",
+    "parts_of",
+    "rank_names",
+]
 
 T = TypeVar("T")
 
@@ -108,6 +116,19 @@ class ProcessGroup(ABC):
 class GatheringGroup(ProcessGroup):
     """A group whose one verb is `allgather_bytes`: arrays that differ are reported to all."""
 
+    def __init__(self, rank: int, nranks: int) -> None:
+        self._rank, self._nranks = rank, nranks
+
+    @property
+    def rank(self) -> int:
+        """The process's number in the group."""
+        return self._rank
+
+    @property
+    def nranks(self) -> int:
+        """The number of ranks in the group."""
+        return self._nranks
+
     @abstractmethod
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ."""
@@ -143,6 +164,21 @@ class GatheringGroup(ProcessGroup):
                     f"rank 0 one of {parts[0][0]}"
                 )
         return [part for _, part in parts]
+
+
+class SoloProcessGroup(GatheringGroup):
+    """One rank, which agrees with itself: a program that nobody launched. It never waits."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """`data`, alone in a list."""
+        return [bytes(data)]
+
+    def split(self, color: int | None, *, key: int = 0) -> SoloProcessGroup | None:
+        """The group itself, or None if `color` is None."""
+        return None if color is None else self
 
 
 def rank_names(ranks: Sequence[int]) -> str:

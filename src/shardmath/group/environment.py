@@ -12,8 +12,9 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,13 @@ from shardmath.base import config
 from shardmath.base.caller import caller_line, caller_place, process_name
 from shardmath.base.config import Settings
 from shardmath.errors import BackendUnavailable, BootstrapError
-from shardmath.group.base import ProcessGroup
+from shardmath.group.base import ProcessGroup, SoloProcessGroup
 from shardmath.group.local import LocalProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
 from shardmath.group.mpi_process import bounded_start
-from shardmath.group.notice import noticed
-from shardmath.group.solo import SoloProcessGroup
 from shardmath.group.torch import TorchProcessGroup
 
-__all__ = ["LaunchFacts", "from_environment"]
+__all__ = ["LaunchFacts", "from_environment", "noticed"]
 
 
 @dataclass(frozen=True)
@@ -245,6 +244,31 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
             "host with python -m shardmath run"
         ) from error
     return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
+
+
+@contextlib.contextmanager
+def noticed(rank: int, seconds: float, awaited: Callable[[], str]) -> Iterator[None]:
+    """Around what waits for other ranks: after `seconds` stderr says for whom, as `awaited` does.
+
+    The library must let other threads of this process run while it waits.
+    """
+    doing = f"rank {rank} in initialize, {caller_line()}"
+
+    def say() -> None:
+        print(f"shardmath: {doing}: waiting for {awaited()}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:  # no thread is to be had: a start without a notice is one all the same
+        yield
+        return
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # or else a fork that comes next would be one of a process with threads
 
 
 def _started(facts: LaunchFacts) -> str:

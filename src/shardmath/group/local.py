@@ -54,8 +54,7 @@ class LocalProcessGroup(GatheringGroup):
         peers = range(1, size) if rank == 0 else (0,)
         if not 0 <= rank < size or len(sockets) != len(peers):
             raise ValueError(f"rank {rank} of {size} with {len(sockets)} sockets")
-        self._rank = rank
-        self._size = size
+        super().__init__(rank, size)
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
         self._links = [
             Link(sock, rank=rank, peer=peer) for sock, peer in zip(sockets, peers, strict=True)
@@ -83,16 +82,6 @@ class LocalProcessGroup(GatheringGroup):
             raise
 
     @property
-    def rank(self) -> int:
-        """The process's number in the group."""
-        return self._rank
-
-    @property
-    def nranks(self) -> int:
-        """The number of ranks in the group."""
-        return self._size
-
-    @property
     def awaited(self) -> list[int]:
         """The ranks that rank 0 waits for; the others wait for its answer, and do not know."""
         return [link.peer for link in self._links if link.is_awaited and self._rank == 0]
@@ -105,7 +94,7 @@ class LocalProcessGroup(GatheringGroup):
         """
         if self._broken is not None:
             raise BootstrapError(f"rank {self._rank}: this group failed before: {self._broken}")
-        if self._size == 1:
+        if self._nranks == 1:
             return [bytes(data)]
         deadline = time.monotonic() + self._timeout
         try:
@@ -158,7 +147,7 @@ class LocalProcessGroup(GatheringGroup):
     def _hub(self, data: bytes, deadline: float) -> list[bytes]:
         try:
             received = receive_all(self._links, self._number, deadline=deadline)
-            parts = [data, *(received[peer] for peer in range(1, self._size))]
+            parts = [data, *(received[peer] for peer in range(1, self._nranks))]
             # The spokes wait as long as this rank did, and then for the answer.
             send_all(
                 self._links, self._number, _join(parts), deadline=time.monotonic() + self._timeout
@@ -173,7 +162,7 @@ class LocalProcessGroup(GatheringGroup):
         # A little more than the hub allows itself, so that its account of who is missing wins.
         deadline += min(1.0, 0.25 + self._timeout / 10)
         answer = receive_all(self._links, self._number, deadline=deadline)
-        return _split(answer[0], self._size)
+        return _split(answer[0], self._nranks)
 
 
 def _close(links: Sequence[Link]) -> None:

@@ -36,20 +36,11 @@ class MPIProcessGroup(GatheringGroup):
             )
         if mpi_comm.is_inter:
             raise ValueError("a communicator between two groups has no ranks: pass its Merge()")
+        super().__init__(int(mpi_comm.rank), int(mpi_comm.size))
         self._comm = mpi_comm
         self._mpi: Any = sys.modules["mpi4py.MPI"]
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
         bound_end()
-
-    @property
-    def rank(self) -> int:
-        """The process's number in the communicator."""
-        return int(self._comm.rank)
-
-    @property
-    def nranks(self) -> int:
-        """The communicator's size."""
-        return int(self._comm.size)
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ."""

@@ -23,21 +23,10 @@ class StoreProcessGroup(GatheringGroup):
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size} in group {name!r}")
+        super().__init__(rank, size)
         self._store = store
         self._name = name
-        self._rank = rank
-        self._size = size
         self._rounds = 0
-
-    @property
-    def rank(self) -> int:
-        """The process's number in the group."""
-        return self._rank
-
-    @property
-    def nranks(self) -> int:
-        """The number of ranks in the group."""
-        return self._size
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ.
@@ -49,7 +38,7 @@ class StoreProcessGroup(GatheringGroup):
         gathered: list[bytes] = []
         try:
             self._store.set(f"{prefix}/{self._rank}", bytes(data))
-            for rank in range(self._size):
+            for rank in range(self._nranks):
                 gathered.append(bytes(self._store.get(f"{prefix}/{rank}")))
         except Exception as error:
             raise BootstrapError(

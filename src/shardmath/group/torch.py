@@ -54,25 +54,17 @@ class TorchProcessGroup(GatheringGroup):
                 f"device_id is 'cpu', but the group's backends ({backends}) serve GPUs only: pass "
                 "the number of this rank's CUDA device, or make the group with 'cpu:gloo,cuda:nccl'"
             )
+        group = torch_process_group
+        super().__init__(int(distributed.get_rank(group)), int(distributed.get_world_size(group)))
         self._distributed = distributed
         self._torch: Any = sys.modules["torch"]
-        self._group = torch_process_group
+        self._group = group
         self._device = "cpu" if "cpu" in backends else f"cuda:{device_id}"
         self._logger = logger if logger is not None else logging.getLogger(__name__)
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
         self._buffer_size = 2048
         self.device_id = device_id
         self._logger.info("%r over %s", self, backends)
-
-    @property
-    def rank(self) -> int:
-        """The process's number in the group."""
-        return int(self._distributed.get_rank(self._group))
-
-    @property
-    def nranks(self) -> int:
-        """The number of ranks in the group."""
-        return int(self._distributed.get_world_size(self._group))
 
     @property
     def allreduce_obj_buffer_size(self) -> int:

@@ -7,8 +7,9 @@ alone, which serve every attached segment.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bytes",
+    "DescriptorTransport",
     "DeviceBytes",
     "Fence",
     "Memory",
@@ -150,16 +152,14 @@ class Transport(ABC):
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
         """Give a range's memory back to the system; the addresses stay valid."""
 
-    @abstractmethod
-    def announce(self, index: int, peers: Iterable[int]) -> None:
+    def announce(self, index: int, peers: Iterable[int]) -> None:  # noqa: B027 - all may know it
         """Hand the peers what they need to attach an own segment. Sends once per peer."""
 
-    @abstractmethod
     def held(self) -> list[tuple[int, int]]:
         """(rank, index) of the peers' segments that this rank can attach, or has attached."""
+        return []
 
-    @abstractmethod
-    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:  # noqa: B027
         """Announce to `rank` anew, when they are next used, own segments that are not `held` there.
 
         What was sent may have been lost where an exception struck the rank that received it.
@@ -214,6 +214,48 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop all descriptors. Mappings that arrays still use stay until the arrays go."""
+
+
+class DescriptorTransport(Transport):
+    """A transport whose segments travel as descriptors over `mesh`, once to each peer."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
+        # Each segment is sent, and received, by one thread, which an exception before the release
+        # of this lock must not keep from going on: so it may enter again.
+        self._introducing = threading.RLock()
+
+    @abstractmethod
+    def _introduce(self, index: int, peers: Sequence[int]) -> None:
+        """Send these peers an own segment, and note each in `_announced` once that is done."""
+
+    @abstractmethod
+    def _known_segments(self) -> Iterable[tuple[int, int]]:
+        """(rank, index) of the segments that this rank can use: its own, and those attached."""
+
+    @staticmethod
+    def _tag(index: int | None = None) -> str:
+        """The tag of a segment's descriptor; without an index, how all of them begin."""
+        return f"segment {'' if index is None else index}"
+
+    def announce(self, index: int, peers: Iterable[int]) -> None:
+        """See Transport."""
+        with self._introducing:
+            known = self._announced
+            new = [p for p in peers if p != self._mesh.rank and (p, index) not in known]
+            if new:
+                self._introduce(index, new)
+
+    def held(self) -> list[tuple[int, int]]:
+        """See Transport."""
+        return [*self._known_segments(), *self._mesh.arrived(self._tag())]
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """See Transport."""
+        self._announced -= {
+            (peer, index) for peer, index in self._announced if peer == rank and index not in held
+        }
 
 
 def require_within(segment: Segment, offset: int, nbytes: int) -> None:

@@ -19,12 +19,11 @@ from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.handshake import KEY_BYTES
-from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 
 __all__ = ["connect_far", "listen"]
 
-_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
@@ -176,7 +175,7 @@ def _gathered(group: ProcessGroup, card: object, watch: PeerWatch) -> list[Any]:
         return [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
     except RankFailure as error:
         # A rank that ended because another died is not the cause.
-        dead = sorted(watch.wait(_GRACE) | set(error.ranks))
+        dead = sorted(watch.wait(GRACE) | set(error.ranks))
         raise RankFailure(f"{error}; ended have {rank_names(dead)}", dead) from None
 
 

@@ -12,7 +12,9 @@ import select
 import threading
 from collections.abc import Mapping
 
-__all__ = ["PeerWatch"]
+__all__ = ["GRACE", "PeerWatch"]
+
+GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
 class PeerWatch:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.transport import handshake
 from shardmath.transport.handshake import Conversation
-from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.liveness import GRACE, PeerWatch
 
 __all__ = ["BACKLOG", "Call", "Place", "meet"]
 
@@ -36,7 +36,6 @@ _HELD = 128  # connections that are held before they have said anything right
 _PATIENCE = 5.0  # seconds that a connection has for the whole handshake
 _AT_ONCE = 64  # connections that are accepted before the others are looked at again
 _PAUSE, _LONGEST_PAUSE = 2e-3, 0.5  # seconds until the next call after one that was dropped
-_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admits = Callable[[socket.socket, Collection[int]], bool]
@@ -349,7 +348,7 @@ class _Meeting:
 
     def _require_places(self, caller: _Caller) -> None:
         if not caller.places:
-            self._require_alive(self._watch.wait(_GRACE))
+            self._require_alive(self._watch.wait(GRACE))
             raise BootstrapError(
                 f"rank {self._rank} cannot reach {self._names[caller.peer]} ({caller.reason()})"
                 + self._advice

@@ -19,23 +19,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath.base import wire
-from shardmath.errors import HeapExhausted, RankFailure, ShardmathError
+from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
 from shardmath.transport.far import connect_far
 from shardmath.transport.handshake import KEY_BYTES
-from shardmath.transport.hosts import host_identity, hosts_of
-from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "host_identity", "hosts_of"]
 
 _UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
@@ -45,7 +44,6 @@ _TAG_BYTES = 64
 _SIZE = struct.Struct("=Q")
 _WHY_BYTES = 512
 _LOOK = 20  # milliseconds between two looks at whether what is awaited can still come
-_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
 class Mesh:
@@ -288,7 +286,7 @@ class Mesh:
             arrived[tag] = f"memory of {self.name(rank)} cannot be attached: {reached}"
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
-        dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
+        dead = self.watch.wait(GRACE)  # a peer that ended because another died is not the cause
         names = ", ".join(map(self.name, sorted(dead)))
         also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
@@ -318,6 +316,35 @@ class Mesh:
             self.wires.close()
         self.watch.close()
         self._close_sockets()
+
+
+def host_identity() -> str:
+    """Names the machine and its network namespace, within which abstract sockets are visible."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
+
+
+def hosts_of(identities: Sequence[str], pretended: Sequence[int]) -> tuple[int, ...]:
+    """The number of each rank's host, in order of appearance.
+
+    All of `pretended` are equal: into so many hosts the ranks are split, as evenly as possible,
+
+        rank   0 1 2 3 4
+        host   0 0 0 1 1      of 2
+
+    and two ranks share a host when they share the real and the pretended one. Raises
+    CollectiveMismatch where `pretended` differ, ValueError where they are less than 1.
+    """
+    if len(set(pretended)) > 1:
+        raise CollectiveMismatch(
+            f"SHARDMATH_FAKE_HOSTS must be equal on all ranks; it is {list(pretended)}"
+        )
+    count, size = pretended[0], len(identities)
+    if count < 1:
+        raise ValueError(f"SHARDMATH_FAKE_HOSTS={count}: there is 1 host at least")
+    keys = [(name, rank * count // size) for rank, name in enumerate(identities)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return tuple(numbers[key] for key in keys)
 
 
 def _call(name: str, key: bytes) -> Call:

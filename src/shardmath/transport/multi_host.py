@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +38,6 @@ class MultiHostTransport(HostTransport):
         super().__init__(mesh)
         self.far: dict[tuple[int, int], tuple[int, Segment]] = {}
         self._timeout = timeout
-        self._announced_to: set[tuple[int, int]] = set()  # (far peer, index of an own segment)
         wires = mesh.wires
         self._announcements = (
             None if wires is None else wires.open("segments", 0, self._receive_announcement)
@@ -66,33 +65,20 @@ class MultiHostTransport(HostTransport):
 
     # -- the verbs ---------------------------------------------------------------------------------
 
-    def announce(self, index: int, peers: Iterable[int]) -> None:
-        """See Transport. What ranks on other hosts need is sent over the wires."""
-        peers = list(peers)
-        super().announce(index, [peer for peer in peers if self._mesh.same_host(peer)])
-        far = [
-            p for p in peers if not self._mesh.same_host(p) and (p, index) not in self._announced_to
-        ]
+    def _introduce(self, index: int, peers: Sequence[int]) -> None:
+        """Send a descriptor to peers of this host, and over the wires what the others need."""
+        super()._introduce(index, [peer for peer in peers if self._mesh.same_host(peer)])
+        far = [peer for peer in peers if not self._mesh.same_host(peer)]
         if far:
             assert self._announcements is not None, "there are ranks on other hosts"
             whole = self._bytes[self._mesh.rank, index]
             self._announcements.send(
                 far, [(index, _ANNOUNCEMENT.pack(whole.ctypes.data, len(whole)))]
             )
-            self._announced_to.update((peer, index) for peer in far)
+            self._announced.update((peer, index) for peer in far)
 
-    def held(self) -> list[tuple[int, int]]:
-        """See Transport."""
-        return [*super().held(), *self.far]
-
-    def forget_announcements(self, rank: int, held: Container[int]) -> None:
-        """See Transport."""
-        super().forget_announcements(rank, held)
-        self._announced_to -= {
-            (peer, index)
-            for peer, index in self._announced_to
-            if peer == rank and index not in held
-        }
+    def _known_segments(self) -> Iterable[tuple[int, int]]:
+        return [*super()._known_segments(), *self.far]
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""

@@ -12,15 +12,22 @@ import contextlib
 import fcntl
 import mmap
 import os
-import threading
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
 from shardmath.transport.available import available_memory, limit_reached
-from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, require_within
+from shardmath.transport.base import (
+    Bytes,
+    DescriptorTransport,
+    Memory,
+    Probe,
+    Segment,
+    Transport,
+    require_within,
+)
 from shardmath.transport.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -29,11 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HostTransport", "export_memory", "map_memory"]
 
-_SEGMENT = "segment "  # and its index: the tag of a descriptor
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class HostTransport(Transport):
+class HostTransport(DescriptorTransport):
     """Segments of the ranks that `mesh` connects.
 
     Ranks on pretended other hosts have no address here: their mappings serve `put` and `get` alone.
@@ -46,14 +52,10 @@ class HostTransport(Transport):
     device = "cpu"
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        super().__init__(mesh)
         self._own: list[tuple[int, Segment]] = []  # (descriptor, segment)
-        self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._bytes: dict[tuple[int, int], Bytes] = {}
-        # Each segment is sent, and received, by one thread, which an exception before the release
-        # of this lock must not keep from going on: so it may enter again.
-        self._introducing = threading.RLock()
 
     @classmethod
     def probe(cls, ordinal: int = 0) -> Probe:
@@ -101,31 +103,20 @@ class HostTransport(Transport):
         """See Transport."""
         self._maps[self._mesh.rank, index].madvise(mmap.MADV_REMOVE, offset, nbytes)
 
-    def announce(self, index: int, peers: Iterable[int]) -> None:
-        """See Transport."""
-        fd = self._own[index][0]
-        with self._introducing:
-            for peer in peers:
-                if peer != self._mesh.rank and (peer, index) not in self._announced:
-                    self._mesh.send(peer, f"{_SEGMENT}{index}", fd)
-                    self._announced.add((peer, index))
+    def _introduce(self, index: int, peers: Sequence[int]) -> None:
+        for peer in peers:
+            self._mesh.send(peer, self._tag(index), self._own[index][0])
+            self._announced.add((peer, index))
 
-    def held(self) -> list[tuple[int, int]]:
-        """See Transport."""
-        return [*self._bytes, *self._mesh.arrived(_SEGMENT)]
-
-    def forget_announcements(self, rank: int, held: Container[int]) -> None:
-        """See Transport."""
-        self._announced -= {
-            (peer, index) for peer, index in self._announced if peer == rank and index not in held
-        }
+    def _known_segments(self) -> Iterable[tuple[int, int]]:
+        return self._bytes
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
         if (rank, index) not in self._bytes:
             with self._introducing:
                 if (rank, index) not in self._bytes:
-                    mapping = map_memory(self._mesh.receive(rank, f"{_SEGMENT}{index}"))
+                    mapping = map_memory(self._mesh.receive(rank, self._tag(index)))
                     self._keep(Segment(rank, index, len(mapping)), mapping)
         return Segment(rank, index, len(self._maps[rank, index]))
 

@@ -8,9 +8,8 @@ moment leaves nothing behind and takes nothing from under its peers. Multicast i
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 from shardmath.geometry.integers import up
 from shardmath.transport.base import (
+    DescriptorTransport,
     DeviceBytes,
     Fence,
     Memory,
@@ -32,8 +32,6 @@ from shardmath.transport.base import (
     require_within,
 )
 from shardmath.transport.mesh import Mesh
-
-_SEGMENT = "segment "  # and its index: the tag of a descriptor
 
 __all__ = ["CudaTransport", "Mapping"]
 
@@ -66,7 +64,7 @@ class _Held:
     mapping: Mapping
 
 
-class CudaTransport(Transport):
+class CudaTransport(DescriptorTransport):
     """Segments on `device` of this rank and on the devices of the ranks that `mesh` connects.
 
     Ranks on pretended other hosts have no address here: their mappings serve `put` and `get` alone.
@@ -79,15 +77,11 @@ class CudaTransport(Transport):
     spare_bytes: ClassVar[int] = 1 << 30  # a segment has all its memory from the start
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
+        super().__init__(mesh)
         self.device = device.name
         self._device = device
-        self._mesh = mesh
         self._segments: dict[tuple[int, int], _Held] = {}
         self._own = 0
-        self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
-        # Each segment is sent, and received, by one thread, which an exception before the release
-        # of this lock must not keep from going on: so it may enter again.
-        self._introducing = threading.RLock()
         device.activate()
         _require_support(device)
         self.runs_ahead_by = int(call("cuDeviceTotalMem", device.handle)) // _RUNS_AHEAD_BY
@@ -134,47 +128,32 @@ class CudaTransport(Transport):
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
         """Does nothing: the heap reuses the memory, and the system gets whole segments back."""
 
-    def announce(self, index: int, peers: Iterable[int]) -> None:
-        """See Transport."""
-        with self._introducing:
-            done = self._announced
-            missing = [p for p in peers if p != self._mesh.rank and (p, index) not in done]
-            if missing:
-                self._announce(index, missing)
-
-    def _announce(self, index: int, missing: list[int]) -> None:
+    def _introduce(self, index: int, peers: Sequence[int]) -> None:
         self._device.activate()
         held = self._segments[self._mesh.rank, index]
         handle = call("cuMemRetainAllocationHandle", held.mapping.address)
         fd = -1
         try:
             fd = _exported(handle)
-            for peer in missing:
-                self._mesh.send(peer, f"{_SEGMENT}{index}", fd, held.segment.nbytes)
+            for peer in peers:
+                self._mesh.send(peer, self._tag(index), fd, held.segment.nbytes)
                 self._announced.add((peer, index))
         finally:
             if fd >= 0:
                 os.close(fd)
             call("cuMemRelease", handle)
 
-    def held(self) -> list[tuple[int, int]]:
-        """See Transport."""
-        return [*self._segments, *self._mesh.arrived(_SEGMENT)]
-
-    def forget_announcements(self, rank: int, held: Container[int]) -> None:
-        """See Transport."""
-        self._announced -= {
-            (peer, index) for peer, index in self._announced if peer == rank and index not in held
-        }
+    def _known_segments(self) -> Iterable[tuple[int, int]]:
+        return self._segments
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport. Raises BackendUnavailable where this device cannot reach the peer's."""
         with self._introducing:
             held = self._segments.get((rank, index))
-            return self._attached(rank, index) if held is None else held.segment
+            return self._map(rank, index) if held is None else held.segment
 
-    def _attached(self, rank: int, index: int) -> Segment:
-        fd, nbytes = self._mesh.receive_sized(rank, f"{_SEGMENT}{index}")
+    def _map(self, rank: int, index: int) -> Segment:
+        fd, nbytes = self._mesh.receive_sized(rank, self._tag(index))
         self._device.activate()
         try:
             mapping = Mapping(self._device, _imported(fd), nbytes)

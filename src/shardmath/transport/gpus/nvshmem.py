@@ -10,7 +10,6 @@ nothing refers to any more serves the next context of the same ranks. Multicast 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -62,7 +61,7 @@ class _Running:
 
 
 class NVSHMEMTransport(Transport):
-    """One segment on the device of every rank. See `join`."""
+    """One segment on the device of every rank, which all ranks know of. See `join`."""
 
     name: ClassVar[str] = "nvshmem"
     preference: ClassVar[int] = 1
@@ -80,9 +79,8 @@ class NVSHMEMTransport(Transport):
         self._heap_memory: _HeapMemory | None = None
         self._reserved = False
         self._bindings = _bindings()
-        self._bounce_order = streams.StreamOrder(
-            device
-        )  # of the streams that the bounce buffer serves
+        # Of the streams that the bounce buffer serves.
+        self._bounce_order = streams.StreamOrder(device)
 
     @classmethod
     def probe(cls, ordinal: int = 0) -> Probe:
@@ -194,16 +192,6 @@ class NVSHMEMTransport(Transport):
 
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
         """Does nothing: the memory stays the heap's."""
-
-    def announce(self, index: int, peers: Iterable[int]) -> None:
-        """Does nothing: all ranks know each other's heaps."""
-
-    def held(self) -> list[tuple[int, int]]:
-        """Nothing: all ranks know each other's heaps."""
-        return []
-
-    def forget_announcements(self, rank: int, held: Container[int]) -> None:
-        """Does nothing: all ranks know each other's heaps."""
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
