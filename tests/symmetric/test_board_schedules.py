@@ -14,7 +14,7 @@ import types
 import pytest
 
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.symmetric import arrivals, board, waiting
+from shardmath.symmetric import board, waiting
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.rows import Rows
 from shardmath.symmetric.waiting import WaitPolicy
@@ -91,9 +91,8 @@ def outcomes(seed, size, operation, monkeypatch):
     """What the ranks' calls did, where some arrive when the others give up."""
     schedule = Schedule(seed, size)
     clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
-    for module in (arrivals, waiting):
-        monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting.os, "sched_yield", schedule.pause)
     monkeypatch.setattr(waiting, "_YIELDS", 1)
     monkeypatch.setattr(board, "extension", lambda _: None)  # the schedule sees Python's loads
     memory = mmap.mmap(-1, board_bytes(size))

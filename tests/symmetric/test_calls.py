@@ -13,8 +13,8 @@ import pytest
 from test_board_schedules import Schedule, Word
 
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
-from shardmath.symmetric import arrivals, waiting
 from shardmath.symmetric import board as boards_module
+from shardmath.symmetric import waiting
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.calls import WINDOW
 from shardmath.symmetric.rows import Rows
@@ -56,9 +56,8 @@ def outcomes(seed, programs, monkeypatch):
     size = len(programs)
     schedule = Schedule(seed, size)
     clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
-    for module in (arrivals, waiting):
-        monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting.os, "sched_yield", schedule.pause)
     monkeypatch.setattr(waiting, "_YIELDS", 1)
     monkeypatch.setattr(boards_module, "extension", lambda _: None, raising=False)
     boards, found, furthest = boards_of(size, schedule), [None] * size, [0]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardmath.symmetric.far_team import FarTeam
-from shardmath.symmetric.team import Team
+from shardmath.symmetric.team import FarTeam, Team
 
 NEAR, FAR = 0, 1  # ranks
 OPERATIONS = {

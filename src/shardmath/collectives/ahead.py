@@ -25,7 +25,7 @@ from shardmath.context.agreement import refused_by
 from shardmath.context.context import Context
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.calls import MOST_WORDS
-from shardmath.symmetric.header import different
+from shardmath.symmetric.messages import different
 
 __all__ = ["Ahead", "KnownCall"]
 

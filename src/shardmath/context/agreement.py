@@ -18,7 +18,7 @@ from shardmath.base import wire
 from shardmath.base.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import header
+from shardmath.symmetric.messages import header
 
 __all__ = [
     "agree",

@@ -165,8 +165,7 @@ class Runtime:
         """
         if self.device is None:
             return None
-        from shardmath.symmetric.far_team import FarTeam
-        from shardmath.symmetric.team import CHANNELS, Team
+        from shardmath.symmetric.team import CHANNELS, FarTeam, Team
 
         device, transport = self.device, self.transport
         nbytes = pad_bytes(len(ranks), CHANNELS)

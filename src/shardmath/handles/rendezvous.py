@@ -225,7 +225,7 @@ def _team(context: Context, state: RendezvousState) -> Team | None:
 
 def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None:
     """Where the team's pads lie on other hosts: `start` bytes into those of the rendezvous."""
-    from shardmath.symmetric.far_team import FarTeam
+    from shardmath.symmetric.team import FarTeam
 
     assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
     far = [rank for rank, pad in enumerate(team.pads) if not pad]

@@ -18,7 +18,7 @@ reads the others'. A row holds
     message has in all, how many at its end are payload, and a part of it
     then the calls with which the rank has run ahead: see `calls`
 
-Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
+Either all ranks come out of a round or a barrier, or none does: see `waiting`.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s. A mailbox says of
@@ -49,14 +49,20 @@ from shardmath.errors import (
     RankFailure,
     ShardmathError,
 )
-from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.calls import LIST_BYTES, Calls
-from shardmath.symmetric.header import NAME_BYTES, bodies, header
-from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
-from shardmath.symmetric.reason import REASON_BYTES, Reason
+from shardmath.symmetric.messages import (
+    AFTER_FAILURE,
+    NAME_BYTES,
+    OPERATION,
+    REASON_BYTES,
+    RankNames,
+    Reason,
+    bodies,
+    header,
+)
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
-from shardmath.symmetric.waiting import WaitPolicy, wait_until
+from shardmath.symmetric.waiting import Arrivals, WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
@@ -741,7 +747,7 @@ class Board:
     # -- words ---------------------------------------------------------------------------------
 
     def _await(self, word: int, target: int) -> None:
-        """Come out when every peer's `word` is `target` and none takes it back: see `arrivals`."""
+        """Come out when every peer's `word` is `target` and none takes it back: see `waiting`."""
         words = self._words
         late = [r for r in self._peers if words[r][word] < target]
         if late or (self._looks_twice and (late := self._arrivals.second_look(word, target))):

@@ -9,6 +9,11 @@ ends with the last.
 A rank that leaves may have kernels that still send. So it says on the board that it has left, and
 only when its GPU has done all that it had been asked to do by then that its kernels have ended: a
 mark in the host's memory, which the GPU sets behind all that, is what the thread waits for.
+
+Kernels report whom they waited for in vain in such memory, too (`report_of`). Words that a team has
+left go to another team only when the device has done all that it had been asked to do by then, so
+that a late kernel reports to nobody else. The driver never gets them back: that would wait for the
+device.
 """
 
 from __future__ import annotations
@@ -27,11 +32,12 @@ import numpy.typing as npt
 
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.cuda.fence import DeferredReuse
 from shardmath.errors import CudaError
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.reports import Report, report_of
 
-__all__ = ["Departures", "watch", "watching"]
+__all__ = ["Departures", "Report", "report_of", "watch", "watching"]
 
 PERIOD = 0.1  # seconds from one look at the boards to the next
 
@@ -196,3 +202,59 @@ def watch(departures: Departures) -> None:
 def watching() -> threading.Thread | None:
     """The thread, while there is one."""
     return _watch().thread
+
+
+# -- words in the host's memory ------------------------------------------------------------------
+
+
+class Report:
+    """`words` that the device writes, at `address` for the device; zero at first."""
+
+    def __init__(self, pool: _Reports, memory: _PinnedWords) -> None:
+        self.words: npt.NDArray[np.uint64] = np.asarray(memory)
+        self.words[:] = 0
+        self.address = memory.address
+        weakref.finalize(self, pool.left.leave, memory).atexit = False
+
+
+def report_of(device: Device, count: int) -> Report:
+    """A report of `count` words of 64 bits."""
+    return _reports(device, count).take()
+
+
+class _PinnedWords:
+    """Pinned words, for NumPy and for the device; kept for the life of the process."""
+
+    def __init__(self, device: Device, count: int) -> None:
+        device.activate()
+        pinned = int(call("cuMemHostAlloc", 8 * count, 0x01))  # portable: valid in every context
+        self.address = int(call("cuMemHostGetDevicePointer", pinned, 0))
+        self.__array_interface__ = {
+            "shape": (count,),
+            "typestr": "<u8",
+            "data": (pinned, False),
+            "version": 3,
+        }
+
+
+class _Reports:
+    """The reports of one length on one device."""
+
+    def __init__(self, device: Device, count: int) -> None:
+        self._device = device
+        self._count = count
+        self._lock = threading.Lock()
+        self._free: list[_PinnedWords] = []
+        self.left: DeferredReuse[_PinnedWords] = DeferredReuse(device)
+
+    def take(self) -> Report:
+        """A report that no kernel of another team writes to."""
+        with self._lock:
+            self._free += self.left.free()
+            memory = self._free.pop() if self._free else _PinnedWords(self._device, self._count)
+            return Report(self, memory)
+
+
+@cache
+def _reports(device: Device, count: int) -> _Reports:
+    return _Reports(device, count)

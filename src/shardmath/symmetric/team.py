@@ -25,15 +25,16 @@ from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.departures import Departures
-from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.names import AFTER_FAILURE
-from shardmath.symmetric.reports import report_of
+from shardmath.symmetric.departures import Departures, report_of
+from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.messages import AFTER_FAILURE
+from shardmath.transport.base import DeviceBytes, Transport
 
-__all__ = ["CHANNELS", "RESERVED", "Team"]
+__all__ = ["CHANNELS", "RESERVED", "FarTeam", "Team"]
 
 CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
+_WORD = 8
 _LAUNCHES = 512  # that are kept ready
 _LONGEST_NAP = 2e-3  # seconds, between two looks at a stream
 _OPERATIONS = {
@@ -327,6 +328,90 @@ class Team:
         """This rank, its GPU and the user's line, for a message."""
         name = self._board.names.name(self.rank)
         return f"{name} on GPU {self.device.ordinal}, {caller_line()}"
+
+
+class FarTeam(Team):
+    """The GPUs of a context whose ranks are on several hosts: signals to these are copies.
+
+    No kernel can write the words of a rank without an address: of `pads` those of ranks on other
+    hosts are 0, and `locate` says where they lie. A barrier is therefore three steps on the stream:
+    a kernel that writes down the round, `put` of that word to each rank elsewhere, a kernel that
+    waits for all; a signal is counted by a kernel, and `put`. Words and deadlines are as on one
+    host; what expires is waited for anew.
+    """
+
+    def locate(
+        self, transport: Transport, numbers: Sequence[int], places: Mapping[int, Location]
+    ) -> None:
+        """Say how ranks on other hosts are reached: their numbers for `transport`, and their pads.
+
+        To be called once, before the first barrier.
+        """
+        self.transport = transport
+        self.numbers = tuple(numbers)
+        self._far = dict(places)
+
+    def enqueue_barrier(
+        self, stream: int, *, channel: int = 0, timeout: float | None = None
+    ) -> None:
+        """Put a barrier of all ranks on `stream`: what was written before, all see after."""
+        self.check()
+        self._require(channel)
+        tail, threads = struct.pack("Ii", channel, 0), self._barrier_threads
+        self._launch("advance", stream, timeout, tail, file="far_signals", threads=threads)
+        for rank in self._far:
+            self.transport.quiet(self.numbers[rank], stream)
+        for rank in self._far:
+            inbox = structs.BARRIER * self.size + _WORD * self.rank
+            self._put_word(rank, channel, structs.ROUND, inbox, stream)
+        self._launch("await_round", stream, timeout, tail, file="far_signals", threads=threads)
+
+    def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
+        """See Team."""
+        if dst not in self._far:
+            super().put_signal(dst, stream, channel=channel)
+            return
+        self.check()
+        self._require(channel)
+        self.device.activate()
+        self._launch(
+            "count_signal", stream, None, struct.pack("Ii", channel, dst), file="far_signals"
+        )
+        self._put_counter(dst, channel, structs.SENT, 0, stream)
+
+    def flag(
+        self,
+        function: str,
+        peer: int,
+        stream: int,
+        *,
+        slot: int,
+        channel: int,
+        timeout: float | None = None,
+    ) -> None:
+        """See Team. The word at `slot` stays as it is: two counts of the channel take its place."""
+        self.check()
+        self.device.activate()
+        tail = struct.pack("Ii", channel, peer)
+        self._launch(function, stream, timeout, tail, file="far_signals")
+        if peer in self._far:
+            raises = function == "raise_flag"
+            counter, half = (structs.SENT, 0) if raises else (structs.TAKEN, _WORD)
+            self._put_counter(peer, channel, counter, half, stream)
+
+    def _put_counter(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
+        """Carry a counter to that half of `peer`'s inbox of signals, after what was put before."""
+        self.transport.quiet(self.numbers[peer], stream)
+        inbox = structs.SIGNAL * self.size + 2 * _WORD * self.rank + half
+        self._put_word(peer, channel, counter, inbox, stream)
+
+    def _put_word(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
+        """Put this rank's word of `counter` for `peer` to byte `inbox` of the peer's channel."""
+        start = structs.PAD_BYTES + structs.CHANNEL_BYTES * self.size * channel
+        address = self.pads[self.rank] + start + counter * self.size + _WORD * peer
+        word, pad = DeviceBytes(address, _WORD, self.device.name), self._far[peer]
+        place = pad.offset + start + inbox
+        self.transport.put(self.numbers[peer], pad.segment, place, word, stream)
 
 
 def _breaks_counts(operation: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.errors import CollectiveMismatch
-from shardmath.symmetric.header import NAME_BYTES, bodies, header
+from shardmath.symmetric.messages import NAME_BYTES, bodies, header
 
 
 @pytest.mark.parametrize(

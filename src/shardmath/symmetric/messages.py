@@ -1,27 +1,114 @@
-"""How messages name ranks: by number, by number in the job, by process, by what they did last.
+"""What ranks tell each other of their operations, and how errors name ranks.
 
-A rank of a context that was split off has two numbers, which differ: messages give both. What a
-rank calls is in its row of the board.
+Each message of an exchange begins with a header, the name of the operation, the same on all ranks:
+those that have called different operations find out before a message is read as another's. A rank
+that gives an operation up tells its `Reason`. Errors name ranks by number, by number in the job, by
+process and by what they did last (`RankNames`): a rank of a context that was split off has two
+numbers, which differ, and messages give both. What a rank calls is in its row of the board.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardmath.base.caller import caller_line
-from shardmath.errors import OpTimeout, RankFailure
+from shardmath.errors import (
+    CollectiveMismatch,
+    HeapExhausted,
+    OpTimeout,
+    RankFailure,
+    UseAfterFree,
+)
 from shardmath.group.base import rank_names
-from shardmath.symmetric.header import NAME_BYTES
 from shardmath.symmetric.rows import Rows
 
-__all__ = ["AFTER_FAILURE", "OPERATION", "RankNames"]
+__all__ = [
+    "AFTER_FAILURE",
+    "NAME_BYTES",
+    "OPERATION",
+    "REASON_BYTES",
+    "RankNames",
+    "Reason",
+    "bodies",
+    "different",
+    "header",
+]
 
 AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
 
+NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
 OPERATION = 64  # byte offset in a row: the name of the operation
+REASON_BYTES = 512
+_END = b"\0"
 _DESCRIBED = 4  # ranks of a message that are named in full
 _NOTED = 8  # the same, of an error that all raise
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (CollectiveMismatch, UseAfterFree, HeapExhausted, ValueError, TypeError)
+}
+
+
+@lru_cache(maxsize=256)
+def header(operation: str) -> bytes:
+    """The header of all messages of this operation."""
+    return operation.encode()[:NAME_BYTES] + _END
+
+
+def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
+    """All ranks' messages, without the header that each must have. Raises CollectiveMismatch."""
+    prefix = header(operation)
+    for text in texts:
+        if not text.startswith(prefix):
+            names = [text.partition(_END)[0].decode(errors="replace") for text in texts]
+            raise CollectiveMismatch(different(names))
+    return [text[len(prefix) :] for text in texts]
+
+
+def different(names: Sequence[str]) -> str:
+    """Who called which operation, by rank; those together that called the same."""
+    callers: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        callers.setdefault(name, []).append(rank)
+    calls = "; ".join(f"{rank_names(ranks)} called {name}" for name, ranks in callers.items())
+    return f"the ranks called different operations: {calls}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank gave an operation up: `why`, in words.
+
+    `blamed` are the ranks whose fault it was, if not its own; `late`: they did not come.
+
+    `raised` names the exception that all ranks are to raise, with the words of `why`, if any.
+    """
+
+    why: str
+    blamed: Sequence[int] = ()
+    late: bool = False
+    raised: str = ""
+
+    def pack(self) -> bytes:
+        """REASON_BYTES: the end of a long text is cut off, zeros are behind a short one."""
+        ranks = " ".join(map(str, self.blamed))
+        kind = "late" if self.late else self.raised
+        return f"{kind}|{ranks}|{self.why}".encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Reason:
+        """What `pack` gave, with zeros behind it."""
+        kind, _, rest = data.rstrip(b"\0").decode(errors="replace").partition("|")
+        ranks, _, why = rest.partition("|")
+        blamed = [int(rank) for rank in ranks.split() if rank.isdigit()]
+        return cls(why, blamed, kind == "late", "" if kind == "late" else kind)
+
+    @property
+    def error(self) -> Exception | None:
+        """The exception that all ranks are to raise, if there is one."""
+        kind = _RAISED.get(self.raised)
+        return None if kind is None else kind(self.why)
 
 
 class RankNames:
