@@ -100,7 +100,7 @@ def test_real_and_back(engine, how, dtype):
 
 @pytest.mark.parametrize("engine", ["ducc0", "scipy"])
 def test_written_where_they_are_told(monkeypatch, engine):
-    monkeypatch.setattr(local, "_made", lambda *_: pytest.fail("a result of its own"))
+    monkeypatch.setattr(local._Transform, "_made", lambda _: pytest.fail("a result of its own"))
     x, real = numbers("complex64", "padded"), numbers("float32", "F")
     how = {"norm": None, "engine": engine}
     transform(x, (0, 2), out=x, kind="C2C", forward=True, **how)

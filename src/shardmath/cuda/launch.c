@@ -15,20 +15,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../base/pause.h"
+
 #ifndef DRIVER
 #define DRIVER "libcuda.so.1" /* tests have another */
 #endif
 
 enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16, SPINS = 1 << 12 };
 enum { LISTED = -1 }; /* no answer of the driver: the call is listed, and Python does the rest */
-
-#if defined(__x86_64__) || defined(__i386__)
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ __volatile__("yield")
-#else
-#define PAUSE() (void)0
-#endif
 
 typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
                             void **, void **);
@@ -201,7 +195,7 @@ static int peers_agree(const Repeat *self, uint64_t number) {
         for (int spins = 0; __atomic_load_n(listed, __ATOMIC_ACQUIRE) < number; spins++) {
             if (spins == SPINS)
                 return 0;
-            PAUSE();
+            pause_core();
         }
         if (listed[tags + (ptrdiff_t)place] != self->tag ||
             memcmp(listed + words + (ptrdiff_t)place * WORDS, self->others[i], (size_t)self->word_bytes) != 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -53,33 +54,78 @@ def bound_transform(
     norm: Norm,
     engine: str = "scipy",
 ) -> Callable[[], object]:
-    """What does `transform`, of what is in `x` then, each time that it is called."""
+    """A call that does `transform`, of what is in `x` then, each time that it is made."""
     scale = norm or ("backward" if forward else "forward")
-    inner = _inner(engine)
-    half = kind == "R2C" and x.dtype.itemsize == 2
-    if inner is None or half or not (x.flags.aligned and out.flags.aligned):
-        return partial(_transform, inner, x, tuple(axes), out, kind, forward, scale, engine)
-    return _writing(inner, x, tuple(axes), out, kind, forward, scale)
+    return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
 
 
-def _transform(
-    inner: Any,
-    x: HostArray,
-    axes: tuple[int, ...],
-    out: HostArray,
-    kind: Kind,
-    forward: bool,
-    scale: str,
-    engine: str,
-) -> None:
-    if kind == "R2C" and x.dtype.itemsize == 2:
-        x = x.astype(np.float32)
-    if inner is not None and x.flags.aligned and out.flags.aligned:
-        _writing(inner, x, axes, out, kind, forward, scale)()
-        return
-    made = _made(x, axes, out, kind, forward, scale, engine)
-    if not np.may_share_memory(made, out):
-        np.copyto(out, made)
+@dataclass(frozen=True, eq=False)
+class _Transform:
+    """What is transformed, how, and where to. `scale` is NumPy's `norm`."""
+
+    x: HostArray
+    axes: tuple[int, ...]
+    out: HostArray
+    kind: Kind
+    forward: bool
+    scale: str
+    engine: str
+
+    def bound(self) -> Callable[[], object]:
+        """A call that does it, as directly as the engine allows."""
+        half = self.kind == "R2C" and self.x.dtype.itemsize == 2
+        return self._by_copy if half else self._writing() or self._by_copy
+
+    def _by_copy(self) -> None:
+        """Transform what is to be widened first, or has to be copied to where it is wanted."""
+        x = self.x
+        if self.kind == "R2C" and x.dtype.itemsize == 2:
+            replace(self, x=x.astype(np.float32)).bound()()
+            return
+        made = self._made()
+        if not np.may_share_memory(made, self.out):
+            np.copyto(self.out, made)
+
+    def _writing(self) -> Callable[[], object] | None:
+        """A call of functions that write where they are told; None where there are none."""
+        inner, x, out = _inner(self.engine), self.x, self.out
+        if inner is None or not (x.flags.aligned and out.flags.aligned):
+            return None
+        divisor = _divisor(self.scale, self.forward)
+        if self.kind == "C2C":
+            return partial(inner.c2c, x, self.axes, self.forward, divisor, out, 1)
+        if self.kind == "R2C":
+            return partial(inner.r2c, x, self.axes, True, divisor, out, 1)
+        *rest, last = self.axes
+        halved = partial(inner.c2r, x, (last,), out.shape[last], False, divisor, out, 1)
+        if not rest:
+            return halved
+
+        def both() -> None:
+            inner.c2c(x, rest, False, divisor, x, 1)
+            halved()
+
+        return both
+
+    def _made(self) -> HostArray:
+        """The transform as the public functions return it: in memory of its own, or in `out`."""
+        x, axes, scale, kind = self.x, self.axes, self.scale, self.kind
+        sizes = [self.out.shape[axis] for axis in axes] if kind == "C2R" else None
+        if starts_threads(self.engine):
+            own = libraries()[self.engine].transform
+            return own(x, axes, kind=kind, forward=self.forward, scale=scale, sizes=sizes)
+        scipys = self.engine == "scipy"
+        library: Any = importlib.import_module("scipy.fft") if scipys else np.fft
+        more = {"overwrite_x": x is self.out} if scipys else {}
+        if kind == "R2C":
+            made = library.rfftn(x, axes=axes, norm=scale)
+        elif kind == "C2R":
+            made = library.irfftn(x, s=sizes, axes=axes, norm=scale, **more)
+        elif self.forward:
+            made = library.fftn(x, axes=axes, norm=scale, **more)
+        else:
+            made = library.ifftn(x, axes=axes, norm=scale, **more)
+        return np.asarray(made)
 
 
 def engine_for(library: str) -> str:
@@ -174,57 +220,3 @@ def _divisor(scale: str, forward: bool) -> int:
     if scale == "ortho":
         return 1
     return 0 if (scale == "backward") == forward else 2
-
-
-def _writing(
-    inner: Any,
-    x: HostArray,
-    axes: tuple[int, ...],
-    out: HostArray,
-    kind: Kind,
-    forward: bool,
-    scale: str,
-) -> Callable[[], object]:
-    """What transforms by functions that write where they are told."""
-    divisor = _divisor(scale, forward)
-    if kind == "C2C":
-        return partial(inner.c2c, x, axes, forward, divisor, out, 1)
-    if kind == "R2C":
-        return partial(inner.r2c, x, axes, True, divisor, out, 1)
-    *rest, last = axes
-    halved = partial(inner.c2r, x, (last,), out.shape[last], False, divisor, out, 1)
-    if not rest:
-        return halved
-
-    def both() -> None:
-        inner.c2c(x, rest, False, divisor, x, 1)
-        halved()
-
-    return both
-
-
-def _made(
-    x: HostArray,
-    axes: Sequence[int],
-    out: HostArray,
-    kind: Kind,
-    forward: bool,
-    scale: str,
-    engine: str,
-) -> HostArray:
-    """The transform as the public functions return it: in memory of its own, or in `out`."""
-    sizes = [out.shape[axis] for axis in axes] if kind == "C2R" else None
-    if starts_threads(engine):
-        own = libraries()[engine].transform
-        return own(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
-    library: Any = importlib.import_module("scipy.fft") if engine == "scipy" else np.fft
-    more = {"overwrite_x": x is out} if engine == "scipy" else {}
-    if kind == "R2C":
-        made = library.rfftn(x, axes=axes, norm=scale)
-    elif kind == "C2R":
-        made = library.irfftn(x, s=sizes, axes=axes, norm=scale, **more)
-    elif forward:
-        made = library.fftn(x, axes=axes, norm=scale, **more)
-    else:
-        made = library.ifftn(x, axes=axes, norm=scale, **more)
-    return np.asarray(made)

@@ -16,6 +16,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../base/pause.h"
+
 enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, YIELDS = 100 };
 
 typedef struct {
@@ -23,14 +25,6 @@ typedef struct {
     Py_buffer memory;
     Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes, looks;
 } Page;
-
-static void pause_core(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
 
 static char *row_of(const Page *page, Py_ssize_t rank) {
     return (char *)page->memory.buf + rank * page->row_bytes;

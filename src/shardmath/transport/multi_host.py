@@ -89,19 +89,10 @@ class MultiHostTransport(HostTransport):
             self._wait(lambda: key in self.far, rank, f"its segment {index}")
         return self.far[key][1]
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
-        """See Transport."""
+    def _segment(self, rank: int, index: int) -> Segment:
         if self._mesh.same_host(rank):
-            return super().view(rank, index, offset, nbytes)
-        require_within(self.far[rank, index][1], offset, nbytes)
-        return None
-
-    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        """See Transport."""
-        if self._mesh.same_host(rank):
-            return super().address(rank, index, offset, nbytes)
-        require_within(self.far[rank, index][1], offset, nbytes)
-        return None
+            return super()._segment(rank, index)
+        return self.far[rank, index][1]
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         """See Transport."""

@@ -16,8 +16,8 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda import stream as streams
+from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError
@@ -47,8 +47,8 @@ class CuFFT:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._plans = _Plans(device)
-        self._work_areas: dict[int, _WorkArea] = {}  # by stream
-        self._outgrown: list[_WorkArea] = []  # a graph may still work there
+        self._work_areas: dict[int, Allocation] = {}  # by stream
+        self._outgrown: list[Allocation] = []  # a graph may still work there
 
     @staticmethod
     def of(device: Device) -> CuFFT:
@@ -62,7 +62,7 @@ class CuFFT:
         if nbytes and (work_area is None or work_area.nbytes < nbytes):
             if work_area is not None:
                 self._outgrown.append(work_area)
-            self._work_areas[stream] = _WorkArea(self.device, nbytes)
+            self._work_areas[stream] = Allocation(self.device, nbytes)
 
     def run(
         self,
@@ -161,15 +161,6 @@ class _Plan:
     def destroy(self) -> None:
         """Give it back."""
         self._cufft.destroy(self._handle)
-
-
-class _WorkArea:
-    """Ordinary memory of the device, kept for the life of the process."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        device.activate()
-        self.nbytes = nbytes
-        self.address = int(call_for_memory(nbytes, "cuMemAlloc", nbytes))
 
 
 def scale(

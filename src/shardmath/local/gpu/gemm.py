@@ -20,7 +20,7 @@ from shardmath.local.gpu.blaslt import (
 )
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["Algorithms", "fits", "has_algorithm", "multiply", "takes_result"]
+__all__ = ["Algorithms", "fits", "has_algorithm", "layout", "multiply", "takes_result"]
 
 _DEFAULT = EpilogAttributes()
 
@@ -133,7 +133,7 @@ def _problem(matrices: _Four, conjugate: tuple[bool, bool]) -> MatmulProblem:
         a, b, conj_a, conj_b = b.transposed(), a.transposed(), conj_b, conj_a
         c, d = c.transposed(), d.transposed()
     factors = _operand_layout(a, conj_a), _operand_layout(b, conj_b)
-    return MatmulProblem(d.rows, d.columns, a.columns, *factors, _layout(c), _layout(d))
+    return MatmulProblem(d.rows, d.columns, a.columns, *factors, layout(c), layout(d))
 
 
 def _places(matrices: _Four) -> tuple[int, int, int, int]:
@@ -157,16 +157,14 @@ def _swaps(d: Matrix) -> bool:
 
 def _operand_layout(x: Matrix, conjugate: bool) -> MatrixLayout:
     if x.leading is not None and not conjugate:
-        return _layout(x)
-    return _layout(x.transposed())._replace(operation="C" if conjugate else "T")
+        return layout(x)
+    return layout(x.transposed())._replace(operation="C" if conjugate else "T")
 
 
-def _layout(x: Matrix) -> MatrixLayout:
+def layout(x: Matrix) -> MatrixLayout:
+    """A matrix as cuBLASLt is told of it, by columns, which are contiguous."""
     leading = x.leading
     assert leading is not None, f"{x} was to be packed first"
-    return MatrixLayout(x.dtype, x.rows, x.columns, leading, _alignment(x.address))
-
-
-def _alignment(address: int) -> int:
-    """The power of two that divides it, at most 256."""
-    return min(address & -address, 256) if address else 256
+    return MatrixLayout(
+        x.dtype, x.rows, x.columns, leading, min(x.address & -x.address or 256, 256)
+    )

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardmath.cuda.device import Device
-from shardmath.local.gpu.blaslt import MatmulProblem, MatrixLayout, ScaleModes, product
-from shardmath.local.gpu.gemm import Algorithms
+from shardmath.local.gpu.blaslt import MatmulProblem, ScaleModes, product
+from shardmath.local.gpu.gemm import Algorithms, layout
 from shardmath.local.gpu.matrix import Matrix
 
 __all__ = ["GRAIN", "Quantized", "Scale", "fits", "multiply", "takes_result"]
@@ -113,27 +113,19 @@ def _problem(
     """The product as cuBLASLt is told of it."""
     first, second, c, d = matrices
     # Beside an eight-bit D it wants a C of 16 bits, which is not read as beta is 0.
-    addend = _layout(c) if quantized is None else _layout(d)._replace(dtype="bfloat16")
+    addend = layout(c) if quantized is None else layout(d)._replace(dtype="bfloat16")
     return MatmulProblem(
         m=d.rows,
         n=d.columns,
         k=first.rows,
-        a=_layout(first)._replace(operation="T"),
-        b=_layout(second),
+        a=layout(first)._replace(operation="T"),
+        b=layout(second),
         c=addend,
-        d=_layout(d),
+        d=layout(d),
         scaled=ScaleModes(
             _MODES[scales[0].mode],
             _MODES[scales[1].mode],
             d=quantized is not None,
             amax=quantized is not None and quantized.amax != 0,
         ),
-    )
-
-
-def _layout(x: Matrix) -> MatrixLayout:
-    leading = x.leading
-    assert leading is not None, f"{x} was to be packed first"
-    return MatrixLayout(
-        x.dtype, x.rows, x.columns, leading, min(x.address & -x.address or 256, 256)
     )

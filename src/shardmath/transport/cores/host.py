@@ -118,18 +118,21 @@ class HostTransport(DescriptorTransport):
                 if (rank, index) not in self._bytes:
                     mapping = map_memory(self._mesh.receive(rank, self._tag(index)))
                     self._keep(Segment(rank, index, len(mapping)), mapping)
-        return Segment(rank, index, len(self._maps[rank, index]))
+        return self._segment(rank, index)
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
         """See Transport."""
-        found = self._part(rank, index, offset, nbytes)
-        return found if self._mesh.same_host(rank) else None
+        require_within(self._segment(rank, index), offset, nbytes)
+        if not self._mesh.same_host(rank):
+            return None
+        return self._bytes[rank, index][offset : offset + nbytes]
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
         """See Transport."""
-        self._part(rank, index, offset, nbytes)
-        whole = self._bytes[rank, index]
-        return int(whole.ctypes.data) + offset if self._mesh.same_host(rank) else None
+        require_within(self._segment(rank, index), offset, nbytes)
+        if not self._mesh.same_host(rank):
+            return None
+        return int(self._bytes[rank, index].ctypes.data) + offset
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         """See Transport."""
@@ -142,9 +145,12 @@ class HostTransport(DescriptorTransport):
         self._part(rank, index, offset, len(data))[:] = data
 
     def _part(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes:
-        whole = self._bytes[rank, index]
-        require_within(Segment(rank, index, len(whole)), offset, nbytes)
-        return whole[offset : offset + nbytes]
+        require_within(self._segment(rank, index), offset, nbytes)
+        return self._bytes[rank, index][offset : offset + nbytes]
+
+    def _segment(self, rank: int, index: int) -> Segment:
+        """A segment that is attached, as its owner has announced it."""
+        return Segment(rank, index, len(self._bytes[rank, index]))
 
     def lease(self, index: int) -> Bytes:
         """See Transport."""
