@@ -280,3 +280,14 @@ def test_what_no_plan_can_do():
     assert plan_many("C2C", (1,), StridedArray((4, 6), (0, 8), 8), plain) is None
     assert plan_many("C2C", (1,), StridedArray((4, 6), (48, 8), 8, misalignment=4), plain) is None
     assert plan_many("R2C", (1,), StridedArray((4, 6), (24, 4), 4, misalignment=4), plain) is None
+
+
+@pytest.mark.parametrize(("hosts", "wanted"), [(1, "move work to receive 0"), (2, "unpack into")])
+def test_explain_shows_the_steps(hosts, wanted):
+    x = np.zeros((4, 8), np.complex64)
+    case = {"axes": None, "kind": "C2C", "parity": "even", "norm": None, "dtype": "complex64",
+            "library": "torch"}  # fmt: skip
+    slabs = [geometry.Slab.X] * 2
+    text = plan_of(case_problem(case, [x, x], slabs, slabs), 2, hosts).explain()
+    for line in ("C2C along", wanted, "synchronise before reusing" if hosts == 1 else "2 hosts"):
+        assert line in text, text

@@ -44,9 +44,9 @@ class GPUs(GPUPerformer):
         if self._context.multi_host and transfer.crosses:
             return _DELIVER
         sent, received = transfer.traffic
-        if all(each.result or not n for each, n in zip(facts, received, strict=True)):
+        if all(rank.result or not n for rank, n in zip(facts, received, strict=True)):
             return _PUSH
-        if all(each.operand or not n for each, n in zip(facts, sent, strict=True)):
+        if all(rank.operand or not n for rank, n in zip(facts, sent, strict=True)):
             return _PULL
         return _STAGED
 

@@ -49,15 +49,15 @@ class GPUTransforms(GPUPerformer):
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         wanted = ("b", plan.program.results["out"].order)  # both, where the array has no other
-        reachable = all(each.result for each in facts)
-        packed = all(each.packed and each.order in wanted for each in facts)
+        reachable = all(rank.result for rank in facts)
+        packed = all(rank.packed and rank.order in wanted for rank in facts)
         return _DECISIONS[Results(reachable, reachable and packed)]
 
     def _program(self, execution: Execution, decision: int) -> GPUProgram:
         (step,) = execution.plan.program.steps
         assert isinstance(step, Fused), "as the operation makes it"
         plan: GPUPlan = step.plan
-        results = next(each for each, number in _DECISIONS.items() if number == decision)
+        results = next(key for key, number in _DECISIONS.items() if number == decision)
         operand, out = execution.operand, execution.result.array
         sides = [(x.address, x.strides, x.dtype) for x in (operand, out)]
         arrays = UserArrays(

@@ -48,9 +48,9 @@ class LocalFFT:
     @cached_property
     def plan(self) -> PlanMany:
         """The plan of cuFFT, and its calls."""
-        found = plan_many(self.kind, self.axes, strided(self.source), strided(self.target))
-        assert found is not None, "chosen because there is a plan"
-        return found
+        plan = plan_many(self.kind, self.axes, strided(self.source), strided(self.target))
+        assert plan is not None, "chosen because there is one"
+        return plan
 
     @property
     def double(self) -> bool:
@@ -93,11 +93,11 @@ def local_steps(
         before = [Scale(source, wide)]
         source, preserve_input = wide, False
     if computed[target.dtype] != target.dtype:
-        made = source
+        computing = source
         if preserve_input or kind != "C2C":
-            made = _like("pack made", target, computed[target.dtype])
-        after = [Scale(made, target, factor)]
-        target = made
+            computing = _like("pack made", target, computed[target.dtype])
+        after = [Scale(computing, target, factor)]
+        target = computing
     if kind == "C2R":
         return [*before, *_c2r_steps(axes, source, target, preserve_input=preserve_input), *after]
     real = axes[-1] if kind == "R2C" else None
@@ -121,15 +121,15 @@ def _c2r_steps(
 ) -> list[LocalStep]:
     """C2R: the real axis last, perhaps together with others, after a C2C along the rest."""
     own = packed("pack kept", source.shape, source.dtype) if preserve_input else source
-    found = []
+    ways = []
     for last in _candidates(frozenset(axes), axes[-1], source):
         if len(last) > 1 and target.shape[axes[-1]] == 1:
             continue  # which no plan can do
         before = frozenset(axes) - set(last)
         seconds, make = _plan("C2R", last, own, target)
         more, groups = _groups("C2C", before, None, source, own)
-        found.append((seconds + more, groups, make))
-    _, groups, make = min(found, key=lambda each: each[0])
+        ways.append((seconds + more, groups, make))
+    _, groups, make = min(ways, key=lambda way: way[0])
     first: list[LocalStep] = [Copy(source, own)] if preserve_input and not groups else []
     return [*first, *_group_steps("C2C", groups, source, own), *make()]
 
@@ -159,13 +159,13 @@ def _groups(
         if not left:
             return 0.0, []
         if (left, first) not in known:
-            found = []
+            ways = []
             for group in _candidates(left, real if first else None, target):
                 here = kind if first else "C2C"
                 seconds, _ = _plan(here, group, source if first else target, target)
                 more, others = best(left - set(group), False)
-                found.append((seconds + more, [group, *others]))
-            known[left, first] = min(found, key=lambda each: each[0])
+                ways.append((seconds + more, [group, *others]))
+            known[left, first] = min(ways, key=lambda way: way[0])
         return known[left, first]
 
     return best(axes, True)
@@ -184,12 +184,12 @@ def _plan(
     kind: Kind, group: _Group, source: View, target: View
 ) -> tuple[float, Callable[[], list[LocalStep]]]:
     """One plan: its predicted time, and a function that makes its steps."""
-    found = plan_many(kind, group, strided(source), strided(target))
+    plan = plan_many(kind, group, strided(source), strided(target))
     nbytes = source.size * source.itemsize + target.size * target.itemsize
     # In packed buffers the transform is dense, at the price of two copies.
     packed_seconds = 3 * nbytes / h200.H200.memory + 3 * h200.PLAN_CALL
-    if found is not None:
-        direct = max(len(found.offsets) * h200.PLAN_CALL, nbytes / h200.H200.memory)
+    if plan is not None:
+        direct = max(len(plan.offsets) * h200.PLAN_CALL, nbytes / h200.H200.memory)
         if direct <= packed_seconds:
             return direct, lambda: [LocalFFT(kind, group, source, target)]
     return packed_seconds, lambda: _packed_steps(kind, group, source, target)

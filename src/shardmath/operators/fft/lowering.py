@@ -131,20 +131,20 @@ def lowered(
     chunking: Chunking | None = None,
 ) -> RankProgram:
     """What `rank` does for these arrays: in parts if all ranks can, or one stage after another."""
-    found = stages(plan.strategy)
+    sequence = stages(plan.strategy)
     kind = _Deliveries if plan.multi_host else _Pushes
     if chunking is not None:
-        lowering, last = kind(plan, rank, arrays, results), list[Copy]()
-        if len(found) == 4 and not (plan.multi_host or results.packed):
+        lowering, parts, last = kind(plan, rank, arrays, results), sequence, list[Copy]()
+        if len(sequence) == 4 and not (plan.multi_host or results.packed):
             # Through one more receive buffer, which is then copied to the result.
-            found = (*found[:3], replace(found[3], target="receive 1"))
+            parts = (*sequence[:3], replace(sequence[3], target="receive 1"))
             received = packed("receive 1", arrays.out.shape, arrays.out.dtype, plan.problem.order)
             last += [Copy(received, arrays.out)] if received.size else []
-        if lowering.in_parts(found, chunking):
+        if lowering.in_parts(parts, chunking):
             lowering.steps += last
             return lowering.program()
     lowering = kind(plan, rank, arrays, results)
-    lowering.whole(stages(plan.strategy))
+    lowering.whole(sequence)
     return lowering.program()
 
 
@@ -222,9 +222,9 @@ class _Lowering:
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def whole(self, found: Sequence[Stage]) -> None:
+    def whole(self, sequence: Sequence[Stage]) -> None:
         """One stage after the other."""
-        for stage in found:
+        for stage in sequence:
             target = self._target(stage)
             if stage.kind is None:
                 self.exchange(stage, self.array, target)
@@ -234,18 +234,18 @@ class _Lowering:
             self.array = target
         self.end()
 
-    def in_parts(self, found: Sequence[Stage], chunking: Chunking) -> bool:
+    def in_parts(self, sequence: Sequence[Stage], chunking: Chunking) -> bool:
         """Slabs in parts; False, on all ranks, for stages that cannot be cut.
 
         The result may overlap the operand: nothing is written to it before all of the operand has
         been read.
         """
-        axes = split_axes(found)
+        axes = split_axes(sequence)
         if axes is None:
             return False
         u, v = axes[:2]
-        first_fft, exchange, second_fft, *second_exchange = found
-        work, received, made, *last = (self._target(stage) for stage in found)
+        first_fft, exchange, second_fft, *second_exchange = sequence
+        work, received, transformed, *last = map(self._target, sequence)
         transfer = _transfer(exchange)
         firsts = _first_ranges(exchange.layout, u, chunking.first)
         seconds = _second_ranges(exchange.result, v, chunking.second)
@@ -258,16 +258,16 @@ class _Lowering:
             if number < tail:
                 parts = [_part(transfer, u, ranges, v, _full_ranges(exchange.result, v))]
             elif signals:
-                parts = [_part(transfer, u, rest, v, each) for each in seconds]
+                parts = [_part(transfer, u, rest, v, part) for part in seconds]
             self.send(work, received, parts, signals=signals)
         self.exchanges += 1
         for number, ranges in enumerate(seconds, 1):
             self.arrive()
-            self._transform(second_fft, self.arrays[received], self.arrays[made], v, ranges)
+            self._transform(second_fft, self.arrays[received], self.arrays[transformed], v, ranges)
             for stage, target in zip(second_exchange, last, strict=True):
                 everything = _full_ranges(stage.result, axes[2])
                 parts = [_part(_transfer(stage), v, ranges, axes[2], everything)]
-                self.send(made, target, parts, signals=number == len(seconds))
+                self.send(transformed, target, parts, signals=number == len(seconds))
         if last:
             self.arrive()
         self.end()
@@ -342,18 +342,18 @@ class _Pushes(_Lowering):
         """See _Lowering."""
         self.ready += 1
         memories = [self.arrays[name].memory for name in (source, target)]
-        found = []
+        chunks = []
         for part in parts:
             rows = [
                 tuple(pushed_rows(part, rank, self.problem.order)) for rank in range(part.src.size)
             ]
-            self.possible = self.possible and all(row.fits for each in rows for row in each)
+            self.possible = self.possible and all(row.fits for pushed in rows for row in pushed)
             where = memories[0], memories[1], self.exchanges
-            found.append(Chunk(rows[self.rank], *where, self.ready, signals))
-        names = [f"arrived {len(self.chunks) + number}" for number in range(len(found) * signals)]
-        self.steps.append(ready(self.ready, found, names))
+            chunks.append(Chunk(rows[self.rank], *where, self.ready, signals))
+        names = [f"arrived {len(self.chunks) + number}" for number in range(len(chunks) * signals)]
+        self.steps.append(ready(self.ready, chunks, names))
         self.arrivals += names
-        self.chunks += found
+        self.chunks += chunks
         self.shared.append(memories[1])
         self.possible = self.possible and len(self.chunks) <= MAX_CHUNKS
 

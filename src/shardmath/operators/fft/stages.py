@@ -42,25 +42,26 @@ class Stage:
 def stages(strategy: Strategy) -> tuple[Stage, ...]:
     """The stages of a strategy."""
     problem = strategy.problem
-    found: list[Stage] = []
+    sequence: list[Stage] = []
     memory, dtype, received = "operand", problem.dtype, 0
     for number, step in enumerate(strategy.steps, 1):
         last = number == len(strategy.steps)
         if isinstance(step, Exchange):
             memory = "out" if last else f"receive {received % 2}"
             received += 1
-            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, memory))
+            sequence.append(Stage(None, (), step.src, step.dst, dtype, dtype, memory))
             continue
-        kind, made = _kind(problem, step, dtype)
+        kind, result_dtype = _kind(problem, step, dtype)
         if last:
             memory = "out"
         elif memory == "operand" or kind != "C2C":
             memory = "work 1" if memory == "work" else "work"
         axes = _axes(step.axes, problem.axes[-1])
-        factor = _factor(problem, axes, first=all(stage.kind is None for stage in found))
-        found.append(Stage(kind, axes, step.layout, step.result, dtype, made, memory, factor))
-        dtype = made
-    return tuple(found)
+        factor = _factor(problem, axes, first=all(stage.kind is None for stage in sequence))
+        dtypes = dtype, result_dtype
+        sequence.append(Stage(kind, axes, step.layout, step.result, *dtypes, memory, factor))
+        dtype = result_dtype
+    return tuple(sequence)
 
 
 def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
