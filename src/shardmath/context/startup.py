@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from shardmath.arrays import libraries
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.config import Settings, warn_of_unknown
@@ -75,6 +76,7 @@ def new_context(
             ordinal = _ordinal(device_id, backends)
             kind = "cpu" if ordinal is None else "cuda"
             candidates(kind, settings.transport)
+            libraries()  # read now, while this process can open their files
             runtime.compute_on(ordinal)
             return kind, settings.transport
 
