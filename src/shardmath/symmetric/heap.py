@@ -226,7 +226,8 @@ class Heap:
             if self.changing:
                 self.restore_order()
             self.changing = True  # until the block has a buffer that will be dropped
-            block = self._again(nbytes)
+            many = self.transport.drops_at_once
+            block = self._next_in_turn(nbytes, many) if many else self._last_dropped(nbytes)
             buffer = None if block is None else self._buffer(block)
             self.changing = False
             return buffer or self._allocate(nbytes, aligned(max(nbytes, 1)))
@@ -271,19 +272,16 @@ class Heap:
         block.buffer = weakref.ref(buffer)
         return buffer
 
-    def _again(self, nbytes: int) -> Block | None:
-        """A block of just so many bytes that was dropped and can be used again where it lies; None
-        if there is none.
-
-        The books remain as they are: what was found out about an array there still holds.
-        """
-        if self.transport.drops_at_once:
-            return self._next_in_turn(nbytes, self.transport.drops_at_once)
-        return self._last_dropped(nbytes) if len(self._dropped) <= _AT_ONCE else None
-
     def _last_dropped(self, nbytes: int) -> Block | None:
-        """One of the last that were dropped, where a device does nothing behind the host's back."""
+        """One of the last blocks that were dropped, of just so many bytes, to be used again where
+        it lies; None if there is none. The books remain as they are: what was found out about an
+        array there still holds.
+
+        This is where a device does nothing behind the host's back.
+        """
         dropped = self._dropped
+        if len(dropped) > _AT_ONCE:
+            return None
         for place in range(len(dropped)):  # which may grow at its end meanwhile
             block = dropped[place]
             if block.nbytes == nbytes and not (block.shared or block.freed or block.handles):
@@ -299,7 +297,7 @@ class Heap:
         return block
 
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
-        """The block of this size whose turn it is, which is retired no more."""
+        """As `_last_dropped`, where the device may still use it: the block whose turn it is."""
         small = nbytes <= _SMALL
         many = min(many, max(_TOGETHER // (nbytes + 1), 2))
         collects = len(self._dropped) >= (many if small else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
@@ -60,18 +61,27 @@ class NumPy(Library):
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> HostArray:
         """An ndarray on `raw`."""
-        array: HostArray = self.viewer(dtype, shape, strides, "cpu")(raw, 0)
-        return array
+        native = dtypes.to_numpy(dtype)
+        in_bytes = tuple([stride * native.itemsize for stride in strides])
+        return np.ndarray(tuple(shape), native, raw, 0, in_bytes)
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
     ) -> Callable[[Any, int], Any]:
         """See Library."""
-        if device != "cpu":
+        if device != "cpu" or 0 in shape:
             return super().viewer(dtype, shape, strides, device)
         native, extents = dtypes.to_numpy(dtype), tuple(shape)
         in_bytes = tuple([stride * native.itemsize for stride in strides])
-        return lambda owner, _: np.ndarray(extents, native, np.asarray(owner), 0, in_bytes)
+        last = sum((n - 1) * stride for n, stride in zip(extents, in_bytes, strict=True))
+        memory_at = (ctypes.c_char * (last + native.itemsize)).from_address
+
+        def view(owner: Any, address: int) -> HostArray:
+            memory: Any = memory_at(address)
+            memory.owner = owner
+            return np.ndarray(extents, native, memory, 0, in_bytes)
+
+        return view
 
     def anchor(self, x: HostArray) -> int:
         """Where the array starts of which `x` is a view, or a view of a view."""
