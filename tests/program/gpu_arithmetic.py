@@ -48,9 +48,9 @@ def view(x: Matrix):
     if not x.size:
         return np.zeros((x.rows, x.columns), to_numpy(x.dtype))
     item = x.itemsize
-    steps = (x.row_stride * item, x.column_stride * item)
-    ends = [(n - 1) * step for n, step in zip((x.rows, x.columns), steps, strict=True)]
-    low, high = (sum(pick(0, end) for end in ends) for pick in (min, max))
+    steps = x.row_stride * item, x.column_stride * item
+    down, across = (x.rows - 1) * steps[0], (x.columns - 1) * steps[1]
+    low, high = min(0, down) + min(0, across), max(0, down) + max(0, across)
     buffer = (ctypes.c_char * (high - low + item)).from_address(x.address + low)
     return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, offset=-low, strides=steps)
 

@@ -41,20 +41,26 @@ def schedule(ranks, chance, performers):
             return all(step.event in events for events in recorded)
         return after <= done[number]
 
+    def next_of(number):
+        """The streams of a rank whose next step may come, and one that synchronises, or None."""
+        ready, waiting, steps = [], [], every[number][0]
+        for name, numbers in left[number].items():
+            step, after = steps[numbers[-1]]
+            if is_free(step, after, number):
+                if isinstance(step, Synchronise):
+                    waiting.append((numbers[-1], name))
+                else:
+                    ready.append((number, name))
+        return ready, min(waiting, default=None)
+
+    following = list(map(next_of, range(len(ranks))))
     while any(left):
-        ready, waiting = [], {}
-        for number, ((steps, _), streams) in enumerate(zip(every, left, strict=True)):
-            for name, numbers in streams.items():
-                step, after = steps[numbers[-1]]
-                if is_free(step, after, number):
-                    if not isinstance(step, Synchronise):
-                        ready.append((number, name))
-                    elif number not in waiting or numbers[-1] < waiting[number][0]:
-                        waiting[number] = numbers[-1], name
+        ready = [each for of_rank, _ in following for each in of_rank]
         if not ready:
-            assert len(waiting) == len(ranks), "all ranks synchronise"
-            for number, (_, name) in waiting.items():
+            assert all(waiting for _, waiting in following), "all ranks synchronise"
+            for number, (_, (_, name)) in enumerate(following):
                 finish(number, name)
+            following = list(map(next_of, range(len(ranks))))
             continue
         ready = [each for each in ready if bool(each[1]) == bool(prefer)] or ready
         number, name = chance.choice(ready)
@@ -62,6 +68,9 @@ def schedule(ranks, chance, performers):
         if not isinstance(step, Record | Await):
             performers[type(step)](step, ranks[number])
         finish(number, name)
+        # What is recorded, all ranks may await.
+        for other in range(len(ranks)) if isinstance(step, Record) else (number,):
+            following[other] = next_of(other)
 
 
 def streams_of(steps):
