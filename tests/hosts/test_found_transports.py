@@ -14,7 +14,8 @@ from shardmath.transport import cores
 from shardmath.transport.choice import candidates, names, transport_named
 from shardmath.transport.cores.host import HostTransport
 
-ALL = np.arange(12.0).reshape(3, 4)
+COLUMNS = 4000  # of which the elements are more than travel in an exchange
+ALL = np.arange(3.0 * COLUMNS).reshape(3, COLUMNS)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def counts(group):
     with startup.new_context("cpu", group) as context:
         x = np.ascontiguousarray(ALL[:2] if context.rank == 0 else ALL[2:])
         y = redistribute(x, Slab.X, Slab.Y)
-        same = np.array_equal(y, ALL[:, :2] if context.rank == 0 else ALL[:, 2:])
+        same = np.array_equal(y, np.hsplit(ALL, 2)[context.rank])
         copies = getattr(context.heap.transport, "copies", 0)
         return context.transport, same, copies > 0
 
