@@ -1,4 +1,4 @@
-"""What can go wrong, in words: every exception that shardmath raises of its own.
+"""Exceptions that shardmath raises of its own, and when.
 
 Each derives from the built-in that a caller would expect, so that `except TimeoutError` works, and
 from `ShardmathError`, so that one clause catches them all. A message says what was given, what was

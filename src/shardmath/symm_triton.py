@@ -415,7 +415,7 @@ def _store_packet(packet, low, high):
 
 @triton.jit
 def _poll(memory, word, target, src, where):
-    """What is seen at `word`, which `src` writes: at least `target`, or less when the wait has
+    """The value at `word`, which `src` writes: at least `target`, or less when the wait has
     expired.
     """
     own = tl.load(memory + _PADS + rank(memory))

@@ -49,7 +49,7 @@ class Library(ABC):
 
     @abstractmethod
     def spec(self, x: Any) -> ArraySpec:
-        """What `x` is. Raises ValueError where its dtype or layout is unsupported."""
+        """The spec of `x`. Raises ValueError where its dtype or layout is unsupported."""
 
     @abstractmethod
     def pointer(self, x: Any) -> int:
@@ -135,7 +135,7 @@ class Library(ABC):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], Any]:
-        """What makes a new array as `empty` does, each time that it is called."""
+        """A call that makes a new array as `empty` does, each time."""
         return partial(self.empty, shape, dtype, order, device)
 
     def viewer(

@@ -123,7 +123,7 @@ def _said(kind: type) -> str:
 
 
 def _advice(x: object) -> str:
-    """What turns `x` into an array, where something does."""
+    """Advice on how `x` becomes an array, where it can."""
     if hasattr(x, "__torch_dispatch__"):  # of a class that is no plain torch.Tensor
         plain = "x.to_local(), this rank's part" if hasattr(x, "to_local") else "a plain tensor"
         return f", a tensor whose elements are not in memory of its own: pass {plain}"

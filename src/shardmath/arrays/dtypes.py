@@ -1,4 +1,4 @@
-"""What an element is: one name for a data type, whichever library it comes from.
+"""Data types of elements: one name for each, whichever library it comes from.
 
 Two arrays hold the same kind of elements exactly when their `DType` are equal. A NumPy type that no
 rank computes with (dates, text, bytes, long double, foreign byte order) is opaque: kind "V", named
@@ -189,7 +189,7 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def advice(dtype: str) -> str:
-    """What makes a type that can be computed with of one that cannot, to end a message with."""
+    """Advice, to end a message with, on how a type becomes one that can be computed with."""
     if dtype in _KNOWN:
         return "; convert it, for example to float64" if _KNOWN[dtype].kind in "iub" else ""
     given = np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""What one rank knows of an array without touching its elements: the spec that ranks compare.
+"""The spec of an array, which ranks compare: all that is known without touching its elements.
 
 A spec is plain data: it holds no reference to the array, prints in one line, and says the same
 for every library.

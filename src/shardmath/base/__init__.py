@@ -1,1 +1,1 @@
-"""What all of the house uses: settings, callers, caches, plain data on its way between ranks."""
+"""Settings, callers, caches, plain data on its way between ranks: for all of the package."""

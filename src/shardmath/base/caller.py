@@ -22,7 +22,7 @@ def caller_place() -> tuple[str, int]:
 
 
 def caller_line() -> str:
-    """That line, as `file.py:31`."""
+    """The innermost line of the user's, as `file.py:31`."""
     file, number = caller_place()
     return f"{Path(file).name}:{number}"
 

@@ -31,7 +31,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Interruptible(Protocol):
-    """What a call asks of a board that it has used."""
+    """A board, as a call that has used it sees it."""
 
     def interrupted(self, error: BaseException, line: str) -> None:
         """Tell the peers that `error` has left an operation before its end; `line` called it."""

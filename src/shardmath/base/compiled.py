@@ -1,4 +1,4 @@
-"""What was built from C when the package was installed, if there was a compiler.
+"""Modules built from C when the package was installed, if there was a compiler.
 
 The package is complete without it: whoever asks for a library or an extension has another way,
 which `SHARDMATH_COMPILED=0` takes everywhere.

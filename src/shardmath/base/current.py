@@ -24,7 +24,7 @@ __all__ = [
 
 
 class CurrentContext(Protocol):
-    """What the lower layers may ask of the current context."""
+    """The current context, as the lower layers see it."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""What `torch.compile` does not look into: calls that share memory with other processes.
+"""Calls that `torch.compile` leaves alone, as they share memory with other processes.
 
 Compiled code is cut at such a call, which then runs as it is, between the graphs of what is around
 it. Were it traced, parts of it would run on tensors that have no memory, after the ranks have

@@ -137,7 +137,7 @@ class _Blobs:
         return bytearray(taken)
 
     def value(self, found: dict[str, Any]) -> Any:
-        """What an object of the JSON stands for; what is in it has been decoded already."""
+        """The value of an object of the JSON, whose contents have been decoded already."""
         ((kind, body),) = found.items()
         result: Any
         match kind:

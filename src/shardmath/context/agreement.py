@@ -84,12 +84,12 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
 
 @lru_cache(maxsize=256)
 def beginning(operation: str) -> bytes:
-    """What the text of a rank that can describe its call begins with."""
+    """The beginning of the text of a rank that can describe its call."""
     return header(operation) + _DESCRIBED
 
 
 def require_accepted(board: Board, operation: str, texts: Sequence[bytes]) -> list[bytes]:
-    """What all ranks describe. Raises as `gather` where one has sent something else."""
+    """All ranks' descriptions. Raises as `gather` where one has sent something else."""
     prefix = beginning(operation)
     for text in texts:
         if not text.startswith(prefix):
@@ -142,7 +142,7 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
 
 
 def _refusal(error: Exception) -> bytes:
-    """What a rank sends instead of its description: the error that it met."""
+    """The error that a rank met, as it sends it instead of its description."""
     facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
     name, text = _travelling_name(error), str(error)
     if name != type(error).__name__:  # it is raised as what it derives from, or RuntimeError
@@ -165,7 +165,7 @@ def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | Non
 
 
 def refused_by(rank: int, error: Exception) -> Exception:
-    """What all ranks raise where `error` is what `rank` sends instead of its description."""
+    """The error that all ranks raise where `rank` sends `error` instead of its description."""
     return _rebuilt(f"rank {rank}", _refusal(error)[1:])
 
 

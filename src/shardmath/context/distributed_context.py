@@ -1,4 +1,4 @@
-"""What a user sees of a context. What the package itself asks of one is in `context`."""
+"""A context as users see it. `context` has what the package itself asks of one besides."""
 
 from __future__ import annotations
 

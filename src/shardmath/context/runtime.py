@@ -35,7 +35,7 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """What a context and those split from it share: connections, transport and heap.
+    """Connections, transport and heap of a context and of those split from it.
 
     `transport` and `heap` are there after `open`. `threads` is how many this rank's arithmetic
     uses.

@@ -92,7 +92,7 @@ def _function(name: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def _results(answer: tuple[Any, ...]) -> Any:
-    """What a function answers after its status."""
+    """The results of a function, which follow its status."""
     if len(answer) == 2:
         return answer[1]
     return answer[1:] or None

@@ -39,7 +39,7 @@ class DeviceFence:
 
 
 class DeferredReuse(Generic[T]):
-    """What the host has left while kernels may still use it. Nobody waits for them.
+    """Things that the host has left while kernels may still use them. Nobody waits for these.
 
     `leave` only appends to a list: the garbage collector may call it in the middle of a capture,
     when no fence can be set. So fences are set when it is asked what is free again.
@@ -53,7 +53,7 @@ class DeferredReuse(Generic[T]):
         self.leave = self._left.append
 
     def free(self) -> list[T]:
-        """What no kernel uses any more, given out once: what was left before a fence has passed."""
+        """The things that no kernel uses any more: those left before a fence that has passed, once."""
         with self._lock:
             count = len(self._left)  # more may come at any time: the next fence is theirs
             fence = DeviceFence.behind(self._device) if count else None

@@ -16,7 +16,7 @@ __all__ = ["Graph"]
 
 
 class Graph:
-    """What `launches(stream)` puts on a stream, to be launched on any stream, often.
+    """The launches of `launches(stream)` as one, to be put on any stream, often.
 
     What the launches use must be kept as long as this object, and until the last launch has ended.
     It can be dropped before: the driver frees it behind that launch.

@@ -24,7 +24,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def kept(folder: Path, name: str) -> bytes | None:
-    """What file `name` of `folder` holds; None where there is none that can be trusted.
+    """The contents of file `name` of `folder`; None where there is none that can be trusted.
 
     Warns once of a folder that cannot be.
     """

@@ -1,4 +1,4 @@
-"""What to install where a package for GPUs is missing: all that is, in one line.
+"""Missing packages for GPUs: errors that name all of them, in one line to install them.
 
 Whoever installs one package after another, as each is missed, starts a job for each of them.
 """
@@ -25,7 +25,7 @@ EXTRAS = {
 
 
 def unavailable(what: str, error: Exception, extra: str = "cu13") -> BackendUnavailable:
-    """What to raise where `error` says that `what` lacks a package, or a library of one."""
+    """The error where `error` says that `what` lacks a package, or a library of one."""
     extras = list(dict.fromkeys(["cu13", extra]))
     missing = [name for each in extras for name in EXTRAS[each] if not _is_installed(name)]
     reason = f"not installed: {', '.join(missing)}" if missing else str(error).partition("\n")[0]

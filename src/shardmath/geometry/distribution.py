@@ -1,4 +1,4 @@
-"""What every distribution can answer: the part of a rank, its shape, who owns an index.
+"""Distributions of an array over ranks: the part of a rank, its shape, who owns an index.
 
 A distribution is an immutable value: `bind` returns a copy that knows a global shape and writes
 nothing. Every answer comes from one question, `part`: which `Spans` does a rank own, per axis?
@@ -40,7 +40,7 @@ D = TypeVar("D", bound="Distribution")
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a bound distribution knows besides itself; None where it was not told."""
+    """The array and the ranks that a distribution is bound to; None where it was not told."""
 
     global_shape: tuple[int, ...]
     size: int | None = None
@@ -113,7 +113,7 @@ class Distribution(ABC):
         return bound
 
     def part(self, rank: int, global_shape: Sequence[int], *, size: int) -> tuple[Spans, ...]:
-        """What `rank` of `size` owns along each axis.
+        """The indices that `rank` of `size` owns along each axis.
 
         Raises BindDistributionError when the shape or the size does not fit, ValueError when the
         rank is not one of `size`.
@@ -244,11 +244,11 @@ class Distribution(ABC):
 
     @abstractmethod
     def _key(self) -> tuple[Any, ...]:
-        """What makes it itself, without ndim and binding."""
+        """The fields that tell it from others of its class, without ndim and binding."""
 
     @abstractmethod
     def _fields(self) -> tuple[Any, ...]:
-        """What it is made of, as plain data, without the binding."""
+        """The fields that it is made of, as plain data, without the binding."""
 
     @abstractmethod
     def _expression(self) -> str:

@@ -48,7 +48,7 @@ def draw(global_shape: Sequence[int], parts: Mapping[int, Sequence[Spans]]) -> s
 def _along(
     axis: int, shape: Sequence[int], parts: Mapping[int, Sequence[Spans]], limit: int
 ) -> list[tuple[int, int]]:
-    """What gets a character along an axis, as (start, length): elements, or blocks if too many."""
+    """The (start, length) of each character along an axis: elements, or blocks if too many."""
     extent = shape[axis]
     if extent <= limit:
         return [(i, 1) for i in range(extent)]

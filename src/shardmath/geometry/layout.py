@@ -107,11 +107,11 @@ class Layout:
         return prod(self.global_shape)
 
     def spans(self, rank: int) -> Part:
-        """What `rank` owns along each axis."""
+        """The indices that `rank` owns along each axis."""
         return self.parts[rank]
 
     def column(self, axis: int) -> tuple[Spans, ...]:
-        """What every rank owns along `axis`."""
+        """The indices that every rank owns along `axis`."""
         return tuple(part[axis] for part in self.parts)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:

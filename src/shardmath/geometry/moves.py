@@ -56,7 +56,7 @@ class Move:
 
 
 class Pattern(enum.Enum):
-    """What a redistribution is, seen over all ranks; the first meaning that holds."""
+    """The kind of a redistribution, seen over all ranks; the first meaning that holds."""
 
     LOCAL = "local"  # no element changes its rank
     ALL_GATHER = "all-gather"  # every rank ends with everything

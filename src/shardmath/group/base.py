@@ -1,4 +1,4 @@
-"""What a group of ranks must offer: who they are, and agreement on a few bytes.
+"""Groups of ranks: who they are, and agreement on a few bytes.
 
 A group serves start-up and agreement, never data. The four abstract members are the surface that a
 user's own group implements; the rest is built on them and holds for every group. Nothing that a

@@ -83,7 +83,7 @@ _CONVENTIONS = (
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the environment says of this process. `launcher` is None when nobody started ranks.
+    """Rank and size by the environment. `launcher` is None when nobody started ranks.
 
     `local_rank` and `local_size` count the ranks of this host; -1 where the launcher does not say.
     """

@@ -240,7 +240,7 @@ def tell_failure(links: Collection[Link], error: RankFailure | BootstrapError) -
 
 
 def too_few_descriptors(rank: int) -> BootstrapError:
-    """What to raise where the system gives `rank` no more of them."""
+    """The error where the system gives `rank` no more descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return BootstrapError(
         f"rank {rank}: it may open {limit} descriptors, and needs two for each peer on its host "

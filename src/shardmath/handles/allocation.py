@@ -296,7 +296,7 @@ def allocate_on_all_ranks(
     allocate: Callable[[], tuple[Buffer, Any]],
     check: Callable[[Sequence[Any]], None] = lambda notes: None,
 ) -> SharedMemory:
-    """What `allocate()` made on every rank: a buffer, and a note for the peers. Collective.
+    """Memory from `allocate()` on every rank: a buffer, and a note for the peers. Collective.
 
     A note is plain data. Peers may read and write the buffer as soon as they know of it, so
     `allocate` initializes it. `check(notes)`, given those of all ranks, is pure. Raises on all
@@ -321,7 +321,7 @@ def allocate_on_all_ranks(
 
 @dataclass(frozen=True)
 class _Request:
-    """What one rank asks for. `strides` are in elements, none of them negative."""
+    """The array that one rank asks for. `strides` are in elements, none of them negative."""
 
     library: Library
     shape: tuple[int, ...]

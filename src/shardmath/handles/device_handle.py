@@ -73,7 +73,7 @@ class HandleKernel:
 
 
 def _packed(value: Any, device: Device) -> bytes:
-    """What a kernel gets for `value`, in its parameter's layout."""
+    """The bytes that a kernel gets for `value`, in its parameter's layout."""
     if isinstance(value, DeviceSymmetricMemory):
         value = value.kernel_argument()
     if isinstance(value, np.generic | np.ndarray):
@@ -131,7 +131,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     @property
     def compile_options(self) -> tuple[str, ...]:
-        """What a kernel that includes symm.cuh is compiled with, by NVRTC or nvcc."""
+        """Options with which NVRTC or nvcc compiles a kernel that includes symm.cuh."""
         return (f"-I{KERNELS}", *(f"-D{text}" for text in self._team.defines))
 
     @property

@@ -32,7 +32,7 @@ Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and
 
 
 def inspect(context: Context, x: Any) -> Inspected | None:
-    """What identifies an array to a repeated call. Local.
+    """The facts by which a repeated call recognises an array. Local.
 
     None where the call has to check its arguments: for what is no array, is lazy, was freed, or may
     be under a gradient.
@@ -50,7 +50,7 @@ def inspect(context: Context, x: Any) -> Inspected | None:
 
 
 class Recognised(LRUCache[Hashable, Any], Generic[V]):
-    """What was found out about calls, kept for those whose words and arrays are like theirs.
+    """A cache of calls, by their words, and by how their arrays look and where they lie.
 
     What a key says of arrays is how they look and where they lie. Which blocks of the heap are
     there is asked anew only where the heap has changed since.
@@ -63,7 +63,7 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         self.looks = _looks()
 
     def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
-        """What such a call is found by; None for arrays that take a closer look. Local."""
+        """The key of such a call; None for arrays that take a closer look. Local."""
         try:
             found = self.looks(*arrays)
         except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory

@@ -50,7 +50,7 @@ class Exposed:
 
     @classmethod
     def unpack(cls, data: bytes) -> Exposed:
-        """What a peer packed. Raises struct.error for data of another form."""
+        """The place that a peer packed. Raises struct.error for data of another form."""
         segment, offset, nbytes, origin = _HEAD.unpack_from(data)
         strides = struct.unpack(f"<{(len(data) - _HEAD.size) // 8}q", data[_HEAD.size :])
         return cls(Location(segment, offset), nbytes, origin, strides)

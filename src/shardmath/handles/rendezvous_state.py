@@ -1,4 +1,4 @@
-"""What a rendezvous has established on one rank: where every rank's array and pad lie.
+"""The result of a rendezvous on one rank: where every rank's array and pad lie.
 
 The pad of a rank is one block: first the user's slots, then words of our own.
 
@@ -100,7 +100,7 @@ def _words_start(slots_bytes: int) -> int:
 
 @dataclass
 class RendezvousState:
-    """What a rendezvous has established, on this rank: it lives as long as this rank's buffer.
+    """The result of a rendezvous on this rank; it lives as long as this rank's buffer.
 
     `memory` and `pads` hold the ranks' blocks and pads as bytes in this process; None where a
     rank's memory has no address here.

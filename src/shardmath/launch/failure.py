@@ -145,7 +145,7 @@ def _text(error: BaseException) -> str:
 
 
 def _shown(error: BaseException, frames: TracebackType | None) -> str:
-    """What the user's `sys.excepthook` writes about the exception, or else Python.
+    """The text that the user's `sys.excepthook`, or else Python, writes about the exception.
 
     Python's own hook is not asked: it knows no source that is in no file, as that of notebooks.
     """

@@ -160,7 +160,7 @@ class Job:
                 self.results[rank.number] = payload
 
     def _read(self, descriptor: int) -> bytes | None:
-        """What can be read now; None if nothing can."""
+        """The bytes that can be read now; None if none can."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:

@@ -64,7 +64,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Place:
-    """What a started rank knows of itself. `inherited` keeps the starter's contexts untouched."""
+    """A started rank, as it knows itself. `inherited` keeps the starter's contexts untouched."""
 
     rank: int
     size: int

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class MatmulEpilog(IntEnum):
-    """What is done with x = alpha A B + beta C before it becomes D; the values are cuBLASLt's.
+    """The function of x = alpha A B + beta C that becomes D; the values are cuBLASLt's.
 
     `epilog_inputs` are read, by name, and outputs are returned beside D, by name. D is M x N, and
     has m x n elements on this rank:

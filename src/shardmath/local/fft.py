@@ -61,7 +61,7 @@ def bound_transform(
 
 @dataclass(frozen=True, eq=False)
 class _Transform:
-    """What is transformed, how, and where to. `scale` is NumPy's `norm`."""
+    """One transform of `x` into `out`. `scale` is NumPy's `norm`."""
 
     x: HostArray
     axes: tuple[int, ...]
@@ -216,7 +216,7 @@ def _end_ducc0_threads() -> None:
 
 
 def _divisor(scale: str, forward: bool) -> int:
-    """What they divide by: 0 nothing, 1 the root of the length, 2 the length."""
+    """The code of the divisor: 0 none, 1 the root of the length, 2 the length."""
     if scale == "ortho":
         return 1
     return 0 if (scale == "backward") == forward else 2

@@ -62,7 +62,7 @@ def bind(
     conj_b: bool = False,
     acc_dtype: Any = None,
 ) -> Callable[[], object]:
-    """What sets `out` as `multiply` does, each time that it is called. Raises as that does."""
+    """A call that sets `out` as `multiply` does, each time. Raises as that does."""
     work = _work_dtype(a.dtype, b.dtype, acc_dtype)
     shape = (a.shape[0], b.shape[1])
     if a.shape[1] != b.shape[0]:

@@ -1,4 +1,4 @@
-"""What ranks compute on: processors, whose rates were measured, and hosts.
+"""Processors, whose rates were measured, and hosts that ranks compute on.
 
 There is one file for each kind of processor, of rates, which are data. What follows from them for
 an operation is worked out where the operation is planned.
@@ -15,7 +15,7 @@ __all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "Rates"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks compute on: "cpu" or "cuda", and the number of each rank's host."""
+    """The kind of processor, "cpu" or "cuda", and the number of each rank's host."""
 
     kind: str
     hosts: tuple[int, ...]
@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def rates(self) -> Rates:
-        """What one rank can do in a second. GPUs are taken for H200, the one kind measured."""
+        """The rates of one rank. GPUs are taken for H200, the one kind measured."""
         if self.kind == "cpu":
             return CORES
         return H200_MULTI_HOST if self.multi_host else H200

@@ -164,7 +164,7 @@ def bind(
 
 @lru_cache(maxsize=1)
 def _boxes() -> Any:
-    """What copies small boxes in one call, where box.c was built."""
+    """The compiled class that copies small boxes in one call, where box.c was built."""
     built = extension(_NAME)
     return None if built is None else built.Boxes
 
@@ -226,7 +226,7 @@ def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
 
 
 class _Memory:
-    """What NumPy makes an array of; the array keeps it, and so what holds the memory."""
+    """Memory as NumPy makes an array of it; the array keeps this, and so what holds the memory."""
 
     __slots__ = ("__array_interface__", "keep")
 
@@ -265,7 +265,7 @@ _TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
 
 
 def _bind(src: HostArray, dst: HostArray, unit: int) -> Callable[[], object]:
-    """What copies `src` to `dst`, whose last axis is its densest."""
+    """A call that copies `src` to `dst`, whose last axis is its densest."""
     if unit < _LINE and src.nbytes > _CACHED and src.ndim > 1:
         steps = [abs(stride) for stride in src.strides]
         dense = min(range(src.ndim), key=steps.__getitem__)

@@ -85,7 +85,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Tables:
-    """What a launch reads: `boxes`, one row each, and `tiles`, (box, number in it), in their order.
+    """Tables that a launch reads: `boxes`, one row each, and `tiles`, (box, number), in order.
 
     `sources` and `targets` are how many memories there are of each; `nbytes` are copied.
     `unaligned`: some rows do not begin at multiples of 16 bytes, or do not end there.

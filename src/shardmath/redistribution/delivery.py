@@ -29,7 +29,7 @@ _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
 @dataclass(frozen=True)
 class Delivery:
-    """What `rank` does for a transfer.
+    """The part of `rank` in a transfer.
 
     `hosts` are the numbers of all ranks' hosts; `axes` those of a parcel, the slowest first.
     """
@@ -41,17 +41,17 @@ class Delivery:
 
     @cached_property
     def outbox(self) -> Outbox:
-        """What this rank packs."""
+        """The parcels that this rank packs."""
         return Outbox.of_transfer(self.transfer, self.rank, self.axes)
 
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
-        """What it fetches from other hosts."""
+        """The ranges that it fetches from other hosts."""
         return fetches(self._moves, self._parcel, self._is_far)
 
     @property
     def room(self) -> int:
-        """The bytes that takes."""
+        """The bytes of all fetches."""
         return room_for(self.fetches)
 
     @cached_property
@@ -92,7 +92,7 @@ class Delivery:
 
     @cached_property
     def _parcels(self) -> dict[int, Parcel]:
-        """What this rank takes of each peer."""
+        """The parcel that this rank takes of each peer."""
         sources = [src for src in self.transfer.sources(self.rank) if src != self.rank]
         return {src: parcel_of(self.transfer, src, self.rank, self.axes) for src in sources}
 

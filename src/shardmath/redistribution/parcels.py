@@ -1,4 +1,4 @@
-"""What ranks pack for peers that cannot reach into their arrays: boxes without gaps.
+"""Parcels for peers that cannot reach into a rank's arrays: boxes without gaps.
 
 Both sides derive from the moves what lies where in a rank's outbox, so nothing needs to be told but
 where that begins. What one rank takes of another is one parcel, hence one range of bytes; a parcel
@@ -84,7 +84,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Outbox:
-    """What one rank packs for its peers: the parcel of each, by rank, and the bytes of all."""
+    """Parcels that one rank packs for its peers, by rank, and the bytes of all."""
 
     parcels: Mapping[int, Parcel]
     itemsize: int
@@ -142,7 +142,7 @@ class Outbox:
 
 
 def parcel_of(transfer: TransferPlan, src: int, dst: int, axes: Sequence[int]) -> Parcel:
-    """What `dst` takes of the outbox of `src`, without the moves to other ranks.
+    """The parcel that `dst` takes of the outbox of `src`, without the moves to other ranks.
 
     These are counted: of many ranks each would otherwise work out the moves of all.
     """
@@ -174,7 +174,7 @@ class Fetch:
 def fetches(
     moves: Iterable[Move], parcel: Callable[[int], Parcel], far: Callable[[int], bool]
 ) -> tuple[Fetch, ...]:
-    """What boxed moves read of the parcels of ranks that are `far`: one range of each rank's."""
+    """The ranges that boxed moves read of the parcels of `far` ranks: one of each rank's."""
     by_source: dict[int, list[Move]] = {}
     for move in moves:
         if move.elements and move.src != move.dst and far(move.src):

@@ -147,7 +147,7 @@ class Board:
 
     @staticmethod
     def _compiled_page(rows: Rows, rank: int, size: int, policy: WaitPolicy) -> Any:
-        """What does rounds and barriers in one call each: see board.c. None where nothing does."""
+        """Compiled rounds and barriers, one call each: see board.c. None where it was not built."""
         built = None if rows.needs_polling else extension(_NAME)
         if built is None:
             return None
@@ -165,7 +165,7 @@ class Board:
         return self.bodies(texts, operation)
 
     def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
-        """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
+        """The bodies of all ranks' texts of an `exchange_raw`, without their headers.
 
         Raises CollectiveMismatch, on all ranks, where they called different operations.
         """
@@ -217,7 +217,7 @@ class Board:
             self._lock.release()
 
     def late(self, text: bytes, payload: bytes, expected: tuple[bytes, ...]) -> Texts:
-        """What `exchange_raw` gives, where compiled code has published all that this rank has, and
+        """The texts and payloads, where compiled code has published all that this rank has, and
         a peer was late.
         """
         found = self._gather(text, payload, expected, published=True)
@@ -233,7 +233,7 @@ class Board:
     def _exchange(
         self, word: int, value: int, number: int, text: bytes, payload: bytes, expected: Any
     ) -> Texts | None:
-        """What compiled code calls where ranks may have run ahead of each other."""
+        """One round for compiled code, where ranks may have run ahead of each other."""
         calls, page = self.calls, self._page
         if calls is not None:
             calls.meet()
@@ -296,7 +296,7 @@ class Board:
         return heads, chunks
 
     def _stale(self, found: int, number: int) -> RankFailure:
-        """What to raise for a mailbox of another round than the one that was published."""
+        """The error for a mailbox of another round than the one that was published."""
         error = RankFailure(
             f"{self.names.where()}: a peer published round {number} with the message of round "
             f"{found}"
@@ -430,8 +430,8 @@ class Board:
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Callable[..., Any], ...] | None:
-        """What compiled code makes rounds of: take the board, leave it, exchange a text, arrive at
-        a barrier. None where rounds take more than that. `ahead`: ranks may run ahead.
+        """Functions of which compiled code makes rounds: take the board, leave it, exchange a text,
+        arrive at a barrier. None where rounds take more than that. `ahead`: ranks may run ahead.
 
         It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """
@@ -496,7 +496,7 @@ class Board:
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
     def _second_thread(self, operation: str) -> RuntimeError:
-        """What to raise where two threads use this board, which has failed then."""
+        """The error where two threads use this board, which has failed then."""
         self.fail(f"a second thread called {operation} during {self._operation}")
         return RuntimeError(
             f"rank {self.rank}: {operation} was called while another thread is in "
@@ -568,7 +568,7 @@ class Board:
 
     @property
     def operation(self) -> str:
-        """What this rank is doing, as peers see it in messages."""
+        """The operation that this rank is in, as peers see it in messages."""
         return self._operation
 
     @operation.setter
@@ -623,7 +623,7 @@ class Board:
         self._rows.publish(_REFUSED, _digest(board))
 
     def refusal(self, ranks: Sequence[int], board: str) -> HeapExhausted | None:
-        """What to raise where one of these ranks cannot have the board of that name, else None."""
+        """The error where one of these ranks cannot have the board of that name, else None."""
         digest = _digest(board)
         for rank in ranks:
             if self._words[rank][_REFUSED] == digest:
@@ -680,7 +680,7 @@ class Board:
 
     @property
     def watch(self) -> PeerWatch | None:
-        """What tells that peers have died."""
+        """The watch over the peers' processes."""
         return self._watch
 
     def end_kernels(self) -> None:
@@ -837,7 +837,7 @@ class Board:
 
 
 def _all_have_it() -> None:
-    """What is to be watched of a board that its ranks have met on."""
+    """Watch nothing: the ranks have met on this board."""
 
 
 def _digest(name: str) -> int:

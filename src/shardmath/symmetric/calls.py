@@ -55,9 +55,9 @@ class Calls:
     def places(
         self, tag: int, words: Sequence[int]
     ) -> tuple[int, int, int, int, int, bytes, tuple[int, ...]]:
-        """What compiled code lists a call by: the addresses of `made`, of the tags and of the words
-        with them, how many tags there are, this call's, its words, and the addresses of the peers'
-        `made`.
+        """Places by which compiled code lists a call: the addresses of `made`, of the tags and of the
+        words with them, how many tags there are, this call's, its words, and the addresses of the
+        peers' `made`.
         """
         made, *peers = [
             np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + 8 * self._first

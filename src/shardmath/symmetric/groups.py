@@ -1,4 +1,4 @@
-"""What a heap knows of the groups that this rank has told where its blocks lie.
+"""Groups of ranks that know where blocks of this rank's heap lie.
 
 A group in which an operation was given up may have kernels of late ranks at work that write to what
 they were told of, at any time until their processes end: that memory goes to no other array.

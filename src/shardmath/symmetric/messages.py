@@ -1,4 +1,4 @@
-"""What ranks tell each other of their operations, and how errors name ranks.
+"""Messages of ranks about their operations, and how errors name ranks.
 
 Each message of an exchange begins with a header, the name of the operation, the same on all ranks:
 those that have called different operations find out before a message is read as another's. A rank
@@ -98,7 +98,7 @@ class Reason:
 
     @classmethod
     def unpack(cls, data: bytes) -> Reason:
-        """What `pack` gave, with zeros behind it."""
+        """The reason of `pack`ed bytes, with zeros behind them."""
         kind, _, rest = data.rstrip(b"\0").decode(errors="replace").partition("|")
         ranks, _, why = rest.partition("|")
         blamed = [int(rank) for rank in ranks.split() if rank.isdigit()]
@@ -153,7 +153,7 @@ class RankNames:
             raise type(error)(f"{self.where()}: {of_job}{error}", ranks) from None
 
     def failure_of(self, ranks: Sequence[int], what: str) -> RankFailure:
-        """What to raise where ranks have died, or left: `what` they have done."""
+        """The error for ranks that have died, or left: `what` they have done."""
         reasons = "; ".join(f"{self.name(r)} {what}; {self.last_of(r)}" for r in ranks)
         return RankFailure(f"{self.where()}: {reasons}; {AFTER_FAILURE}", ranks)
 
@@ -183,7 +183,7 @@ class RankNames:
         return f"rank {self._numbers[rank]} of the job, {process}"
 
     def last_of(self, rank: int) -> str:
-        """What a rank did last: here, and in the context of the whole job."""
+        """The last operation of a rank: here, and in the context of the whole job."""
         here = self.operation_of(rank)
         job = self._job
         everywhere = "" if job is None else job.operation_of(self._numbers[rank])

@@ -110,7 +110,7 @@ class Team:
 
     @property
     def defines(self) -> tuple[str, ...]:
-        """What a kernel that includes symm.cuh is compiled with."""
+        """Macros with which a kernel that includes symm.cuh is compiled."""
         return (f"SHARDMATH_RANKS={self.size}",)
 
     def kernel(
@@ -283,7 +283,7 @@ class Team:
 
     @property
     def drop(self) -> Callable[[], None] | None:
-        """What the garbage collector calls to leave; it keeps no team. None without peers."""
+        """The call by which the garbage collector leaves; it keeps no team. None without peers."""
         return None if self._departures is None else self._departures.drop
 
     def _reported_error(self) -> Exception:

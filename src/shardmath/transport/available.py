@@ -1,4 +1,4 @@
-"""What this process may still take: memory, as the machine has it and limits allow; descriptors.
+"""Memory and descriptors that this process may still take, by the machine and by its limits.
 
 Who takes more is killed without a word, so it is asked before memory is committed. Pages of files
 do not count as taken: the system drops them when memory is short.
@@ -59,7 +59,7 @@ def _machine_memory() -> int:
 
 
 def control_group_memory(told: str, root: Path) -> list[int]:
-    """What each control group leaves of its limit, by the lines of /proc/self/cgroup.
+    """Bytes that each control group leaves of its limit, by the lines of /proc/self/cgroup.
 
     Both versions count: a machine may have the one, the other, or both. In a container the lines
     may name folders that are not to be seen there; then its own group is at `root`.
@@ -76,7 +76,7 @@ def control_group_memory(told: str, root: Path) -> list[int]:
 
 
 def _left_above(top: Path, path: str, limit: str, used: str, *, prefix: str) -> list[int]:
-    """What the group at `path` below `top` and all groups above it leave."""
+    """Bytes that the group at `path` below `top`, and each group above it, leaves."""
     bounds: list[int] = []
     folder = top / path.lstrip("/")
     while True:

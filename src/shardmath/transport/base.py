@@ -66,7 +66,7 @@ class Fence(Protocol):
 
 
 class _NonePending(Fence):
-    """What cores leave."""
+    """A fence of cores, which leave no work behind."""
 
     def passed(self) -> bool:
         return True
@@ -113,7 +113,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, ordinal: int = 0) -> Probe:
-        """What works on this machine, of GPUs on that of this index, found out by trying."""
+        """Whether it works on this machine, of GPUs on that of this index, found out by trying."""
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
@@ -131,7 +131,7 @@ class Transport(ABC):
         """The transport of this rank. Local: `join` is what ranks do together."""
 
     def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
-        """What all ranks must do together before the first `reserve`. Collective."""
+        """Do what takes all ranks together, before the first `reserve`. Collective."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Segment:
@@ -178,7 +178,7 @@ class Transport(ABC):
 
     @abstractmethod
     def lease(self, index: int) -> object:
-        """What keeps an own segment mapped for as long as it is referred to."""
+        """An object that keeps an own segment mapped for as long as it is referred to."""
 
     @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:

@@ -74,7 +74,7 @@ def connect_far(
 
 
 def listen(address: str) -> tuple[list[Endpoint], list[socket.socket]]:
-    """What to tell the peers, and the sockets that listen there.
+    """The endpoints to tell the peers, and the sockets that listen there.
 
     `address`, a name or a number, is where they reach this host. Where it is none of this host's
     own, as behind a translation of addresses, the peers are told `address`, and this rank listens

@@ -137,7 +137,7 @@ class MultiHostTransport(HostTransport):
             time.sleep(_PAUSE)
 
     def _receive_announcement(self, rank: int, index: int, data: bytes) -> None:
-        """What another rank has announced: where its segment lies there."""
+        """Note where a segment lies that another rank has announced."""
         if len(data) == _ANNOUNCEMENT.size:
             place, nbytes = _ANNOUNCEMENT.unpack(data)
             self.far[rank, index] = place, Segment(rank, index, nbytes)

@@ -198,7 +198,7 @@ class Product:
 
     @cached_property
     def signature(self) -> bytes:
-        """What stands for the product and its algorithms: equal where both are."""
+        """A digest of the product and its algorithms: equal where both are."""
         text = repr(self._problem).encode() + self._algorithms["algo"].tobytes()
         return blake2b(text, digest_size=16).digest()
 

@@ -42,7 +42,7 @@ _AUX_ROWS = 8  # of which the distance of columns of GELU's inputs is a multiple
 
 
 def split(epilog: MatmulEpilog, dtype: str) -> tuple[MatmulEpilog, MatmulEpilog]:
-    """What of an epilog a product does, and what is left to be done in place, for a D of a type."""
+    """The part of an epilog that a product does, and the rest, done in place, for a D of a type."""
     if _TWICE.get(epilog, dtype) == dtype and epilog in _SPLIT:
         return _SPLIT[epilog]
     return epilog, MatmulEpilog.DEFAULT

@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
     amax: int
 
     def part(self, number: int) -> Quantized:
-        """What one of several products that make D takes: each has a word for its greatest."""
+        """The words for one of several products that make D: each has one for its greatest."""
         return self._replace(amax=self.amax and self.amax + 4 * number)
 
 

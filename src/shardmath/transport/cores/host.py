@@ -222,7 +222,7 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def _refused(need: int, error: OSError) -> HeapExhausted:
-    """What to raise where the system does not give `need` bytes: which limit was reached."""
+    """The error where the system does not give `need` bytes: which limit was reached."""
     reached = limit_reached(error)
     if not reached:
         return _exhausted(need, available_memory())

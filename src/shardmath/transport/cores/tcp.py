@@ -33,7 +33,7 @@ _QUEUED = 8 << 20  # bytes of writes that wait to be sent
 
 @dataclass
 class _Question:
-    """What has been asked for, and how many bytes are still to come."""
+    """Memory that an answer fills, and how many bytes are still to come."""
 
     into: Bytes
     missing: int
