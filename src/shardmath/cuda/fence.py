@@ -53,7 +53,7 @@ class DeferredReuse(Generic[T]):
         self.leave = self._left.append
 
     def free(self) -> list[T]:
-        """The things that no kernel uses any more: those left before a fence that has passed, once."""
+        """Things that no kernel uses any more, once: those left before a fence that has passed."""
         with self._lock:
             count = len(self._left)  # more may come at any time: the next fence is theirs
             fence = DeviceFence.behind(self._device) if count else None

@@ -55,7 +55,7 @@ class Calls:
     def places(
         self, tag: int, words: Sequence[int]
     ) -> tuple[int, int, int, int, int, bytes, tuple[int, ...]]:
-        """Places by which compiled code lists a call: the addresses of `made`, of the tags and of the
+        """Places by which compiled code lists a call: addresses of `made`, of the tags and of the
         words with them, how many tags there are, this call's, its words, and the addresses of the
         peers' `made`.
         """
