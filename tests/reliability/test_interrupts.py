@@ -120,6 +120,45 @@ def test_an_interrupted_call_fails_its_context_at_once(place):
         assert all(each.startswith("RankFailure") and "recover()" in each for each in found[1:])
 
 
+def test_compiled_code_goes_on_after_no_exception():
+    """Not even after one from what it only looks at: here, what the rank says that it is doing."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        part = np.full((2, 6), 1.0)
+
+        def total():
+            return float(redistribute(part, Slab.X, Slab.Y).sum())
+
+        outcomes = [total() for _ in range(6)]
+        if context.rank == 1:
+            plain = Board.operation
+
+            def ring(_):
+                Board.operation = plain
+                raise Interrupted("by a handler")
+
+            Board.operation = property(ring, plain.fset)
+        for _ in range(2):
+            try:
+                outcomes.append(total())
+            except (Interrupted, RankFailure) as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+        return outcomes, context.rank != 1 or Board.operation is plain
+
+    with Job(RANKS, body, VARIABLES) as job:
+        outcomes, looked = zip(*[job.outcome(rank, 60) for rank in range(RANKS)], strict=True)
+    for rank, found in enumerate(outcomes):
+        assert found[:6] == [12.0] * 6
+        if not looked[1]:  # there was no compiler
+            assert found[6:] == [12.0] * 2
+        elif rank == 1:
+            assert found[6] == "Interrupted: by a handler"
+            assert found[7].startswith("RankFailure")
+        else:
+            assert all("rank 1" in text and "by a handler" in text for text in found[6:])
+
+
 def test_a_rank_that_refuses_a_split_while_peers_await_its_memory():
     """Rank 2, the first of the new order, meets an exception before it has sent anything."""
 

@@ -156,10 +156,11 @@ static int is(PyObject *owner, int name, PyObject *object) {
     return found != NULL && found == object;
 }
 
+/* Whether an attribute equals that object; -1 with an error. */
 static int equal(PyObject *owner, int name, PyObject *object) {
-    PyObject *found = PyObject_GetAttr(owner, names[name]);
-    int same = found != NULL && (found == object || PyObject_RichCompareBool(found, object, Py_EQ) == 1);
-    Py_XDECREF(found);
+    PyObject *value = PyObject_GetAttr(owner, names[name]);
+    int same = value == NULL ? -1 : PyObject_RichCompareBool(value, object, Py_EQ);
+    Py_XDECREF(value);
     return same;
 }
 
@@ -171,16 +172,18 @@ static int truth(PyObject *found) {
 
 static int blocks_hold(PyObject *shared, PyObject *known) {
     PyObject *version = PyObject_GetAttr(ITEM(shared, HEAP), names[s_version]);
-    int same = version != NULL && equal(known, s_version, version);
+    int same = version == NULL ? -1 : equal(known, s_version, version);
     Py_XDECREF(version);
-    return same || truth(PyObject_CallMethodOneArg(known, names[s_holds], ITEM(shared, HEAP))) == 1;
+    if (same != 0)
+        return same == 1;
+    return truth(PyObject_CallMethodOneArg(known, names[s_holds], ITEM(shared, HEAP))) == 1;
 }
 
 static int as_it_was(PyObject *shared, PyObject *call) {
     return is(ITEM(shared, CONTEXT), s_closed, Py_None) && is(ITEM(shared, BOARD), s_failure, Py_None) &&
            is(ITEM(shared, PLANS), s_made, ITEM(call, MADE)) &&
            (ITEM(call, MEMORY) == Py_None ||
-            equal(ITEM(ITEM(call, MEMORY), 0), s_version, ITEM(ITEM(call, MEMORY), 1))) &&
+            equal(ITEM(ITEM(call, MEMORY), 0), s_version, ITEM(ITEM(call, MEMORY), 1)) == 1) &&
            blocks_hold(shared, ITEM(call, KNOWN)) &&
            truth(PyObject_CallOneArg(ITEM(shared, TELLS), information)) == 0;
 }
@@ -424,8 +427,9 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
                          int *left) {
     PyObject *board = ITEM(shared, BOARD), *made = NULL, *found = NULL, *steps = NULL, *given = NULL;
     PyObject *payload = NULL, *place = NULL;
-    if (!equal(board, s_operation, ITEM(call, OPERATION)) &&
-        PyObject_SetAttr(board, names[s_operation], ITEM(call, OPERATION)) < 0)
+    int under_way = equal(board, s_operation, ITEM(call, OPERATION));
+    if (under_way < 0 ||
+        (under_way == 0 && PyObject_SetAttr(board, names[s_operation], ITEM(call, OPERATION)) < 0))
         return NULL;
     if (run(shared, ITEM(call, BEFORE)) < 0)
         return NULL;

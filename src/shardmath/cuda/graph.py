@@ -28,17 +28,18 @@ class Graph:
         stream = _stream(device)
         with beside_captures():
             relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            call("cuStreamBeginCapture", stream, relaxed)
-            device.captures = True
+            # Whatever leaves this, also between two statements, leaves no capture open.
             try:
+                call("cuStreamBeginCapture", stream, relaxed)
+                device.captures = True
                 launches(int(stream))
+                graph = call("cuStreamEndCapture", stream)
+                device.captures = False
             except BaseException:
-                with suppress(CudaError):
+                device.captures = False
+                with suppress(CudaError):  # there may be none
                     call("cuGraphDestroy", call("cuStreamEndCapture", stream))
                 raise
-            finally:
-                device.captures = False
-            graph = call("cuStreamEndCapture", stream)
             try:
                 self._graph = call("cuGraphInstantiate", graph, 0)
             finally:
