@@ -121,10 +121,12 @@ class Ahead:
         result: OutputSpec,
         plan: Any,
         build: Callable[[list[Any]], Any],
-    ) -> None:
-        """Let a call that all ranks have agreed on be known, given what they share of it."""
+    ) -> KnownCall | None:
+        """Let a call that all ranks have agreed on be known, given what they share of it; None
+        where such calls meet.
+        """
         if self._meets or (form.counted and self._size > MOST_WORDS):
-            return
+            return None
         if len(self._calls) >= _KEPT:
             self._by_tag = {each.tag: each for each in self._calls.values()}
             self._calls.clear()
@@ -132,6 +134,7 @@ class Ahead:
         tag = self.tag(operation, common)
         known = KnownCall(operation, form, common, result, plan, build, tag)
         self._by_tag[tag] = self._calls[operation, common] = known
+        return known
 
     def _forget(self) -> None:
         context = self._context()

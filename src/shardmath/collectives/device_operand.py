@@ -20,7 +20,14 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives, Parts
 from shardmath.collectives.flat import DirectLaunch, Flat, Launch, is_numpy
 from shardmath.collectives.forms import OwnParts
-from shardmath.collectives.operand import OutputSpec, Shape, bounds, live_block
+from shardmath.collectives.operand import (
+    ON_GPUS,
+    OutputSpec,
+    Shape,
+    bounds,
+    kind_of,
+    live_block,
+)
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.handles.allocation import allocate_on_all_ranks, array_on
@@ -29,8 +36,6 @@ from shardmath.local.reduction import Reduction
 from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
-
-_ON_GPUS = " on GPUs"
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Counts = Sequence[int]
@@ -72,7 +77,7 @@ class DeviceOperand:
     @property
     def kind(self) -> str:
         """The library and where its memory is, which are equal on all ranks and for `out`."""
-        return self.library.name if self.on_host else f"{self.library.name}{_ON_GPUS}"
+        return kind_of(self.spec)
 
     @property
     def into(self) -> OutputSpec:
@@ -375,8 +380,8 @@ def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any)
     """An operand of that kind, for a rank that gives none but `out`: nobody reads its elements."""
     if out is not None:
         return DeviceOperand(context, out, out)
-    library = library_named(kind.removesuffix(_ON_GPUS))
-    device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"
+    library = library_named(kind.removesuffix(ON_GPUS))
+    device = f"cuda:{context.device_id}" if kind.endswith(ON_GPUS) else "cpu"
     return DeviceOperand(context, library.empty(shape, dtype, "C", device))
 
 

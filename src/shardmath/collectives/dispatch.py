@@ -1,6 +1,6 @@
-"""What a collective is: an operation of the driver on cores, and a call that agrees alike on GPUs.
+"""What a collective is: an operation of the driver, which GPUs perform in a way of their own.
 
-On GPUs see `device_calls`.
+There its calls run ahead: see `gpu_calls`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shardmath.arrays import array_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.call.driver import Driver
-from shardmath.collectives.descriptions import NO_ROOT, Call, call_spec
-from shardmath.collectives.forms import Form
-from shardmath.collectives.operand import Shape
+from shardmath.collectives.forms import OnGPUs
+from shardmath.collectives.operand import kind_of
 from shardmath.context.context import Context
 from shardmath.machine import Machine
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
 
 if TYPE_CHECKING:
-    from shardmath.collectives.device_operand import DeviceOperand
+    from shardmath.collectives.gpu_calls import Launches
 
-__all__ = ["Collective", "perform", "perform_on_cores"]
+__all__ = ["Collective", "perform"]
 
 P = TypeVar("P")
+
+_NO_ROOT = "the root of a broadcast passes an array, not None"
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,18 @@ class Collective(Generic[P]):
 
     `arguments(spec, size, *words)` are those of a call in normal form, for an `x` like that (None
     where it was left out) and so many ranks; it raises for wrong ones. `build` makes the plan of
-    the specs of all ranks (`call_spec`), and `steps(plan, rank)` is what a rank does. Ranks for
-    which `gives(rank, *words)` is false may leave `x` out; None where no rank may.
+    the specs of all ranks, and `steps(plan, rank)` is what a rank does on cores. Ranks for which
+    `gives(rank, *words)` is false may leave `x` out; None where no rank may.
+
+    A rank's spec is (kind, dtype, shape, what `out` is, *arguments); the kind is the library of
+    `x`, and where its memory is.
     """
 
     name: str
     arguments: Callable[..., tuple[Hashable, ...]]
     build: Callable[[list[Any]], P]
     steps: Callable[[P, int], Program]
+    gpus: OnGPUs
     gives: Callable[..., bool] | None = None
     options: type[Any] = field(default=NoOptions, init=False)
     names: Names = field(init=False)
@@ -60,16 +65,16 @@ class Collective(Generic[P]):
     def describe(
         self, arrays: Mapping[str, ArraySpec | None], words: tuple[Any, ...], options: NoOptions
     ) -> tuple[Hashable, ...]:
-        """See Operation, and `call_spec`."""
+        """See Operation, and the class."""
         x, out = arrays["x"], arrays["out"]
-        into = None if out is None else (out.library, out.dtype, out.shape)
+        into = None if out is None else (kind_of(out), out.dtype, out.shape)
         size, rank, *own = words
         arguments = self.arguments(x, size, *own)
-        if x is None:
-            if self.gives is None or self.gives(rank, *own):
-                raise ValueError(NO_ROOT)
-            return (None, None, None, into, *arguments)
-        return call_spec(x.library, x, into, arguments)
+        if x is not None:
+            return (kind_of(x), x.dtype, x.shape, into, *arguments)
+        if self.gives is None or self.gives(rank, *own):
+            raise ValueError(_NO_ROOT)
+        return (None, None, None, into, *arguments)
 
     def check(self, specs: Sequence[Any]) -> P:
         """See Operation."""
@@ -83,33 +88,27 @@ class Collective(Generic[P]):
         """See Operation."""
         return f"{self.name}: {problem}"
 
+    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Launches:
+        """See Operation."""
+        from shardmath.collectives.gpu_calls import Launches
+
+        return Launches(context, names, self.gpus)
+
 
 def perform(
-    context: Context,
-    collective: Collective[Any],
-    words: tuple[Any, ...],
-    x: Any,
-    out: Any,
-    on_device: Callable[[DeviceOperand, Any], Any],
-    form: Form,
-    result: Callable[[DeviceOperand, Any], tuple[str, Shape] | None] | None = None,
-) -> Any:
-    """The result of a call on GPUs; see `Call`. Collective."""
-    from shardmath.collectives.device_calls import perform_on_device
-
-    def describe(spec: ArraySpec | None) -> tuple[Hashable, ...]:
-        return collective.arguments(spec, context.size, *words)
-
-    build, name, optional = collective.build, collective.name, collective.gives is not None
-    gives = collective.gives is None or collective.gives(context.rank, *words)
-    call = Call(name, words, describe, build, on_device, form, result, gives, optional)
-    return perform_on_device(context, call, x, out)
-
-
-def perform_on_cores(
     context: Context, collective: Collective[Any], words: tuple[Any, ...], x: Any, out: Any
 ) -> Any:
-    """The result of a call on cores. Collective."""
+    """The result of a call. Collective."""
     driver: Driver | None = context.caches.get(collective)
-    arguments = Arguments((array_of(x),), (out,), (context.size, context.rank, *words))
-    return (driver or Driver.of(context, collective)).call(arguments)
+    if driver is None:
+        driver = _driver_of(context).of(context, collective)
+    size, rank = context.size, context.rank
+    return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
+
+
+def _driver_of(context: Context) -> type[Driver]:
+    if context.team is None:
+        return Driver
+    from shardmath.collectives.gpu_calls import GPUCalls
+
+    return GPUCalls

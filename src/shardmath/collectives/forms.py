@@ -7,13 +7,23 @@ host has to know it, as for the shape of a new result, does it wait for the peer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from shardmath.collectives.operand import OutputSpec, Shape
 
-__all__ = ["UNKNOWN", "Alike", "Broadcast", "Form", "Gathered", "OwnParts", "Scattered", "Spec"]
+__all__ = [
+    "UNKNOWN",
+    "Alike",
+    "Broadcast",
+    "Form",
+    "Gathered",
+    "OnGPUs",
+    "OwnParts",
+    "Scattered",
+    "Spec",
+]
 
 UNKNOWN = (1 << 64) - 1  # in a row that kernels send, what a rank does not know
 _OUT = 3  # where `call_spec` has what `out` is
@@ -77,6 +87,23 @@ class Form(Protocol):
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """The spec of the rank that has sent this row to its peers' kernels; see exchange.cu."""
         ...
+
+
+def _as_form_says(operand: Any, plan: Any) -> tuple[()]:
+    return ()
+
+
+class OnGPUs(NamedTuple):
+    """How GPUs perform a collective, and how its calls run ahead.
+
+    `launch(operand, plan)` gives the result, of this rank's `DeviceOperand`. `result(operand,
+    plan)` is the dtype and the shape of this rank's result in all such calls; () where `form` says
+    it, and None where their ranks meet all the same.
+    """
+
+    form: Form
+    launch: Callable[[Any, Any], Any]
+    result: Callable[[Any, Any], tuple[()] | tuple[str, Shape] | None] = _as_form_says
 
 
 class Alike:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.collectives.dispatch import Collective, perform, perform_on_cores
-from shardmath.collectives.forms import Broadcast, Gathered, Scattered
+from shardmath.collectives.dispatch import Collective, perform
+from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
 from shardmath.collectives.operand import (
     Shape,
     as_axis,
@@ -28,9 +28,6 @@ from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections
-
-if TYPE_CHECKING:
-    from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "all_gather", "all_to_all", "broadcast"]
 
@@ -54,18 +51,12 @@ def broadcast(
     root passes None.
     """
     context = context_of("broadcast", context)
-    if context.team is None:
-        return perform_on_cores(context, BROADCAST, (root,), x, out)
     if context.repeats is not None and type(root) is int:
         given = out if x is None and context.rank != root else x
         found = context.repeats.make(("broadcast", root), given, out)
         if found is not None:
             return found
-
-    def on_device(operand: DeviceOperand, plan: _Broadcast) -> Any:
-        return operand.broadcast(plan.root, plan.shape)
-
-    return perform(context, BROADCAST, (root,), x, out, on_device, _BROADCAST_AHEAD)
+    return perform(context, BROADCAST, (root,), x, out)
 
 
 @dataclass(frozen=True)
@@ -104,9 +95,9 @@ BROADCAST = Collective(
     lambda spec, size, root: (as_index("root", root, size),),
     _plan_broadcast,
     _steps_of_broadcast,
+    OnGPUs(Broadcast(), lambda operand, plan: operand.broadcast(plan.root, plan.shape)),
     gives=lambda rank, root: bool(rank == root),
 )
-_BROADCAST_AHEAD = Broadcast()
 
 
 @collective_call
@@ -126,17 +117,11 @@ def all_gather(
     library, or read-only.
     """
     context = context_of("all_gather", context)
-    if context.team is None:
-        return perform_on_cores(context, ALL_GATHER, (axis,), x, out)
     if context.repeats is not None and type(axis) is int:
         found = context.repeats.make(("all_gather", axis), x, out)
         if found is not None:
             return found
-
-    def on_device(operand: DeviceOperand, plan: _Gather) -> Any:
-        return operand.all_gather(plan.axis, plan.operands, plan.shape)
-
-    return perform(context, ALL_GATHER, (axis,), x, out, on_device, _ALL_GATHER_AHEAD)
+    return perform(context, ALL_GATHER, (axis,), x, out)
 
 
 @dataclass(frozen=True)
@@ -167,8 +152,10 @@ ALL_GATHER = Collective(
     lambda spec, size, axis: (as_axis(axis, spec.ndim),),
     _plan_gather,
     _steps_of_gather,
+    OnGPUs(
+        Gathered(), lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape)
+    ),
 )
-_ALL_GATHER_AHEAD = Gathered()
 
 
 @collective_call
@@ -197,9 +184,7 @@ def all_to_all(
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
     context = context_of("all_to_all", context)
-    rank, words = context.rank, (axis, _plain(send_counts), _plain(receive_counts))
-    if context.team is None:
-        return perform_on_cores(context, ALL_TO_ALL, words, x, out)
+    words = axis, _plain(send_counts), _plain(receive_counts)
     if context.repeats is not None and type(axis) is int:
         if send_counts is not None:
             found = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
@@ -207,11 +192,7 @@ def all_to_all(
             found = context.repeats.make(("all_to_all", *words), x, out)
         if found is not None:
             return found
-
-    def on_device(operand: DeviceOperand, plan: _AllToAll) -> Any:
-        return operand.all_to_all(plan.axis, plan.sent, plan.operands, plan.results[rank])
-
-    return perform(context, ALL_TO_ALL, words, x, out, on_device, _ALL_TO_ALL_AHEAD)
+    return perform(context, ALL_TO_ALL, words, x, out)
 
 
 def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
@@ -260,9 +241,17 @@ def _steps_of_all_to_all(plan: _AllToAll, rank: int) -> Program:
 
 
 ALL_TO_ALL = Collective(
-    "all_to_all", _arguments_of_all_to_all, _plan_all_to_all, _steps_of_all_to_all
+    "all_to_all",
+    _arguments_of_all_to_all,
+    _plan_all_to_all,
+    _steps_of_all_to_all,
+    OnGPUs(
+        Scattered(),
+        lambda operand, plan: operand.all_to_all(
+            plan.axis, plan.sent, plan.operands, plan.results[operand.context.rank]
+        ),
+    ),
 )
-_ALL_TO_ALL_AHEAD = Scattered()
 
 
 def _moved(transfer: Sections, rank: int, dtype: str, library: str = "") -> Program:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+from shardmath.arrays.spec import ArraySpec
 from shardmath.context.context import Context, open_contexts, require_context
 from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
@@ -19,6 +20,7 @@ from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Block
 
 __all__ = [
+    "ON_GPUS",
     "OutputSpec",
     "Shape",
     "as_axis",
@@ -26,6 +28,7 @@ __all__ = [
     "as_index",
     "bounds",
     "context_of",
+    "kind_of",
     "live_block",
     "require_outputs_fit",
     "slab_counts",
@@ -36,6 +39,7 @@ _FREED = (
     "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
     "the garbage collector"
 )
+ON_GPUS = " on GPUs"  # in a kind
 OutputSpec = tuple[str, str, Shape] | None
 
 
@@ -113,6 +117,11 @@ def slab_counts(extent: int, size: int) -> Shape:
 def bounds(counts: Sequence[int]) -> list[int]:
     """Where each part begins, and where the last one ends."""
     return [0, *accumulate(counts)]
+
+
+def kind_of(spec: ArraySpec) -> str:
+    """The library of an array and where its memory is, which are equal on all ranks."""
+    return spec.library if spec.device == "cpu" else f"{spec.library}{ON_GPUS}"
 
 
 def require_outputs_fit(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.collectives.dispatch import Collective, perform, perform_on_cores
-from shardmath.collectives.forms import Alike
+from shardmath.collectives.dispatch import Collective, perform
+from shardmath.collectives.forms import Alike, OnGPUs
 from shardmath.collectives.operand import (
     Shape,
     as_axis,
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
-
-_ALIKE = Alike()  # how reductions run ahead on GPUs
 
 
 @collective_call
@@ -56,17 +54,11 @@ def all_reduce(
     or library, or read-only.
     """
     context = context_of("all_reduce", context)
-    if context.team is None:
-        return perform_on_cores(context, ALL_REDUCE, (op,), x, out)
     if context.repeats is not None:
         found = context.repeats.make(("all_reduce", op), x, out)
         if found is not None:
             return found
-
-    def on_device(operand: DeviceOperand, plan: _AllReduce) -> Any:
-        return operand.all_reduce(plan.reduction, new=plan.new)
-
-    return perform(context, ALL_REDUCE, (op,), x, out, on_device, _ALIKE, _result_of_all_reduce)
+    return perform(context, ALL_REDUCE, (op,), x, out)
 
 
 def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str, Shape] | None:
@@ -100,6 +92,11 @@ ALL_REDUCE = Collective(
     lambda spec, size, op: (Reduction.of(op, spec.dtype).op,),
     _plan_all_reduce,
     _steps_of_all_reduce,
+    OnGPUs(
+        Alike(),
+        lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
+        _result_of_all_reduce,
+    ),
 )
 
 
@@ -128,21 +125,11 @@ def reduce_scatter(
     """
     context = context_of("reduce_scatter", context)
     words = op, axis, tuple(counts) if isinstance(counts, list) else counts
-    if context.team is None:
-        return perform_on_cores(context, REDUCE_SCATTER, words, x, out)
     if context.repeats is not None and counts is None and type(axis) is int:
         found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
         if found is not None:
             return found
-    rank = context.rank
-
-    def on_device(operand: DeviceOperand, plan: _ReduceScatter) -> Any:
-        return operand.reduce_scatter(plan.reduction, plan.axis, plan.counts, plan.results[rank])
-
-    def result(_: DeviceOperand, plan: _ReduceScatter) -> tuple[str, Shape]:
-        return plan.reduction.result, plan.results[rank]
-
-    return perform(context, REDUCE_SCATTER, words, x, out, on_device, _ALIKE, result)
+    return perform(context, REDUCE_SCATTER, words, x, out)
 
 
 def _arguments_of_reduce_scatter(
@@ -190,6 +177,13 @@ REDUCE_SCATTER = Collective(
     _arguments_of_reduce_scatter,
     _plan_reduce_scatter,
     _steps_of_reduce_scatter,
+    OnGPUs(
+        Alike(),
+        lambda operand, plan: operand.reduce_scatter(
+            plan.reduction, plan.axis, plan.counts, plan.results[operand.context.rank]
+        ),
+        lambda operand, plan: (plan.reduction.result, plan.results[operand.context.rank]),
+    ),
 )
 
 

@@ -1,0 +1,218 @@
+"""Calls of collectives on GPUs: the driver's, but those that all ranks know wait for nobody.
+
+Such a call is listed and launched, see `ahead`; only where this rank's host has to learn how much
+its peers send does it wait for them. All else meets, as the driver has it. What was one launch,
+from the operand and to the result as they lie, compiled code can make again, see `repeats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardmath.call.agreement import Agreement, agree
+from shardmath.call.driver import Driver
+from shardmath.collectives.ahead import Ahead, KnownCall
+from shardmath.collectives.device_operand import DeviceOperand, DeviceOutput, placeholder
+from shardmath.collectives.flat import DirectLaunch
+from shardmath.collectives.forms import OnGPUs, OwnParts
+from shardmath.collectives.operand import Shape
+from shardmath.collectives.repeats import Repeats
+from shardmath.context.context import Context
+from shardmath.program.performing import Arguments, Names, Plan, Turn
+
+__all__ = ["GPUCalls", "Launches"]
+
+_PLAIN = frozenset([int, str, tuple, type(None)])  # words by which calls are found: True is no axis
+
+
+class Launches:
+    """Performs one collective on GPUs: the driver's performer."""
+
+    number, repeat, direct = 0, None, None
+
+    def __init__(self, context: Context, names: Names, collective: OnGPUs) -> None:
+        self.collective = collective
+        self._context, self._operation = context, names.operation
+
+    def inspect(self, arguments: Arguments) -> None:
+        """See Performer."""
+        self.read(arguments)
+
+    def read(self, arguments: Arguments) -> DeviceOperand | None:
+        """See Performer. Raises as DeviceOperand and DeviceOutput."""
+        (x,), (out,) = arguments.operands, arguments.results
+        if x is not None:
+            return DeviceOperand(self._context, x, out)
+        if out is not None:
+            DeviceOutput(self._context, out)
+        return None
+
+    def without_memory(self, arrays: DeviceOperand | None) -> None:
+        """See Performer: arrays that are not kept are read anew in each call."""
+
+    def prepare(self, turn: Turn, plan: Plan | None) -> None:
+        """See Performer."""
+
+    def release(self) -> None:
+        """See Performer."""
+
+    def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
+        """See Performer."""
+        problem, ahead = plan.problem, Ahead.of(self._context)
+        tag = ahead.tag(self._operation, self.collective.form.agreed(turn.spec.spec, problem))
+        with self._context.executing(self._operation):
+            return (self.collective.launch(self.operand(turn, problem, tag), problem),)
+
+    def operand(self, turn: Turn, problem: Any, tag: int) -> DeviceOperand:
+        """The operand of the call of that `tag`, which the turn holds; a placeholder where this
+        rank gives none.
+        """
+        (x,), (out,) = turn.arguments.operands, turn.arguments.results
+        held: DeviceOperand | None = turn.known.arrays
+        if held is None and x is not None:
+            held = DeviceOperand(self._context, x, out)
+        elif held is None:
+            held = placeholder(self._context, problem.library, problem.dtype, problem.shape, out)
+        held.tag, turn.held = tag, held
+        return held
+
+    def put(self, operand: DeviceOperand, plan: Plan | OwnParts) -> Any:
+        """The result of a known call, of which this rank may know its own part alone."""
+        if isinstance(plan, OwnParts):
+            return operand.exchange(plan)
+        return self.collective.launch(operand, plan.problem)
+
+
+class GPUCalls(Driver):
+    """Calls of one collective in one context of GPUs."""
+
+    performer: Launches
+
+    def call(self, arguments: Arguments) -> Any:
+        """See Driver."""
+        context, operation = self.context, self.operation.names.operation
+        context.require_open()
+        context.board.enter(operation)
+        turn = self._described(arguments)
+        try:
+            known = None if isinstance(turn, Exception) else self._known_call(turn)
+            if known is None or isinstance(turn, Exception):
+                return self._meet(turn)
+            result = self._go(turn, known)
+        finally:
+            del turn  # the traceback of an error refers to this frame: a cycle that keeps arrays
+        return result
+
+    def _described(self, arguments: Arguments) -> Turn | Exception:
+        """The call, or what is wrong with it on this rank."""
+        try:
+            return self.ready(arguments, self.spec)
+        except Exception as error:
+            return error
+
+    def _known_call(self, turn: Turn) -> KnownCall | None:
+        """The known call that this is, if it is one."""
+        operation, ahead = self.operation.names.operation, Ahead.of(self.context)
+        form, spec = self.performer.collective.form, turn.spec.spec
+        if form.common(spec) is None:
+            return ahead.find_of(spec[-1], operation)
+        return ahead.find_fitting(operation, form, spec)
+
+    def _meet(self, described: Turn | Exception) -> Any:
+        """The result of a call on which all ranks agree now, and which they know from now on."""
+        operation, collective = self.operation.names.operation, self.performer.collective
+        ahead, form = Ahead.of(self.context), collective.form
+        own = described if isinstance(described, Exception) else described.spec.spec
+        try:
+            with ahead.meeting(own):
+                turn, agreement, payloads = agree(
+                    self.context, operation, _raised, self.build, described
+                )
+        finally:
+            del described, own
+        plan, spec = agreement.plan, turn.spec.spec
+        result = self.perform(turn, agreement, payloads)
+        common = form.agreed(spec, plan.problem)
+        known = ahead.find(operation, common)
+        if known is None:
+            of_all = collective.result(turn.held, plan.problem)
+            if of_all is None:
+                return result
+            into = (turn.held.kind, *of_all) if of_all else form.result(common)
+            known = ahead.keep(operation, form, common, into, plan, self.build)
+        # A launch of a call with counts for which all have met has the peers' parts.
+        if known is not None and not form.counted:
+            self._keep_compiled(turn, known, None, result)
+        return result
+
+    def _go(self, turn: Turn, known: KnownCall) -> Any:
+        """The result of a call that all ranks know."""
+        ahead, spec = Ahead.of(self.context), turn.spec.spec
+        with self.context.executing(known.operation):
+            ahead.go(known, known.form.words(spec))
+            plan = ahead.plan(known, spec)
+            operand = self.performer.operand(turn, known.plan.problem, known.tag)
+            result = self.performer.put(operand, plan)
+        kept, others = turn.known.prepared or (None, None), ahead.asked(known, spec)
+        if kept[0] is not known or kept[1] != others:
+            turn.known.prepared = known, others
+            self._keep_compiled(turn, known, others, result)
+        return result
+
+    def _keep_compiled(
+        self, turn: Turn, known: KnownCall, others: Sequence[Shape] | None, result: Any
+    ) -> None:
+        """Let the next such call, in which the peers list `others`, be made by compiled code."""
+        repeats, operand, own = Repeats.of(self.context), turn.held, turn.spec.spec
+        (x,), (out,) = turn.arguments.operands, turn.arguments.results
+        words, given = turn.arguments.words[2:], out if x is None else x
+        direct = _direct(operand, given, result)
+        if repeats is None or direct is None or direct.ready is None or not turn.known.lasting:
+            return
+        if not all(type(each) in _PLAIN for each in words):
+            return
+        counted = known.form.takes_counts(own, words)
+        if counted and others is not None:
+            return  # which of the launches is right, the peers' words say
+        listed = known.form.words(own)
+        performer, tag = self.performer, known.tag
+
+        def end(context: Context, x: Any, out: Any) -> tuple[Any, bool]:
+            ahead = Ahead.of(context)
+            with context.executing(known.operation):
+                plan, same = ahead.plan(known, own), ahead.others(known, listed) == others
+                return performer.put(DeviceOperand(context, x, out, tag=tag), plan), same
+
+        library = operand.library
+        repeats.keep(
+            (known.operation, *(words[:1] if counted else words)),
+            (library, operand.spec, given),
+            (library.spec(result), result),
+            direct.ready,
+            (tag, listed),
+            others,
+            end,
+            in_place=direct.in_place,
+            given=not (others is not None and out is None),
+            new=out is None or not known.form.counted,
+            counted=counted,
+        )
+
+
+def _raised(described: Turn | Exception) -> Turn:
+    if isinstance(described, Exception):
+        raise described
+    return described
+
+
+def _direct(operand: DeviceOperand, given: Any, result: Any) -> DirectLaunch | None:
+    """The launch of a call that was one, from the operand and to the result as they lie."""
+    direct = operand.direct
+    if given is None or direct is None or operand.on_host:
+        return None
+    library = operand.library
+    if library.spec(result).order not in ("C", "both"):
+        return None
+    places = library.pointer(given), library.pointer(result)
+    return direct if (direct.source, direct.target) == places else None
