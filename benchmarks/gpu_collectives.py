@@ -161,13 +161,13 @@ def moves(ranks, nbytes):
     data = torch.randint(0, 255, (nbytes * size,), device=ranks.device, dtype=torch.uint8)
     result, theirs = torch.empty_like(data), torch.empty_like(data)
     shard, ours = data[:nbytes], ranks.moves
-    places, counts = (data.data_ptr(), result.data_ptr()), [1] * size
+    places, table = (data.data_ptr(), result.data_ptr()), [[1] * size] * size
 
     def gather():
-        ours.all_gather(*places, counts, nbytes, ranks.stream())
+        ours.move(*places, table, nbytes, ranks.stream(), whole=True)
 
     def to_each():
-        ours.all_to_all(*places, [counts] * size, nbytes, ranks.stream())
+        ours.move(*places, table, nbytes, ranks.stream())
 
     rows = []
     for what, call, nccl in (

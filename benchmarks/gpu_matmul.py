@@ -106,8 +106,9 @@ class Gathered:
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
             return out
-        counts, addresses = [1] * self.ranks.size, (a.data_ptr(), self.room.data_ptr())
-        self.ranks.moves.all_gather(*addresses, counts, a.nbytes, stream)
+        table = [[1] * self.ranks.size] * self.ranks.size
+        addresses = a.data_ptr(), self.room.data_ptr()
+        self.ranks.moves.move(*addresses, table, a.nbytes, stream, whole=True)
         return self.torch.mm(self.room, self.b[turn], out=out)
 
     def error(self, out, turn):

@@ -223,52 +223,26 @@ class DeviceCollectives(Pushes):
         key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation, tag)
         return self._run(key, stream, make)
 
-    def all_gather(
+    def move(
         self,
         source: int,
         target: int,
-        counts: Sequence[int],
+        table: Sequence[Sequence[int]],
         width: int,
         stream: int,
         *,
+        whole: bool = False,
         tag: int = 0,
     ) -> ReadyLaunch:
-        """Put every rank's `counts[rank]` times `width` bytes, in order, into everybody's `target`.
+        """Send `table[src][dst]` times `width` bytes from every rank to every other.
 
-        This rank's are at `source`.
+        At `source` the parts lie in the order of the ranks, or each rank sends the same to all
+        (`whole`); at `target` they lie in that order.
         """
-        size = self.team.size
-        parts = Parts(width, [0] * size, [counts[self.team.rank]] * size, counts, None)
-        return self.exchange(source, target, parts, stream, tag=tag)
-
-    def all_to_all(
-        self,
-        source: int,
-        target: int,
-        counts: Sequence[Sequence[int]],
-        width: int,
-        stream: int,
-        *,
-        tag: int = 0,
-    ) -> ReadyLaunch:
-        """Send `counts[src][dst]` times `width` bytes from every rank to every other.
-
-        At `source` and at `target` the parts lie in the order of the ranks.
-        """
-        rank = self.team.rank
-        sent, received = counts[rank], [row[rank] for row in counts]
-        starts = [width * start for start in bounds(sent)[:-1]]
+        rank, size = self.team.rank, self.team.size
+        sent, received = table[rank], [row[rank] for row in table]
+        starts = [0] * size if whole else [width * start for start in bounds(sent)[:-1]]
         parts = Parts(width, starts, sent, received, None)
-        return self.exchange(source, target, parts, stream, tag=tag)
-
-    def broadcast(
-        self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
-    ) -> ReadyLaunch:
-        """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
-        size = self.team.size
-        from_root = [int(rank == root) for rank in range(size)]
-        sent = [int(self.team.rank == root)] * size
-        parts = Parts(nbytes, [0] * size, sent, from_root, None)
         return self.exchange(source, target, parts, stream, tag=tag)
 
     def exchange(

@@ -7,18 +7,18 @@ results back to the host, for which the call waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays import DType, array_of, library_and_spec, library_named, library_of
-from shardmath.arrays.dtypes import HALVES
+from shardmath.arrays.dtypes import HALVES, to_numpy
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives, Parts
-from shardmath.collectives.flat import DirectLaunch, Flat, Launch, is_numpy
 from shardmath.collectives.forms import OwnParts
 from shardmath.collectives.operand import (
     ON_GPUS,
@@ -30,15 +30,33 @@ from shardmath.collectives.operand import (
 )
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.handles.allocation import allocate_on_all_ranks, array_on
 from shardmath.handles.device_array import require_separate
 from shardmath.local.reduction import Reduction
+from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
+__all__ = ["DeviceOperand", "DeviceOutput", "DirectLaunch", "placeholder"]
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Counts = Sequence[int]
+# Of the addresses of an operand and a result; the stream. What was put there, None for nothing.
+Launch = Callable[[int, int, int], ReadyLaunch | None]
+
+
+@dataclass(frozen=True)
+class DirectLaunch:
+    """The one launch of a call, with its addresses; `launch` takes any others, `ready` was put.
+
+    `in_place`: the result may lie where the operand does.
+    """
+
+    source: int
+    target: int
+    launch: Launch
+    in_place: bool
+    ready: ReadyLaunch | None
 
 
 class DeviceOperand:
@@ -142,80 +160,79 @@ class DeviceOperand:
         )
         return self._finish(flat.cast_to(reduction.result), shape, reduction.result)
 
-    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
-        """See `moving.all_gather`; `shapes` are the ranks' own."""
-        collectives, tag = DeviceCollectives.of(self.context), self.tag
-        counts, width = [each[axis] for each in shapes], self._width(axis)
-        source = self._packed(self._x)
-        flat = self._concatenation(axis, shape, source)
-        self._launch(
-            source,
-            flat,
-            lambda start, to, stream: collectives.all_gather(
-                start, to, counts, width, stream, tag=tag
-            ),
-        )
-        return self._concatenated(flat, axis, shapes, shape)
-
-    def all_to_all(
-        self, axis: int, sent: Sequence[Counts], shapes: Sequence[Shape], shape: Shape
+    def move(
+        self,
+        table: Sequence[Counts],
+        shape: Shape,
+        axis: int | None,
+        *,
+        whole: bool,
+        in_place: bool = False,
     ) -> Any:
-        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
-        collectives, tag = DeviceCollectives.of(self.context), self.tag
-        rank, width = self.context.rank, self._width(axis)
-        source = self._packed(self._ordered_by_rank(axis, sent[rank]))
-        flat = self._concatenation(axis, shape, source)
-        self._launch(
-            source,
-            flat,
-            lambda start, to, stream: collectives.all_to_all(
-                start, to, sent, width, stream, tag=tag
-            ),
-        )
-        parts = [
-            (*each[:axis], row[rank], *each[axis + 1 :])
-            for each, row in zip(shapes, sent, strict=True)
-        ]
-        return self._concatenated(flat, axis, parts, shape)
+        """What all ranks send this one, part after part along the axis, as an array of `shape`.
 
-    def broadcast(self, root: int, shape: Shape) -> Any:
-        """See `moving.broadcast`. A rank that passes None has a placeholder."""
-        collectives = DeviceCollectives.of(self.context)
-        dtype, tag = dtype_of(self.spec.dtype), self.tag
-        nbytes = prod(shape) * dtype.itemsize
-        source = self._packed(self._x)
-        flat = self._result_memory(shape, dtype, source, in_place=True)
-        self._launch(
-            source,
-            flat,
-            lambda start, to, stream: collectives.broadcast(
-                start, to, nbytes, root, stream, tag=tag
-            ),
-            in_place=True,
-        )
-        return self._finish(flat, shape, self.spec.dtype)
+        Of `table[src][dst]` indices of the axis, or of whole arrays where it is None; `whole`: each
+        rank sends all of its array to those to which it sends anything.
+        """
+        collectives, tag, rank = DeviceCollectives.of(self.context), self.tag, self.context.rank
+        width = self.spec.nbytes if axis is None else self._width(axis)
+
+        def launch(source: int, target: int, stream: int) -> ReadyLaunch | None:
+            return collectives.move(source, target, table, width, stream, whole=whole, tag=tag)
+
+        source = self._sent(axis or 0, None if whole else table[rank])
+        received = [row[rank] for row in table]
+        return self._received(source, axis or 0, received, shape, launch, in_place=in_place)
 
     def exchange(self, own: OwnParts) -> Any:
         """The result of a call that moves elements, whose kernels tell each other how many."""
         collectives, tag, size = DeviceCollectives.of(self.context), self.tag, self.context.size
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
-        axis, width, shape = own.axis, self._width(own.axis), own.shape
+        axis, width, sent = own.axis, self._width(own.axis), own.sent
+        starts = [width * start for start in bounds(sent)[:-1]]
         if own.whole:
-            source, sent, starts = self._packed(self._x), own.sent * size, [0] * size
+            sent, starts = sent * size, [0] * size
+        moved = Parts(width, starts, sent, own.expected, own.shape[axis])
+
+        def launch(source: int, target: int, stream: int) -> ReadyLaunch:
+            return collectives.exchange(source, target, moved, stream, tag=tag)
+
+        source = self._sent(axis, None if own.whole else sent)
+        received = own.expected or (own.shape[axis],)
+        return self._received(source, axis, received, own.shape, launch)
+
+    def _sent(self, axis: int, counts: Counts | None) -> Flat:
+        """What the ranks are sent: the array, or so many indices of the axis to each."""
+        return self._packed(self._x if counts is None else self._ordered_by_rank(axis, counts))
+
+    def _received(
+        self,
+        source: Flat,
+        axis: int,
+        counts: Counts,
+        shape: Shape,
+        launch: Launch,
+        *,
+        in_place: bool = False,
+    ) -> Any:
+        """The result of a launch, whose parts have so many indices of the axis."""
+        dtype, contiguous = dtype_of(self.spec.dtype), prod(shape[:axis]) == 1
+        if contiguous:
+            flat = self._result_memory(shape, dtype, source, in_place=in_place)
         else:
-            sent = own.sent
-            source = self._packed(self._ordered_by_rank(axis, sent))
-            starts = [width * start for start in bounds(sent)[:-1]]
-        flat = self._concatenation(axis, shape, source)
-        moved = Parts(width, starts, sent, own.expected, shape[axis])
-        self._launch(
-            source,
-            flat,
-            lambda start, to, stream: collectives.exchange(start, to, moved, stream, tag=tag),
-        )
-        received = own.expected or (shape[axis],)
-        parts = [(*shape[:axis], count, *shape[axis + 1 :]) for count in received]
-        return self._concatenated(flat, axis, parts, shape)
+            flat = self._result_memory((prod(shape),), dtype, source, direct_write=False)
+        self._launch(source, flat, launch, in_place=in_place)
+        if contiguous:
+            return self._finish(flat, shape, self.spec.dtype)
+        array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype)
+        view = self.library.host_view(result, writable=True) if self.on_host else result
+        at = start = 0
+        for count in counts:
+            part = (*shape[:axis], count, *shape[axis + 1 :])
+            place = (slice(None),) * axis + (slice(start, start + count),)
+            view[place] = array[at : at + prod(part)].reshape(part)
+            at, start = at + prod(part), start + count
+        return result
 
     def _width(self, axis: int) -> int:
         """The bytes of one index of the axis."""
@@ -264,7 +281,7 @@ class DeviceOperand:
         x = self._x if x is None else x
         wide = _combined_type(reduction)
         if wide.name != reduction.dtype:
-            x = self.library.host_view(x) if self.on_host and not is_numpy(x) else x
+            x = self.library.host_view(x) if self.on_host and not isinstance(x, np.ndarray) else x
             x = library_of(x).cast(x, wide)
         return self._packed(x), wide, reduction.op
 
@@ -290,13 +307,6 @@ class DeviceOperand:
         array = self.library.empty(shape, dtype, "C", self.spec.device)
         return Flat(self, array, dtype, shape)
 
-    def _concatenation(self, axis: int, shape: Shape, source: Flat) -> Flat:
-        """Memory for the parts of a result, which come one after the other; see `_concatenated`."""
-        dtype = dtype_of(self.spec.dtype)
-        if prod(shape[:axis]) == 1:
-            return self._result_memory(shape, dtype, source)
-        return self._result_memory((prod(shape),), dtype, source, direct_write=False)
-
     def _shared_result(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
         context = self.context
@@ -309,19 +319,6 @@ class DeviceOperand:
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))
         return Flat(self, array, dtype, (count,)), memory.addresses(context)
-
-    def _concatenated(self, flat: Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
-        """The result, whose parts lie one after the other."""
-        if prod(shape[:axis]) == 1:
-            return self._finish(flat, shape, self.spec.dtype)
-        array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype)
-        view = self.library.host_view(result, writable=True) if self.on_host else result
-        at = start = 0
-        for part in parts:
-            place = (slice(None),) * axis + (slice(start, start + part[axis]),)
-            view[place] = array[at : at + prod(part)].reshape(part)
-            at, start = at + prod(part), start + part[axis]
-        return result
 
     def _finish(self, flat: Flat, shape: Shape, dtype: str) -> Any:
         array = flat.array()
@@ -340,6 +337,50 @@ class DeviceOperand:
         if self.out is not None:
             return self.out.array
         return self.library.empty(shape, dtype, "C", self.spec.device)
+
+
+class Flat:
+    """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
+
+    def __init__(self, operand: DeviceOperand, memory: Any, dtype: DType, shape: Shape) -> None:
+        self._operand = operand
+        self._memory = memory
+        self._dtype = dtype
+        self._shape = shape
+        self.pointer: int = (
+            memory.block.address if isinstance(memory, Buffer) else operand.library.pointer(memory)
+        )
+
+    @property
+    def end(self) -> int:
+        """The address after the last element."""
+        return self.pointer + prod(self._shape) * self._dtype.itemsize
+
+    def array(self) -> Any:
+        """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
+        if not self._operand.on_host:
+            return self._memory
+        host = np.empty(self._shape, to_numpy(self._dtype))
+        self._operand.team.synchronize(0)
+        if host.nbytes:
+            call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
+        return host
+
+    def cast_to(self, dtype: str) -> Flat:
+        """These elements, in another type when they are read."""
+        known = dtype_of(dtype)
+        if known == self._dtype:
+            return self
+        return _Cast(self, known)
+
+
+class _Cast(Flat):
+    def __init__(self, flat: Flat, dtype: DType) -> None:
+        self._wide, self._as = flat, dtype
+
+    def array(self) -> Any:
+        array = self._wide.array()
+        return library_of(array).cast(array, self._as)
 
 
 class DeviceOutput:

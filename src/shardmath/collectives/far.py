@@ -68,72 +68,29 @@ class FarCollectives:
 
     # Ranks of several hosts meet before each call: its `tag` is not compared again.
 
-    def all_gather(
+    def move(
         self,
         source: int,
         target: int,
-        counts: Sequence[int],
+        table: Sequence[Sequence[int]],
         width: int,
         stream: int,
         *,
+        whole: bool = False,
         tag: int = 0,
     ) -> None:
         """See DeviceCollectives."""
-        sizes = [width * count for count in counts]
-        starts, own = bounds(sizes)[:-1], sizes[self.team.rank]
-        self._fetch_all(source, own, max(sizes), target, starts, [0] * len(sizes), sizes, stream)
-
-    def all_to_all(
-        self,
-        source: int,
-        target: int,
-        counts: Sequence[Sequence[int]],
-        width: int,
-        stream: int,
-        *,
-        tag: int = 0,
-    ) -> None:
-        """See DeviceCollectives."""
-        rank, sizes = self.team.rank, [[width * count for count in row] for row in counts]
-        received = [row[rank] for row in sizes]
-        offsets = [sum(row[:rank]) for row in sizes]
-        packed = [sum(row) for row in sizes]
-        starts = bounds(received)[:-1]
-        self._fetch_all(
-            source, packed[rank], max(packed), target, starts, offsets, received, stream
-        )
-
-    def broadcast(
-        self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
-    ) -> None:
-        """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
-        size, own = self.team.size, self.team.rank == root
-        sizes = [nbytes * (rank == root) for rank in range(size)]
-        zeros = [0] * size
-        self._fetch_all(source, nbytes * own, nbytes, target, zeros, zeros, sizes, stream)
-
-    def _fetch_all(
-        self,
-        source: int,
-        packed: int,
-        most: int,
-        target: int,
-        starts: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        stream: int,
-    ) -> None:
-        """Of each rank's outbox, `sizes[rank]` bytes from `offsets[rank]` to `target +
-        starts[rank]`.
-
-        This rank packs `packed` bytes at `source`; no rank more than `most`.
-        """
-        if most == 0:
+        own = self.team.rank
+        sizes = [width * row[own] for row in table]
+        starts = bounds(sizes)[:-1]
+        offsets = [0 if whole else width * sum(row[:own]) for row in table]  # in the outboxes
+        packed = [width * (max(row) if whole else sum(row)) for row in table]
+        if max(packed) == 0:
             return
-        with self._packed(source, packed, most, stream):
+        with self._packed(source, packed[own], max(packed), stream):
             for rank in self.team.ring_order:
-                here, own = target + starts[rank], source + offsets[rank]
-                self._fetch(rank, offsets[rank], here, sizes[rank], own, stream)
+                here, lies = target + starts[rank], source + offsets[rank]
+                self._fetch(rank, offsets[rank], here, sizes[rank], lies, stream)
 
     # -- combining ---------------------------------------------------------------------------------
 

@@ -13,8 +13,12 @@ from typing import Any
 from shardmath.call.agreement import Agreement, agree
 from shardmath.call.driver import Driver
 from shardmath.collectives.ahead import Ahead, KnownCall
-from shardmath.collectives.device_operand import DeviceOperand, DeviceOutput, placeholder
-from shardmath.collectives.flat import DirectLaunch
+from shardmath.collectives.device_operand import (
+    DeviceOperand,
+    DeviceOutput,
+    DirectLaunch,
+    placeholder,
+)
 from shardmath.collectives.forms import OnGPUs, OwnParts
 from shardmath.collectives.operand import Shape
 from shardmath.collectives.repeats import Repeats

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
@@ -28,6 +28,9 @@ from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections
+
+if TYPE_CHECKING:
+    from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "all_gather", "all_to_all", "broadcast"]
 
@@ -90,12 +93,17 @@ def _steps_of_broadcast(plan: _Broadcast, rank: int) -> Program:
     return _moved(transfer, rank, plan.dtype, plan.library)
 
 
+def _broadcast_on_gpus(operand: DeviceOperand, plan: _Broadcast) -> Any:
+    table = [[int(rank == plan.root)] * plan.size for rank in range(plan.size)]
+    return operand.move(table, plan.shape, None, whole=True, in_place=True)
+
+
 BROADCAST = Collective(
     "broadcast",
     lambda spec, size, root: (as_index("root", root, size),),
     _plan_broadcast,
     _steps_of_broadcast,
-    OnGPUs(Broadcast(), lambda operand, plan: operand.broadcast(plan.root, plan.shape)),
+    OnGPUs(Broadcast(), _broadcast_on_gpus),
     gives=lambda rank, root: bool(rank == root),
 )
 
@@ -147,14 +155,17 @@ def _steps_of_gather(plan: _Gather, rank: int) -> Program:
     return _moved(Sections.gathered(plan.operands, plan.axis, itemsize), rank, plan.dtype)
 
 
+def _gather_on_gpus(operand: DeviceOperand, plan: _Gather) -> Any:
+    table = [[shape[plan.axis]] * len(plan.operands) for shape in plan.operands]
+    return operand.move(table, plan.shape, plan.axis, whole=True)
+
+
 ALL_GATHER = Collective(
     "all_gather",
     lambda spec, size, axis: (as_axis(axis, spec.ndim),),
     _plan_gather,
     _steps_of_gather,
-    OnGPUs(
-        Gathered(), lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape)
-    ),
+    OnGPUs(Gathered(), _gather_on_gpus),
 )
 
 
@@ -240,17 +251,16 @@ def _steps_of_all_to_all(plan: _AllToAll, rank: int) -> Program:
     return _moved(transfer, rank, plan.dtype)
 
 
+def _exchange_on_gpus(operand: DeviceOperand, plan: _AllToAll) -> Any:
+    return operand.move(plan.sent, plan.results[operand.context.rank], plan.axis, whole=False)
+
+
 ALL_TO_ALL = Collective(
     "all_to_all",
     _arguments_of_all_to_all,
     _plan_all_to_all,
     _steps_of_all_to_all,
-    OnGPUs(
-        Scattered(),
-        lambda operand, plan: operand.all_to_all(
-            plan.axis, plan.sent, plan.operands, plan.results[operand.context.rank]
-        ),
-    ),
+    OnGPUs(Scattered(), _exchange_on_gpus),
 )
 
 

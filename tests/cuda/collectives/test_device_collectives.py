@@ -165,7 +165,8 @@ def check_repeats(context, rounds):
         function = ("one_shot", "two_shot")[count % 2]
         launch = LaunchConfig(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
-        moves.all_gather(source.address, everyone.address, [count] * context.size, 4, 0)
+        table = [[count] * context.size] * context.size
+        moves.move(source.address, everyone.address, table, 4, 0, whole=True)
     team.synchronize(0)
     for number, (source, target, everyone, wanted, gathered) in enumerate(unrounded):
         if not same(target.take(), wanted):
@@ -202,7 +203,8 @@ def check_moves(context):
             source = Memory(data[rank], shift)
             wanted = np.concatenate([data[r][: sizes[r]] for r in range(size)])
             target = Memory(np.zeros_like(wanted), shift)
-            moves.all_gather(source.address, target.address, sizes, 1, 0)
+            table = [[nbytes] * size for nbytes in sizes]
+            moves.move(source.address, target.address, table, 1, 0, whole=True)
             tell(("all_gather", unit), target, wanted)
             # all_to_all: r sends unit * (r + 1) bytes to rank p, one less for odd p
             table = [[max(0, unit * (r + 1) - p % 2) for p in range(size)] for r in range(size)]
@@ -210,12 +212,13 @@ def check_moves(context):
                 [data[r][sum(table[r][:rank]) :][: table[r][rank]] for r in range(size)]
             )
             target = Memory(np.zeros_like(wanted), shift)
-            moves.all_to_all(source.address, target.address, table, 1, 0)
+            moves.move(source.address, target.address, table, 1, 0)
             tell(("all_to_all", unit), target, wanted)
             for root in {0, size - 1}:
                 wanted = data[root][:unit]
                 target = Memory(np.zeros_like(wanted), shift)
-                moves.broadcast(source.address, target.address, unit, root, 0)
+                table = [[int(r == root)] * size for r in range(size)]
+                moves.move(source.address, target.address, table, unit, 0, whole=True)
                 tell(("broadcast", unit, root), target, wanted)
             source.take()
     context.barrier()
