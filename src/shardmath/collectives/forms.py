@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardmath.collectives.operand import OutputSpec, Shape
 
 __all__ = [
     "UNKNOWN",
-    "Alike",
     "Broadcast",
     "Form",
     "Gathered",
@@ -45,48 +44,52 @@ class OwnParts(NamedTuple):
     whole: bool
 
 
-class Form(Protocol):
-    """How the calls of one collective run ahead."""
+class Form:
+    """How the calls of one collective run ahead: a reduction's, of which all ranks share all but
+    `out`.
+    """
 
-    counted: bool  # whether a rank lists words with a call
+    counted = False  # whether a rank lists words with a call
 
     def common(self, spec: Spec) -> Spec | None:
         """The shared part of a rank's spec; None where this rank does not know it."""
-        ...
+        return (*spec[:_OUT], *spec[_OUT + 1 :])
 
     def agreed(self, spec: Spec, plan: Any) -> Spec:
         """The shared part of a call on which all ranks have agreed."""
-        ...
+        common = self.common(spec)
+        assert common is not None, "every rank has an array"
+        return common
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
         """The spec of a rank without `out`, given the words that it has listed."""
-        ...
+        return (*common[:_OUT], None, *common[_OUT:])
 
     def words(self, spec: Spec) -> Shape:
         """What a rank lists with a call: the rest of its spec."""
-        ...
+        return ()
 
     def fits(self, spec: Spec, result: OutputSpec) -> bool:
         """Whether `out` may be right; `result` is what it must be where that is known."""
-        ...
+        return spec[_OUT] in (None, result)
 
     def result(self, common: Spec) -> OutputSpec:
         """What `out` must be, where the shared part says it."""
-        ...
+        return None
 
     def alone(self, spec: Spec) -> OwnParts | None:
         """What this rank knows, if that is enough to make the call; None where it is not."""
-        ...
+        return None
 
     def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
         """Whether the next such call, with the same first argument, may have other counts along the
         first axis.
         """
-        ...
+        return False
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """The spec of the rank that has sent this row to its peers' kernels; see exchange.cu."""
-        ...
+        return self.whole(common)
 
 
 def _as_form_says(operand: Any, plan: Any) -> tuple[()]:
@@ -106,49 +109,7 @@ class OnGPUs(NamedTuple):
     result: Callable[[Any, Any], tuple[()] | tuple[str, Shape] | None] = _as_form_says
 
 
-class Alike:
-    """A reduction: all ranks' arguments are equal but for `out`."""
-
-    counted = False
-
-    def common(self, spec: Spec) -> Spec | None:
-        """See Form."""
-        return (*spec[:_OUT], *spec[_OUT + 1 :])
-
-    def agreed(self, spec: Spec, plan: Any) -> Spec:
-        """See Form."""
-        return (*spec[:_OUT], *spec[_OUT + 1 :])
-
-    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
-        """See Form."""
-        return (*common[:_OUT], None, *common[_OUT:])
-
-    def words(self, spec: Spec) -> Shape:
-        """See Form."""
-        return ()
-
-    def fits(self, spec: Spec, result: OutputSpec) -> bool:
-        """See Form."""
-        return spec[_OUT] in (None, result)
-
-    def result(self, common: Spec) -> OutputSpec:
-        """See Form."""
-        return None
-
-    def alone(self, spec: Spec) -> OwnParts | None:
-        """See Form."""
-        return None
-
-    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
-        """See Form."""
-        return False
-
-    def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
-        """See Form."""
-        return self.whole(common)
-
-
-class Broadcast(Alike):
+class Broadcast(Form):
     """A broadcast, of which a rank that has an array, or an `out`, knows all."""
 
     def common(self, spec: Spec) -> Spec | None:
@@ -167,7 +128,7 @@ class Broadcast(Alike):
         return kind, dtype, shape
 
 
-class Gathered:
+class Gathered(Form):
     """An all_gather: extents along the axis are each rank's own."""
 
     counted = True
@@ -176,12 +137,6 @@ class Gathered:
         """See Form."""
         kind, dtype, shape, _, axis = spec[:5]
         return kind, dtype, _others(shape, axis), axis
-
-    def agreed(self, spec: Spec, plan: Any) -> Spec:
-        """See Form."""
-        common = self.common(spec)
-        assert common is not None, "every rank has an array"
-        return common
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
         """See Form."""
@@ -201,20 +156,12 @@ class Gathered:
         alike = out[:2] == (kind, dtype) and len(into) == len(shape)
         return alike and _others(into, axis) == _others(shape, axis)
 
-    def result(self, common: Spec) -> OutputSpec:
-        """See Form."""
-        return None
-
     def alone(self, spec: Spec) -> OwnParts | None:
         """See Form."""
         _, _, shape, out, axis = spec
         if out is None or prod(shape[:axis]) != 1:
             return None
         return OwnParts(axis, (shape[axis],), None, out[2], True)
-
-    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
-        """See Form."""
-        return False
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """See Form."""

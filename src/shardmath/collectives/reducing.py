@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
 from shardmath.collectives.dispatch import Collective, perform
-from shardmath.collectives.forms import Alike, OnGPUs
+from shardmath.collectives.forms import Form, OnGPUs
 from shardmath.collectives.operand import (
     Shape,
     as_axis,
@@ -93,7 +93,7 @@ ALL_REDUCE = Collective(
     _plan_all_reduce,
     _steps_of_all_reduce,
     OnGPUs(
-        Alike(),
+        Form(),
         lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
         _result_of_all_reduce,
     ),
@@ -178,7 +178,7 @@ REDUCE_SCATTER = Collective(
     _plan_reduce_scatter,
     _steps_of_reduce_scatter,
     OnGPUs(
-        Alike(),
+        Form(),
         lambda operand, plan: operand.reduce_scatter(
             plan.reduction, plan.axis, plan.counts, plan.results[operand.context.rank]
         ),
