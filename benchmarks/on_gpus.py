@@ -19,7 +19,7 @@ from typing import Any
 
 import record
 
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context import startup
 from shardmath.launch.function import spawn
 from shardmath.symmetric.heap import Location

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.cells import DeviceCollectives
 from shardmath.collectives.forms import Form, Spec
 from shardmath.collectives.operand import OutputSpec, Shape
 from shardmath.context.agreement import refused_by

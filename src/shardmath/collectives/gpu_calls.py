@@ -13,13 +13,13 @@ from typing import Any
 from shardmath.call.agreement import Agreement, agree
 from shardmath.call.driver import Driver
 from shardmath.collectives.ahead import Ahead, KnownCall
-from shardmath.collectives.device_operand import (
+from shardmath.collectives.forms import OnGPUs, OwnParts
+from shardmath.collectives.gpu_operand import (
     DeviceOperand,
     DeviceOutput,
     DirectLaunch,
     placeholder,
 )
-from shardmath.collectives.forms import OnGPUs, OwnParts
 from shardmath.collectives.operand import Shape
 from shardmath.collectives.repeats import Repeats
 from shardmath.context.context import Context
@@ -63,8 +63,10 @@ class Launches:
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
         """See Performer."""
-        problem, ahead = plan.problem, Ahead.of(self._context)
-        tag = ahead.tag(self._operation, self.collective.form.agreed(turn.spec.spec, problem))
+        problem, tag = plan.problem, plan.kept.get("tag")
+        if tag is None:
+            common = self.collective.form.agreed(turn.spec.spec, problem)
+            tag = plan.kept["tag"] = Ahead.of(self._context).tag(self._operation, common)
         with self._context.executing(self._operation):
             return (self.collective.launch(self.operand(turn, problem, tag), problem),)
 

@@ -30,7 +30,7 @@ from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections
 
 if TYPE_CHECKING:
-    from shardmath.collectives.device_operand import DeviceOperand
+    from shardmath.collectives.gpu_operand import DeviceOperand
 
 __all__ = ["ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "all_gather", "all_to_all", "broadcast"]
 

@@ -29,7 +29,7 @@ from shardmath.local.reduction import Reduction
 from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program
 
 if TYPE_CHECKING:
-    from shardmath.collectives.device_operand import DeviceOperand
+    from shardmath.collectives.gpu_operand import DeviceOperand
 
 __all__ = ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shardmath.arrays import Library, libraries
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch

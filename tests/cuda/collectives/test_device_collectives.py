@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import DeviceCollectives, LaunchConfig, choose_all_reduce
+from shardmath.collectives.cells import DeviceCollectives, LaunchConfig, choose_all_reduce
 from shardmath.collectives.slices import chunked
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from shardmath.collectives import device
-from shardmath.collectives.device import DeviceCollectives, Parts
+from shardmath.collectives import cells
+from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 
@@ -73,9 +73,9 @@ def kernel(request, tmp_path_factory):
         assert count == 1, name
     source, made = folder / "exchange.cc", folder / "exchange.so"
     source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
-    with patch.multiple(device, **SMALLER):
-        mail = device._mail_bytes(size)
-        defines = [f"-DMAIL_BYTES={mail}", f"-DPOST_BYTES={device._post_bytes(size, mail)}"]
+    with patch.multiple(cells, **SMALLER):
+        mail = cells._mail_bytes(size)
+        defines = [f"-DMAIL_BYTES={mail}", f"-DPOST_BYTES={cells._post_bytes(size, mail)}"]
     command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
     defines += [f"-DSHARDMATH_RANKS={size}"]
     subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
@@ -98,7 +98,7 @@ class Rank(DeviceCollectives):
         self.pad = aligned(64)
         self.report = np.zeros(2 + 3 * size, np.uint64)
         self.memory = aligned(
-            device._words_end(size) + device._post_bytes(size, device._mail_bytes(size)), 0xFF
+            cells._words_end(size) + cells._post_bytes(size, cells._mail_bytes(size)), 0xFF
         )
         ranks[rank] = self
         self.team = SimpleNamespace(rank=rank, size=size, require_usable=lambda: None)
@@ -142,7 +142,7 @@ class Exchanges:
 
     def __init__(self, kernel):
         self.size, library = kernel
-        self.patches = patch.multiple(device, **SMALLER)
+        self.patches = patch.multiple(cells, **SMALLER)
         with self.patches:
             self.ranks = [None] * self.size
             for rank in range(self.size):
@@ -234,7 +234,7 @@ def test_nothing_is_written_where_one_has_other_room(kernel, count):
     assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
     for rank in exchanges.ranks:
         assert rank.noted[rank.team.rank] == structs.MISFIT
-        with patch.object(device, "call", lambda _, to, place, n: ctypes.memmove(to, place, n)):
+        with patch.object(cells, "call", lambda _, to, place, n: ctypes.memmove(to, place, n)):
             rank.team.device = SimpleNamespace(activate=lambda: None)
             rows = rank.rows(int(rank.report[1 + 3 * rank.team.rank + 2]))
         assert [row[:size] for row in rows] == [(count,) * size] * size

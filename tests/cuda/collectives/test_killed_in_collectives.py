@@ -34,7 +34,7 @@ def usable(context):
 def reducing(count):
     def body(group):
         from shardmath.arrays import dtypes
-        from shardmath.collectives.device import DeviceCollectives
+        from shardmath.collectives.cells import DeviceCollectives
         from shardmath.cuda.driver import call
 
         context = startup.initialize(group.rank, group)

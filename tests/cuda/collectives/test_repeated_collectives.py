@@ -138,7 +138,7 @@ def check_pushed(context):
     make, host = maker(context, "torch")
     rank, size = context.rank, context.size
     count, wrong = 5000 * size, []
-    with patch("shardmath.collectives.device._PUSHED_SLICE_BYTES", 4096):
+    with patch("shardmath.collectives.cells._PUSHED_SLICE_BYTES", 4096):
         for turn in range(2):
             for given_by in ((), (size - 1,), range(size)):
                 values = [given(r, turn, count) for r in range(size)]
@@ -159,7 +159,7 @@ def check_moved(context):
     make, host = maker(context, "torch")
     rank, size = context.rank, context.size
     wrong = []
-    with patch("shardmath.collectives.device._MAIL_BYTES", 8192), context.split(0):
+    with patch("shardmath.collectives.cells._MAIL_BYTES", 8192), context.split(0):
         for turn, unit in enumerate((16, 7, 1, 48)):
             for given_by in ((), (size - 1,), range(size)):
                 ranks = range(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmath.collectives.device import _post_bytes
+from shardmath.collectives.cells import _post_bytes
 from shardmath.cuda import compile as compiling
 
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")

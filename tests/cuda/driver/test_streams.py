@@ -6,7 +6,7 @@ import pytest
 
 from shardmath.arrays import dtypes
 from shardmath.collectives import all_reduce
-from shardmath.collectives.device import DeviceCollectives, LaunchConfig
+from shardmath.collectives.cells import DeviceCollectives, LaunchConfig
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
 from shardmath.handles.allocation import allocate_symmetric_memory

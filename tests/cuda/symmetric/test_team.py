@@ -208,13 +208,13 @@ def test_a_device_that_is_not_there(gpus):
 
 
 def test_constants_are_the_kernels():
-    from shardmath.collectives import device
+    from shardmath.collectives import cells
     from shardmath.cuda.compile import KERNELS
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))
     for name, value in (
-        ("kThreads", device._MAX_THREADS),
-        ("kPhases", f"kRanks == 2 ? {device._phases(2)} : {device._phases(3)}"),
-        ("kSets", device._SETS),
+        ("kThreads", cells._MAX_THREADS),
+        ("kPhases", f"kRanks == 2 ? {cells._phases(2)} : {cells._phases(3)}"),
+        ("kSets", cells._SETS),
     ):
         assert f"constexpr int {name} = {value};" in text

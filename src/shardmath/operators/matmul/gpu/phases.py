@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.geometry import Move

@@ -23,9 +23,9 @@ import numpy as np
 
 from shardmath.arrays.dtypes import DType
 from shardmath.base.lru_cache import LRUCache
-from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.forms import UNKNOWN
 from shardmath.collectives.operand import bounds
+from shardmath.collectives.outboxes import FarCollectives
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, ReadyLaunch

@@ -18,7 +18,7 @@ from shardmath.arrays import DType, array_of, library_and_spec, library_named, l
 from shardmath.arrays.dtypes import HALVES, to_numpy
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.device import DeviceCollectives, Parts
+from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.collectives.forms import OwnParts
 from shardmath.collectives.operand import (
     ON_GPUS,
