@@ -16,36 +16,38 @@ from ranks import Pool, with_context
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
 # left for the end is short.
 LONG = [
-    "matmul/test_float8_products",
-    "launchers/test_threads_counted",
-    "matmul/test_matmul_behaviour",
-    "program/test_gpu_transforms",
+    "program/test_gpu_products",
     "reliability/test_interrupts",
-    "matmul/test_scaled_products",
     "docs/test_pages",
-    "launchers/test_one_program",
-    "matmul/test_matmul_any",
+    "matmul/test_float8_products",
+    "program/test_gpu_transforms",
+    "reliability/test_compiled_callers",
     "launchers/test_bodies_everywhere",
-    "fft/test_fft_any",
-    "collectives/test_reducing",
+    "launchers/test_threads_counted",
+    "launchers/test_one_program",
     "hosts/test_far_memory",
+    "matmul/test_matmul_behaviour",
+    "collectives/test_reducing",
+    "fft/test_fft_any",
+    "matmul/test_matmul_any",
     "hosts/test_far_bodies",
+    "launch/test_run",
     "autograd/test_gradients",
     "test_layers",
-    "redistribution/test_redistribute_any",
-    "matmul/test_matmul_epilogs",
+    "collectives/test_moving",
     "reliability/test_mismatches",
     "group/test_slow_starts",
-    "reliability/test_compiled_callers",
-    "launch/test_run",
+    "redistribution/test_redistribute_any",
+    "reliability/test_words",
+    "matmul/test_matmul_epilogs",
+    "group/test_launchers",
+    "reliability/test_limits",
     "local/test_epilog",
     "program/test_products",
-    "collectives/test_moving",
-    "program/test_pretended_gpus",
-    "matmul/test_matmul_bad_input",
-    "reliability/test_words",
     "matmul/test_matmul_strategies",
-    "group/test_launchers",
+    "matmul/test_matmul_bad_input",
+    "reliability/test_given_up",
+    "program/test_calls_that_come_again",
 ]
 
 
@@ -54,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         folder = Path(__file__).parent
         places = {folder / f"{name}.py": place for place, name in enumerate(LONG)}
+        assert all(path.exists() for path in places), "LONG names files that are not here"
 
         def place(item: pytest.Item) -> int:
             on_gpus = item.path.is_relative_to(folder / "cuda")  # all that one of them does
