@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from built import module_from_c
 from shardmath.arrays import (
     dtypes,
     libraries,
@@ -121,6 +122,21 @@ def test_arrays_on_memory_are_made_of_its_owner_which_they_keep(
             assert memory.any() == bool(spec.size)
             del part
             assert watch() is None
+
+
+def test_a_capsule_of_which_nobody_makes_an_array_lets_the_owner_go(tmp_path):
+    built = module_from_c(dtypes, "dlpack.c", "_dlpack", tmp_path)
+    memory = np.zeros(9, "f4")
+    owner = type("Owner", (), {})()
+    watch = weakref.ref(owner)
+    for wrong in (("f", 32, -1, (9,), (1,)), (2, 32, -1, (9,), ()), (2, 32, -1, (9,), ("1",))):
+        with pytest.raises(TypeError):
+            built.capsule(*wrong, owner, memory.ctypes.data)
+    capsule = built.capsule(2, 32, -1, (9,), (1,), owner, memory.ctypes.data)
+    del owner
+    assert watch() is not None
+    del capsule
+    assert watch() is None
 
 
 def test_zero_strides_pass_for_reading_only():
