@@ -26,7 +26,7 @@ __all__ = ["GPUArrays", "order_like", "read_arrays"]
 
 @dataclass(frozen=True)
 class GPUArrays:
-    """What was found out about the user's arrays by name, `spec` being the first operand's:
+    """The user's arrays by name, `spec` being the first operand's:
     `operands`, and as `targets` the results that were given.
 
     `places` are those of targets that are not to be found anew in each call.

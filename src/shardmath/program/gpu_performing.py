@@ -64,10 +64,10 @@ _LENGTH = struct.Struct("<H")
 
 
 class Facts(NamedTuple):
-    """What a rank says of its arrays in one execution: whether peers reach operand and result, and
-    whether the result is packed, from an address on that is aligned, and in which order: the first
-    letter of C, F or both. The number of the lane that its stream has, and the `form` of its arrays
-    as the operation's performer describes it.
+    """A rank's description of its arrays in one execution: whether peers reach operand and result,
+    and whether the result is packed, from an address on that is aligned, and in which order: the
+    first letter of C, F or both. `lane` is the number of its stream's lane, `form` what else the
+    operation's performer says of the arrays.
     """
 
     operand: bool
@@ -121,8 +121,8 @@ class Ready:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What executions with arrays in the same places tell and launch, as long as the lane's buffers
-    are this `memory`. `ready` is None where that needs memory which is not there.
+    """The note and the launches of executions with arrays in the same places, as long as the lane's
+    buffers are this `memory`. `ready` is None where that needs memory which is not there.
     """
 
     lane: Lane
@@ -165,7 +165,7 @@ class GPUPerformer(ABC):
         """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
 
     def _program(self, execution: Execution, decision: int) -> GPUProgram:
-        """What this rank does where its arrays lie so, kept in `_programs`. It holds no array."""
+        """This rank's program where its arrays lie so, kept in `_programs`. It holds no array."""
         raise NotImplementedError("where `_ready` is not this class's")
 
     @abstractmethod
@@ -207,7 +207,7 @@ class GPUPerformer(ABC):
         return array.told
 
     def _facts(self, execution: Execution) -> Facts:
-        """What this rank says of its arrays."""
+        """This rank's description of its arrays."""
         array = execution.result.array
         packed = array.address % 16 == 0 and array.order != "strided"
         return Facts(_is_reached(execution.operand), _is_reached(array), packed, array.order[0])
@@ -326,18 +326,19 @@ class GPUPerformer(ABC):
         if known.prepared is None:
             known.prepared = LRUCache(_PLACES)
         key = plan, stream, tuple([result.place for result in execution.results.values()])
-        found: _Prepared | None = known.prepared.find(key)
+        prepared: _Prepared | None = known.prepared.find(key)
         if (
-            found is None
-            or found.ready is None
-            or decision not in (0, found.decision)
-            or found.lane is not execution.lane
-            or not found.lane.holds(found.memory)
+            prepared is None
+            or prepared.ready is None
+            or decision not in (0, prepared.decision)
+            or prepared.lane is not execution.lane
+            or not prepared.lane.holds(prepared.memory)
         ):
-            found = self._prepared(execution, decision, allocate=allocate)
-            if known.lasting and self.replays and (found.ready is None or found.ready.lasting):
-                known.prepared.keep(key, found)
-        turn.prepared, turn.note = found, pack_numbers(known.numbers) + found.note
+            prepared = self._prepared(execution, decision, allocate=allocate)
+            lasting = prepared.ready is None or prepared.ready.lasting
+            if lasting and known.lasting and self.replays:
+                known.prepared.keep(key, prepared)
+        turn.prepared, turn.note = prepared, pack_numbers(known.numbers) + prepared.note
 
     def _prepared(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
         plan, lane, facts = execution.plan, execution.lane, self._facts(execution)
@@ -383,17 +384,17 @@ class GPUPerformer(ABC):
         """New results. The first is written to memory of the lane, and copied, where that is
         better; to an array that has been made for it, if there is one. Others begin as zeros.
         """
-        found: dict[str, Result] = {}
+        results: dict[str, Result] = {}
         for name, template in templates.items():
             if name == self._names.results[0]:
                 block = None if streams.capturing(stream) else lane.room(template.carried)
-                found[name] = template.through(block, made.get(name))
+                results[name] = template.through(block, made.get(name))
                 continue
-            result = found[name] = template.make()
+            result = results[name] = template.make()
             if result.array.nbytes:
                 lane.team.device.activate()  # a thread's first call may be one that comes again
                 call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
-        return found
+        return results
 
     def _new_like(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
         """How the new results of a call like this look, by name."""
@@ -513,14 +514,14 @@ class GPUPerformer(ABC):
                 raise
 
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
-        """What launches it, as one graph when it comes again."""
+        """The launches of an execution, as one graph when it comes again."""
         run = turn.prepared.ready.bind([_unpack(note[self._start :])[2] for note in notes])
         return Launching(GraphCache(turn.held.lane), run, replays=self.replays)
 
 
 @dataclass(frozen=True, eq=False)
 class Launching:
-    """What puts one execution on a stream, from the second time on as a graph where it `replays`.
+    """One execution, put on a stream, from the second time on as a graph where it `replays`.
 
     Returns whether the user captures it.
     """
@@ -561,7 +562,7 @@ def _is_reached(array: Operand) -> bool:
 
 
 def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> bytes:
-    """What a rank tells of an execution."""
+    """A rank's note of an execution."""
     *reached, order, lane, form = facts
     head = _HEAD.pack(*reached, order.encode(), lane, decision, len(form))
     return tag + head + form + b"".join(_LENGTH.pack(len(place)) + place for place in places)

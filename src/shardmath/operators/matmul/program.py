@@ -124,8 +124,8 @@ class _Product:
         names = zip("ab", SCALES, problem.transpose, strict=False)
         equal = ["alpha", "beta"]
         if scaling is not None:
-            whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
-            equal += [name for name, is_number in zip(SCALES, whole, strict=True) if is_number]
+            pairs = zip(SCALES, scaling.whole, strict=True)
+            equal += [name for name, is_number in pairs if is_number]
         return Program(
             tuple(self.steps),
             results={"d": d, **self.results},

@@ -66,6 +66,11 @@ class Scaling:
     d: bool
     amax: bool
 
+    @property
+    def whole(self) -> tuple[bool, bool, bool, bool]:
+        """Whether one scale is for all of a, of b, of c and of d; not if c or d has none."""
+        return self.a == TENSOR, self.b == TENSOR, self.c, self.d
+
     def __str__(self) -> str:
         extra = ["c a number"] * self.c + ["d a number"] * self.d
         names = [f"a by {_SAID[self.a]}", f"b by {_SAID[self.b].replace('row', 'column')}", *extra]

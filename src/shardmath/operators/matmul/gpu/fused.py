@@ -83,7 +83,7 @@ class FusedProduct:
         return b"" if any(x % 8 for x in pieces) else out.told
 
     def bind(self, context: Context, told: Sequence[Told]) -> Launch:
-        """What puts it on a stream. Collective."""
+        """The launch of the kernel, for what all ranks have told. Collective."""
         places = _addresses(context, [each.places[0] for each in told])
         key = (self._pattern.kind, *(each.facts.form for each in told), bool(places))
         cache = self._rank_plan.cache
@@ -160,7 +160,7 @@ _NOTES = {
 
 
 def notes(rank_plan: RankPlan) -> list[str]:
-    """What `explain` adds about how the steps are done on GPUs."""
+    """The lines that `explain` adds about how the steps are done on GPUs."""
     if rank_plan.multi_host:
         return [
             f"in phases, on {len(set(rank_plan.hosts))} hosts: what peers take is packed by each "

@@ -26,7 +26,6 @@ from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales,
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.program import SCALES
-from shardmath.operators.matmul.scaling import TENSOR
 from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer, Ready, Told
 from shardmath.program.gpu_steps import Launch
 from shardmath.program.numbers import Numbers, real
@@ -148,10 +147,9 @@ def _scales(
     scaling = problem.scaling
     if scaling is None:
         return None
-    whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
     scales: list[Operand | None] = []
     values = []
-    for index, (name, is_whole) in enumerate(zip(SCALES, whole, strict=True)):
+    for index, (name, is_whole) in enumerate(zip(SCALES, scaling.whole, strict=True)):
         known = numbers[name] is not None and is_whole
         values.append(real(numbers, name) if known else 1.0)
         array = None if known else arrays.get(name)
@@ -165,12 +163,12 @@ def _scales(
 
 
 def rank_plan_of(context: Context, plan: Plan) -> RankPlan:
-    """What this rank does for a plan; it is kept with the plan."""
+    """The part of this rank in a plan, which keeps it."""
     if "rank plan" not in plan.kept:
         strategy, _ = choose_strategy(plan.problem, Machine("cuda", context.hosts))
         plan.kept["rank plan"] = RankPlan(strategy, context.rank, context.hosts)
-    found: RankPlan = plan.kept["rank plan"]
-    return found
+    rank_plan: RankPlan = plan.kept["rank plan"]
+    return rank_plan
 
 
 # -- tuning ----------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ def tuned(
 
 
 def tuning_notes(timings: Timings, chosen: Mapping[bytes, int]) -> list[str]:
-    """What `explain` says of this rank's products, a line each."""
+    """The lines that `explain` prints of this rank's products."""
     lines = []
     for signature, seconds in timings.items():
         number = chosen[signature]

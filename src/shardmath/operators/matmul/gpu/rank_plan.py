@@ -1,6 +1,7 @@
-"""What one rank does for a strategy on its GPU, and the arrays of one execution.
+"""The part of a strategy that one rank performs on its GPU, and the arrays of one execution.
 
-A share is derived from the strategy alone, kept with the plan, and the same for every execution.
+A rank plan is derived from the strategy alone, kept with the plan, and the same for every
+execution.
 """
 
 from __future__ import annotations
@@ -110,13 +111,13 @@ class Operands:
     @property
     def arrays(self) -> dict[str, Operand]:
         """All of them by the names that programs have for them."""
-        found = {"a": self.a, "b": self.b, "d": self.out, **self.inputs, **self.outputs}
+        named = {"a": self.a, "b": self.b, "d": self.out, **self.inputs, **self.outputs}
         if self.c is not None:
-            found["c"] = self.c
+            named["c"] = self.c
         if self.scales is not None:
             arrays = zip(SCALES, self.scales.arrays, strict=True)
-            found |= {name: array for name, array in arrays if array is not None}
-        return found
+            named |= {name: array for name, array in arrays if array is not None}
+        return named
 
     @property
     def values(self) -> dict[str, complex]:
@@ -173,7 +174,7 @@ class Routes:
         self._transfers: dict[tuple[str, int], TransferPlan] = {}
 
     def outbox(self, name: str, src: int, itemsize: int) -> Outbox:
-        """What `src` packs of its matrix, whose elements have so many bytes."""
+        """The parcels that `src` packs of its matrix, whose elements have so many bytes."""
         key = (name, src, itemsize)
         if key not in self._outboxes:
             axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
@@ -184,7 +185,7 @@ class Routes:
         return self._outboxes[key]
 
     def parcel(self, name: str, src: int, itemsize: int) -> Parcel:
-        """What this rank takes of it."""
+        """The parcel that this rank takes of it."""
         key = (name, src, itemsize)
         if key not in self._parcels:
             axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
@@ -194,10 +195,10 @@ class Routes:
                 self._parcels[key] = self.outbox(name, src, itemsize).parcels[self._rank]
         return self._parcels[key]
 
-    def boxed(self, name: str, found: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
+    def boxed(self, name: str, moves: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
         """Moves into this rank, those of peers out of what they have packed."""
         made: list[Move] = []
-        for move in found:
+        for move in moves:
             if move.src == self._rank:
                 made.append(move)
             else:
@@ -205,7 +206,7 @@ class Routes:
         return tuple(made)
 
     def fetches(self, name: str, boxed: Sequence[Move], itemsize: int) -> tuple[Fetch, ...]:
-        """What moves read of outboxes on other hosts."""
+        """The parts of outboxes on other hosts that moves read."""
         return fetches(
             boxed,
             lambda src: self.parcel(name, src, itemsize),
@@ -213,7 +214,7 @@ class Routes:
         )
 
     def _transfer(self, name: str, itemsize: int) -> TransferPlan | None:
-        """What moves of the matrices of that name; None where they are added up."""
+        """The transfer of the matrices of that name; None where they are added up."""
         key = (name, itemsize)
         if isinstance(self._passed.get(name), Combine):
             return None
@@ -246,7 +247,7 @@ class Routes:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
+    """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
     several hosts.
@@ -263,12 +264,12 @@ class RankPlan:
 
     @property
     def machine(self) -> Machine:
-        """What the ranks compute on."""
+        """The processors and hosts of the ranks."""
         return Machine("cuda", self.hosts)
 
     @cached_property
     def routes(self) -> Routes:
-        """What is in the ranks' outboxes."""
+        """The contents of the ranks' outboxes."""
         return Routes(self.strategy, self.rank, self.hosts)
 
     @cached_property
@@ -283,7 +284,7 @@ class RankPlan:
 
     @cached_property
     def passed(self) -> dict[str, steps.Move | Combine]:
-        """What passes from rank to rank, by the matrix that is read."""
+        """The steps that pass data from rank to rank, by the matrix that is read."""
         return passed(self.strategy)
 
     @cached_property
@@ -293,7 +294,7 @@ class RankPlan:
 
     @cached_property
     def last_moves(self) -> tuple[Move, ...]:
-        """What brings the complete sums to where the caller wants them."""
+        """The moves that bring the complete sums to where the caller wants them."""
         name = "reduced" if self.strategy.reduces else "sums"
         step = self.passed[name]
         assert not isinstance(step, Combine), name
@@ -301,13 +302,13 @@ class RankPlan:
 
     @cached_property
     def vectors(self) -> tuple[tuple[Move, ...], ...]:
-        """What brings the sums of a bias's gradient: of each rank, or of this one of replicas."""
+        """The moves of the sums of a bias's gradient: of each rank, or of this one of replicas."""
         return self._added("vector")
 
     @cached_property
     def all_c(self) -> tuple[Move, ...]:
-        """What brings every rank's C, where all have one."""
-        return tuple(move for found in self._added("c") for move in found)
+        """The moves that bring every rank's C, where all have one."""
+        return tuple(move for moves in self._added("c") for move in moves)
 
     def _added(self, name: str) -> tuple[tuple[Move, ...], ...]:
         """By source: what this rank adds of the matrices of that name."""
@@ -318,13 +319,13 @@ class RankPlan:
             for src in step.sources(self.rank)
         )
 
-    def _published_moves(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
+    def _published_moves(self, name: str, moves: tuple[Move, ...]) -> tuple[Move, ...]:
         """Moves of ranks' matrices of that name, as they are shown."""
         if not self.multi_host:
-            return found
+            return moves
         dtype = dtypes.of(self.strategy.problem.dtype)
         wide = dtypes.accumulator(dtype)
-        return self.routes.boxed(name, found, (dtype if name in ("a", "b") else wide).itemsize)
+        return self.routes.boxed(name, moves, (dtype if name in ("a", "b") else wide).itemsize)
 
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
@@ -377,14 +378,14 @@ class RankPlan:
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
 
     def scales_into(self, index: int) -> tuple[Move, ...]:
-        """What brings the scales of an operand that do not stay where they are."""
+        """The moves of the scales of an operand that do not stay where they are."""
         found = self.scale_moves[index]
         assert found is not None, "there are some"
         return self._published_moves(f"scales {'ab'[index]}", found.transfer.into(self.rank))
 
     @cached_property
     def amax_moves(self) -> tuple[Move, ...]:
-        """What brings the greatest value of every rank's part of D."""
+        """The moves of the greatest value of every rank's part of D."""
         return self._published_moves("amax", amax_transfer(len(self.hosts)).into(self.rank))
 
     @cached_property
@@ -399,7 +400,7 @@ class RankPlan:
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """What executions of this share keep for the next: geometry that is on the device."""
+        """Geometry that is on the device, which executions keep for the next."""
         return {}
 
     @cached_property
@@ -414,7 +415,7 @@ class RankPlan:
 
     @cached_property
     def pattern(self) -> Pattern | None:
-        """What the strategy is, if one kernel can do all of it."""
+        """The pattern of the strategy, if one kernel can do all of it."""
         return None if self.multi_host else pattern_of(self.strategy)
 
     @cached_property
