@@ -24,7 +24,7 @@ from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.fused_epilog import fused_epilog, split
 from shardmath.local.gpu.gemm import fits, takes_result
 from shardmath.local.gpu.scaled import GRAIN
-from shardmath.operators.matmul.gpu.panel_operand import TILINGS
+from shardmath.operators.matmul.gpu.panel_schedule import TILINGS
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.program_builder import READ, REUSE, ProgramBuilder
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan

@@ -15,28 +15,33 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from shardmath.arrays import dtypes
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.machine import H200
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
-from shardmath.operators.matmul.gpu.k_order import KOrder
-from shardmath.operators.matmul.gpu.panel_operand import SUMS_BYTES, TILINGS, PanelOperand
+from shardmath.operators.matmul.gpu.k_order import KOrder, OperandSteps
 from shardmath.operators.matmul.gpu.panel_schedule import (
     MOST_REGIONS,
+    SUMS_BYTES,
+    TILE_ROWS,
+    TILINGS,
     Fetch,
     PanelSchedule,
     Tiles,
+    Tiling,
     make_schedule,
 )
 from shardmath.operators.matmul.gpu.rank_plan import AddressTable, Operands, RankPlan, matrix_of
@@ -331,6 +336,132 @@ class _Plan:
     steps: int
     local_steps: tuple[int, int]
     step_table: Constant
+
+
+@dataclass(frozen=True, eq=False)
+class PanelOperand:
+    """Operand `index` (0: op(A), 1: op(B)) of this rank: `own` is its local array, `moves` bring
+    what it needs, `place` is where that begins in `own` if nothing needs to move. All are oriented
+    as the kernel takes them, on the right if `is_right`. `cache` lives as long as the plan.
+    """
+
+    index: int
+    is_right: bool
+    own: Matrix
+    moves: tuple[Move, ...]
+    place: tuple[int, int] | None
+    shape: tuple[int, int]
+    rank: int
+    tiling: Tiling
+    cache: dict[Any, Any] = field(repr=False)
+
+    @property
+    def k_axis(self) -> int:
+        """Which of its axes is k."""
+        return 0 if self.is_right else 1
+
+    @property
+    def along_k(self) -> bool:
+        """Whether neighbours in memory are neighbours along k."""
+        return self.own.by_columns == (self.k_axis == 0)
+
+    @property
+    def extent(self) -> int:
+        """Rows on the left, columns on the right."""
+        return self.shape[1 - self.k_axis]
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes from peers."""
+        if self.place is not None:
+            return 0
+        return self.own.itemsize * sum(m.elements for m in self.moves if m.src != self.rank)
+
+    def ring_key(self, move: Move) -> tuple[bool, int]:
+        """Sorts moves by ring distance: no two ranks begin with the same source."""
+        return move.src < self.rank, move.src
+
+    @property
+    def k_steps(self) -> OperandSteps:
+        """Whom each step along k comes from, and where it lies."""
+        loadable = self.place is not None or _is_loadable(self.own)
+        key = ("k steps", self.index, self.is_right, loadable)
+        if key not in self.cache:
+            self.cache[key] = self._find_k_steps(loadable)
+        k_steps: OperandSteps = self.cache[key]
+        return k_steps
+
+    def _find_k_steps(self, loadable: bool) -> OperandSteps:
+        axis, step = self.k_axis, self.tiling.depth
+        extent = self.shape[axis]
+        if self.place is not None:
+            return OperandSteps.local(axis, extent, step)
+        return OperandSteps.of(
+            self.moves, self.rank, axis=axis, extent=extent, step=step, loadable=loadable
+        )
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether what has to be read in place can be."""
+        return self.place is None or _is_loadable(self.own_matrix())
+
+    def panel(self, address: int) -> Matrix:
+        """Memory for what is not read in place, in the order of the operand, lines aligned."""
+        shape = [self.extent, self.extent]
+        shape[self.k_axis] = self.k_steps.width
+        unit = ALIGNMENT // self.own.itemsize
+        pitch = -(-shape[0 if self.own.by_columns else 1] // unit) * unit
+        strides = (1, pitch) if self.own.by_columns else (pitch, 1)
+        return Matrix(address, shape[0], shape[1], *strides, self.own.dtype)
+
+    def panel_bytes(self) -> int:
+        """Of that memory."""
+        panel = self.panel(0)
+        lines = panel.columns if self.own.by_columns else panel.rows
+        return panel.itemsize * lines * max(panel.row_stride, panel.column_stride)
+
+    def panel_slice(self, panel: Matrix, lo: int, hi: int) -> Matrix:
+        """Rows of a left panel, or columns of a right one, from `lo` to before `hi`."""
+        whole = 0, self.k_steps.width
+        return panel.part(whole, (lo, hi)) if self.is_right else panel.part((lo, hi), whole)
+
+    def own_matrix(self) -> Matrix:
+        """The part of the own array that is read in place; empty if none is."""
+        if self.place is not None:
+            (row, column), (rows, columns) = self.place, self.shape
+            return self.own.part((row, row + rows), (column, column + columns))
+        if not self.k_steps.reads_own:
+            return self.own.part((0, 0), (0, 0))
+        run = next(m for m in self.moves if m.src == self.rank).runs[1 - self.k_axis]
+        ranges = [(run.src_start, run.src_start + run.length)] * 2
+        ranges[self.k_axis] = 0, self.k_steps.source_ends[self.rank]
+        return self.own.part(ranges[0], ranges[1])
+
+    def encode_map(self, matrix: Matrix) -> bytes:
+        """The struct `TensorMap` of the panel or of `own_matrix`, in the kernel's boxes."""
+        if not matrix.size:
+            return bytes(NBYTES)
+        tiling = self.tiling
+        pitch = max(abs(matrix.row_stride), abs(matrix.column_stride))
+        extents = matrix.rows, matrix.columns
+        width, height = extents if self.own.by_columns else extents[::-1]
+        if self.along_k:
+            box = tiling.width // tiling.cluster if self.is_right else TILE_ROWS
+        else:
+            shared = self.is_right and tiling.splits_k
+            box = tiling.depth // tiling.cluster if shared else tiling.depth
+        return tensor_map(matrix.address, matrix.dtype, width, height, pitch, box)
+
+
+def _is_loadable(x: Matrix) -> bool:
+    """Whether TMA can load boxes of it in place."""
+    itemsize = dtypes.of(x.dtype).itemsize
+    if (x.row_stride if x.by_columns else x.column_stride) != 1:
+        return False
+    pitch = x.column_stride if x.by_columns else x.row_stride
+    width = x.rows if x.by_columns else x.columns
+    aligned = x.address % ALIGNMENT == 0 and itemsize * pitch % ALIGNMENT == 0
+    return pitch >= width and aligned
 
 
 def _lowered(

@@ -20,13 +20,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod, sqrt
 
+from shardmath.arrays.dtypes import HALVES
+from shardmath.cuda.tensormap import BOX_BYTES
+
 __all__ = [
     "MOST_REGIONS",
+    "SUMS_BYTES",
     "TILE_ROWS",
+    "TILINGS",
     "Fetch",
     "PanelSchedule",
     "Region",
     "Tiles",
+    "Tiling",
     "make_schedule",
 ]
 
@@ -36,6 +42,35 @@ _GROWTH = 1.3  # from part to part: the first ones are waited for, later ones ar
 _K_PIECES = 2  # pieces of k of each part after the first
 
 MOST_REGIONS = (1 + _MOST_PARTS) ** 2
+SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panel_gemm.cuh)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How `kernel` cuts its work: tiles of TILE_ROWS x `width`, steps of `depth` indices of k,
+    pipelined through `stages` of shared memory, by clusters of `cluster` blocks. Each block of a
+    cluster loads a part of B's columns for all of them; with `splits_k`, a part of k where B's
+    columns are contiguous. Reducing a tile's partial sums (stream-K's fixup) costs as much as
+    `fixup_steps` steps.
+    """
+
+    kernel: str
+    width: int
+    depth: int
+    cluster: int
+    stages: int
+    splits_k: bool
+    fixup_steps: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: a step's row of an operand is one of a box."""
+        return 1024 + self.stages * (TILE_ROWS + self.width) * BOX_BYTES
+
+
+_HALF = Tiling("panel_gemm", 256, 64, 2, stages=4, splits_k=True, fixup_steps=40)
+_DOUBLE = Tiling("panel_gemm_f64", 128, 16, 2, stages=6, splits_k=False, fixup_steps=10)
+TILINGS = {**dict.fromkeys(HALVES, _HALF), "float64": _DOUBLE}
 
 
 @dataclass(frozen=True)
