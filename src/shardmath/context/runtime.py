@@ -74,16 +74,16 @@ class Runtime:
         """
         kind, asked = "cpu" if self.device is None else "cuda", self.settings.transport
         refused = []
-        for each in choice.candidates(kind, asked):
+        for transport in choice.candidates(kind, asked):
             obstacles = agreement.agree(
-                board, "initialize", partial(self._obstacle, each, group), list
+                board, "initialize", partial(self._obstacle, transport, group), list
             )
             why = choice.in_words(obstacles)
             if not why:
-                agreement.agree(board, "initialize", partial(self._create, each), list)
+                agreement.agree(board, "initialize", partial(self._create, transport), list)
                 self.transport.join(group)
                 return
-            refused.append(f"{each.name}: {why}")
+            refused.append(f"{transport.name}: {why}")
         advice = "" if asked == choice.AUTO else "; leave SHARDMATH_TRANSPORT unset"
         raise BackendUnavailable(f"no transport serves these ranks ({'; '.join(refused)}){advice}")
 

@@ -59,12 +59,12 @@ class DeferredReuse(Generic[T]):
             fence = DeviceFence.behind(self._device) if count else None
             if fence is not None:
                 self._behind.append((fence, [self._left.popleft() for _ in range(count)]))
-            found: list[T] = []
+            free: list[T] = []
             waiting = []
-            for each, things in self._behind:
-                if each.passed():
-                    found += things
+            for fence, things in self._behind:
+                if fence.passed():
+                    free += things
                 else:
-                    waiting.append((each, things))
+                    waiting.append((fence, things))
             self._behind = waiting
-            return found
+            return free

@@ -42,9 +42,9 @@ class Groups:
         if not self._left and not self._ending:
             return []
         left = [self._left.popleft() for _ in range(len(self._left))]
-        found = [group for group, ended in left if ended()]
-        self._left.extend(each for each in left if each[0] not in found)
-        watched = [group for group in found if group in self._gave_up]
+        over = [group for group, ended in left if ended()]
+        self._left.extend(group for group in left if group[0] not in over)
+        watched = [group for group in over if group in self._gave_up]
         last = fence() if watched else None
         if last is not None:
             self._ending.append((watched, last))
@@ -56,7 +56,7 @@ class Groups:
             for group in groups:
                 if not self._gave_up[group]():
                     del self._gave_up[group]
-        return found
+        return over
 
     def may_write(self, told: Iterable[int]) -> bool:
         """Whether late ranks of one of these groups may write to what they were told of."""

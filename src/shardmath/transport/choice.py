@@ -33,14 +33,14 @@ def names(kind: str) -> list[str]:
 def transport_named(kind: str, name: str) -> type[Transport]:
     """The class that the module of that name defines."""
     module = import_module(f"{_PACKAGES[kind].__name__}.{name}")
-    [found] = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type)
-        and issubclass(each, Transport)
-        and (each.__module__, vars(each).get("name")) == (module.__name__, name)
+    [transport] = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, Transport)
+        and (kind.__module__, vars(kind).get("name")) == (module.__name__, name)
     ]
-    return found
+    return transport
 
 
 def candidates(kind: str, asked: str) -> list[type[Transport]]:
@@ -55,8 +55,8 @@ def candidates(kind: str, asked: str) -> list[type[Transport]]:
             f"SHARDMATH_TRANSPORT={asked!r}: for ranks that compute on {where} there are {AUTO}, "
             f"{', '.join(known)}"
         )
-    found = [transport_named(kind, name) for name in (known if asked == AUTO else [asked])]
-    return sorted(found, key=lambda each: each.preference)
+    transports = [transport_named(kind, name) for name in (known if asked == AUTO else [asked])]
+    return sorted(transports, key=lambda transport: transport.preference)
 
 
 def in_words(obstacles: Sequence[str]) -> str:

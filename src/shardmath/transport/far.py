@@ -116,22 +116,22 @@ def _bound(
 def _own(name: str) -> list[tuple[int, Any]]:
     """The addresses under `name`; those that mean another host to others, only if it is one."""
     with suppress(OSError):
-        found = _resolved(name, 0)
-        return [each for each in found if each[1][0] == name or not _leads_back(each[1][0])]
+        addresses = _resolved(name, 0)
+        return [a for a in addresses if a[1][0] == name or not _leads_back(a[1][0])]
     return []
 
 
 def _outward() -> list[tuple[int, Any]]:
     """The addresses of this host's way out and of its own name; loopback where there are none."""
-    found: list[tuple[int, Any]] = []
+    addresses: list[tuple[int, Any]] = []
     for family, outside in _OUTSIDE:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 9))
-            if not found:
-                found += _resolved(probe.getsockname()[0], 0)
+            if not addresses:
+                addresses += _resolved(probe.getsockname()[0], 0)
     with suppress(OSError):
-        found += _resolved(socket.gethostname(), 0)
-    outward = [each for each in found if not _leads_back(each[1][0])]
+        addresses += _resolved(socket.gethostname(), 0)
+    outward = [address for address in addresses if not _leads_back(address[1][0])]
     return list(dict.fromkeys(outward)) or [(int(socket.AF_INET), ("127.0.0.1", 0))]
 
 
@@ -150,8 +150,8 @@ def _endpoint(listener: socket.socket) -> Endpoint:
 
 
 def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in found))
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in answers))
 
 
 def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
@@ -160,11 +160,11 @@ def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
     reasons: list[str] = []
     for host, port in endpoints:
         try:
-            found = _resolved(host, port)
+            addresses = _resolved(host, port)
         except OSError as error:
             reasons.append(f"{host}: {error.strerror}")
             continue
-        for family, where in found:
+        for family, where in addresses:
             name = f"{host} port {port}" if host == where[0] else f"{host} ({where[0]}) port {port}"
             places.append(Place(name, family, socket.SOCK_STREAM, where))
     return Call(places, key, reasons)
