@@ -95,10 +95,10 @@ class Launches:
         cls, known: Known, facts: tuple[Any, ...], results: Any, place: Hashable, launch: Launch
     ) -> None:
         """Let calls of which that is `known` find a launch."""
-        found: Launches | None = known.repeats
-        if found is None or found.facts != facts or found.version != launch.lane.version:
-            found = known.repeats = cls(launch.lane, facts, results)
-        found.places.keep(place, launch)
+        kept: Launches | None = known.repeats
+        if kept is None or kept.facts != facts or kept.version != launch.lane.version:
+            kept = known.repeats = cls(launch.lane, facts, results)
+        kept.places.keep(place, launch)
 
     def direct(
         self,
