@@ -433,7 +433,7 @@ def check_arguments(context):
         except (CudaError, TypeError, ValueError) as error:
             refused.append(type(error).__name__)
     again = handle.kernel(SOURCE, "misuse")
-    assert again._kernel._kernel is kernel._kernel._kernel, "compiled once"
+    assert again._kernel is kernel._kernel, "compiled once"
     handle.synchronize()
     context.barrier()
     return refused
