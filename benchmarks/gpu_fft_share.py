@@ -56,7 +56,7 @@ class Played(TransformProgram):
     def __init__(self, context, lane, program, places, peers):
         self.places, self.peers = places, peers
         super().__init__(context, lane, program, forward=True)
-        self.rank = 0  # or boxes would end behind their memories
+        self.rank, self.size = 0, peers  # or boxes would end behind their memories
 
     def reached(self, peer, memory, memories):
         """See GPUProgram. The rows of chunks know how far; results lie as this one."""

@@ -326,7 +326,7 @@ class GPUPerformer(ABC):
         if known.prepared is None:
             known.prepared = LRUCache(_PLACES)
         key = plan, stream, tuple([result.place for result in execution.results.values()])
-        prepared: _Prepared | None = known.prepared.find(key)
+        prepared: _Prepared | None = known.prepared.find(key) if self.replays else None
         if (
             prepared is None
             or prepared.ready is None

@@ -65,7 +65,7 @@ class GPUProgram:
 
     def __init__(self, context: Context, lane: Lane, program: RankProgram) -> None:
         self.context, self.lane, self.program = context, lane, program
-        self.rank, self.device = context.rank, lane.team.device
+        self.rank, self.size, self.device = context.rank, context.size, lane.team.device
         self.steps = [  # with the names of their streams, "" for the user's
             (step.stream, step.step) if isinstance(step, On) else ("", step)
             for step in program.steps
@@ -130,9 +130,8 @@ class GPUProgram:
         shape_of, pushes = transfer.result_shape, remote.memory in program.shared
         if not pushes:
             own, remote, shape_of = remote, own, transfer.source_shape
-            size = self.context.size
-            moves = sorted(transfer.into(rank), key=lambda m: (m.src - rank - 1) % size)
-        bases, strides = [0] * self.context.size, dict[int, tuple[int, ...]]()
+            moves = sorted(transfer.into(rank), key=lambda m: (m.src - rank - 1) % self.size)
+        bases, strides = [0] * self.size, dict[int, tuple[int, ...]]()
         for peer in sorted({move.dst if pushes else move.src for move in moves}):
             bases[peer], told = self.reached(peer, remote.memory, memories)
             strides[peer] = told or packed_strides(shape_of(peer), transfer.itemsize, program.order)
