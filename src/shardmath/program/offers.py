@@ -66,8 +66,8 @@ class DoubleBuffer:
     @classmethod
     def of(cls, context: Context) -> DoubleBuffer:
         """The one of a context."""
-        found: DoubleBuffer = context.cache("double buffer", lambda: cls(context))
-        return found
+        buffer: DoubleBuffer = context.cache("double buffer", lambda: cls(context))
+        return buffer
 
     def turn(self) -> int:
         """The half of the call that begins, the other one if ranks have met since the last."""
@@ -126,10 +126,10 @@ def offer(
     the double buffer; `lends`: the call waits for readers anyway. Must be followed by an exchange.
     Raises HeapExhausted.
     """
-    found = Offered()
-    ranges = {name: each for name, each in read.items() if each is not None}
+    offered = Offered()
+    ranges = {name: cut for name, cut in read.items() if cut is not None}
     whole = {name: _whole(arrays[name]) for name in {*ranges, *overwritten}}
-    part = sum(_bytes_of(arrays[name], each) for name, each in ranges.items())
+    part = sum(_bytes_of(arrays[name], cut) for name, cut in ranges.items())
     if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
         sent = {name: whole[name] for name in ranges}
     elif part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten):
@@ -137,34 +137,34 @@ def offer(
     else:
         sent = {}
     if sent:
-        found.payload = _packing([_part(arrays[name], each) for name, each in sent.items()])
+        offered.payload = _packing([_part(arrays[name], cut) for name, cut in sent.items()])
     staged = {name: whole[name] for name in overwritten if name not in sent}
-    kept = {name: each for name, each in ranges.items() if name not in {*sent, *staged}}
+    kept = {name: cut for name, cut in ranges.items() if name not in {*sent, *staged}}
     lent = {
         name
         for name in kept
         if arrays[name].block is not None
         and (name not in combined or arrays[name].order in ("C", "both"))
     }
-    staged |= {name: each for name, each in kept.items() if name not in lent}
+    staged |= {name: cut for name, cut in kept.items() if name not in lent}
     together = {**kept, **staged}
-    room = sum(_padded(_bytes_of(arrays[name], each)) for name, each in together.items())
+    room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in together.items())
     small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
     if together and small and not lends and room <= _STAGED_BYTES:
         half = DoubleBuffer.of(context).buffer(room)
-        staged, lent, found.half = together, set(), half.block
+        staged, lent, offered.half = together, set(), half.block
         buffer = partial(_same, half)
-    _stage(context, found, arrays, staged, ordered=combined, buffer=buffer)
+    _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
     for name in staged:
         if name not in overwritten:
-            del found.replaced[name]
+            del offered.replaced[name]
         if name not in ranges:
-            del found.notes[name]
+            del offered.notes[name]
     for name in lent:
-        found.notes[name] = note_of(LENT, announced(context, arrays[name]))
-    for name, each in sent.items():
-        found.notes[name] = note_of(_SENT, _packed(arrays[name], each))
-    return found
+        offered.notes[name] = note_of(LENT, announced(context, arrays[name]))
+    for name, cut in sent.items():
+        offered.notes[name] = note_of(_SENT, _packed(arrays[name], cut))
+    return offered
 
 
 def _same(buffer: Buffer, name: str, nbytes: int) -> Buffer:
@@ -173,29 +173,31 @@ def _same(buffer: Buffer, name: str, nbytes: int) -> Buffer:
 
 def _stage(
     context: Context,
-    found: Offered,
+    offered: Offered,
     arrays: Mapping[str, Operand],
     staged: Mapping[str, Ranges],
     *,
     ordered: Collection[str],
     buffer: Callable[[str, int], Buffer],
 ) -> None:
-    """Add to `found` the copies of ranges of arrays, the notes on them and where they lie then.
+    """Add to `offered` the copies of ranges of arrays, the notes on them and where they lie then.
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, at = LENT if found.half is None else _STAGED, 0
+    kind, at = LENT if offered.half is None else _STAGED, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         memory, source = buffer(name, nbytes), window_at(array)
         exposed, copies = bind_stage(
             context, source, array.itemsize, ranges, memory, at, in_c_order=name in ordered
         )
-        found.copies += copies
-        found.notes[name] = note_of(kind, exposed)
+        offered.copies += copies
+        offered.notes[name] = note_of(kind, exposed)
         block, strides = memory.block, exposed.strides
-        found.replaced[name] = Operand(block.address + at, array.shape, strides, array.dtype, block)
-        at += 0 if found.half is None else _padded(nbytes)
+        offered.replaced[name] = Operand(
+            block.address + at, array.shape, strides, array.dtype, block
+        )
+        at += 0 if offered.half is None else _padded(nbytes)
 
 
 def window_at(array: Operand) -> Window:
@@ -236,7 +238,7 @@ class Offers:
         self, context: Context, names: Sequence[str], notes: Sequence[bytes], start: int
     ) -> None:
         self._context = context
-        self._found: dict[tuple[str, int], tuple[bytes, bytes, int]] = {}
+        self._places: dict[tuple[str, int], tuple[bytes, bytes, int]] = {}
         self._size = len(notes)
         room = 0
         for rank, note in enumerate(notes):
@@ -246,32 +248,32 @@ class Offers:
                 at += _LENGTH.size
                 if length:
                     kind, place = note[at : at + 1], note[at + 1 : at + length]
-                    self._found[name, rank] = kind, place, room
+                    self._places[name, rank] = kind, place, room
                     room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
                 at += length
-        kinds = {kind for kind, _, _ in self._found.values()}
+        kinds = {kind for kind, _, _ in self._places.values()}
         self.landing = np.empty(room, np.uint8) if _SENT in kinds else None
         # Memory of another host can be read only while its rank is there.
         self.waits = LENT in kinds or (_STAGED in kinds and context.multi_host)
 
     def sent(self, name: str, rank: int) -> bool:
         """Whether the buffer of a rank, or what is read of it, was sent along."""
-        found = self._found.get((name, rank))
-        return found is not None and found[0] == _SENT
+        place = self._places.get((name, rank))
+        return place is not None and place[0] == _SENT
 
     def own(self, name: str, array: Operand) -> Operand:
         """This rank's buffer: where its elements landed if all were sent, else `array`."""
         rank = self._context.rank
         if not self.sent(name, rank):
             return array
-        if Exposed.unpack(self._found[name, rank][1]).nbytes < array.nbytes:
+        if Exposed.unpack(self._places[name, rank][1]).nbytes < array.nbytes:
             return array
         window = self.window(name, rank)
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
         """What all ranks' notes say of a buffer, for a lowering of its own."""
-        return [self._found[name, rank][1] for rank in range(self._size)]
+        return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:
         """Whether what a rank offers can be read here where it lies."""
@@ -279,7 +281,7 @@ class Offers:
 
     def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
         """Where this rank reads the buffer of another; see `window_on`."""
-        kind, place, at = self._found[name, rank]
+        kind, place, at = self._places[name, rank]
         exposed = Exposed.unpack(place)
         if kind != _SENT:
             return window_on(self._context, rank, exposed, transfer)
