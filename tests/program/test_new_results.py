@@ -249,3 +249,27 @@ def grow(context):
 def test_room_that_grows_lets_products_come_again(contexts):
     twice = [rows for rows in (M, 8 * M) for _ in range(2)]  # the first has no room yet
     assert contexts.run(grow, ranks=2) == [(twice, [1, 1])] * 2
+
+
+def alone_and_kept(context):
+    """How often a product is prepared whose results are all kept, each elsewhere on the heap."""
+    prepared, plain = [], performing.Products._ready
+
+    def ready(self, *args, **named):
+        prepared.append(0)
+        return plain(self, *args, **named)
+
+    with pretended(context, "heap"), patch.object(performing.Products, "_ready", ready):
+        made = arrays(context, "heap")
+        a, b = (
+            made(part_of(np.ones((rows, N)), Slab.X, context.rank, context.size)) for rows in (M, N)
+        )
+        kept = [matmul(a, b, distributions=SPLITS) for _ in range(9)]
+        right = all((x == N).all() for x in kept)
+        context.board.barrier("done")
+    return len(prepared), right
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_products_come_again_wherever_their_results_lie(contexts, size):
+    assert contexts.run(alone_and_kept, ranks=size) == [(2, True)] * size

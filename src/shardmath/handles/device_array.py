@@ -215,7 +215,7 @@ class ResultTemplate:
         """
         context = self._context
         fits = self.on_heap and 0 < self._nbytes <= _MOST_CARRIED
-        return self._nbytes if fits and context.size > 1 and not context.multi_host else 0
+        return self._nbytes if fits and not context.multi_host else 0
 
     def through(self, block: Block | None, array: Any = None) -> Result:
         """One more of them, which is written to `block` and copied from there to `array`, or a new
