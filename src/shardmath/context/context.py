@@ -136,6 +136,8 @@ class Context(DistributedContext):
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
         self.require_open()
+        if self.team is not None:
+            self.team.check_collectives()
         own = self.heap.marks(self.number)
         texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
         if all(texts):

@@ -251,6 +251,11 @@ class Team:
         if self._notes[0]:
             raise settled(self._reported_error())
 
+    def check_collectives(self) -> None:
+        """As `check`, of what kernels of collectives have noted, after which none can follow."""
+        if self._notes[0] and self.gave_up_counts():
+            raise settled(self._reported_error())
+
     def require_usable(self) -> None:
         """`check`, and raise RankFailure after an operation of these ranks was given up."""
         self.check()

@@ -150,7 +150,7 @@ def said(call):
     return "fine", ""
 
 
-def check_mismatch(context, base, kind):
+def check_mismatch(context, base, kind, after=AFTER):
     group = context.split(0)
     with group:
         calls = Calls(group)
@@ -160,7 +160,7 @@ def check_mismatch(context, base, kind):
             calls.same(base)()
         right, calls.results = calls.results, []
         found = "fine", ""
-        for number in range(AFTER):
+        for number in range(after):
             found = said(calls.other(kind) if last and number == 0 else calls.same(base))
             if found[0] != "fine":
                 break
@@ -176,10 +176,20 @@ def check_mismatch(context, base, kind):
 
 @pytest.mark.parametrize(("base", "kind"), WORDS)
 def test_one_rank_makes_another_call(gpus, size, base, kind):
+    require_mismatch(gpus, size, base, kind, AFTER)
+
+
+@pytest.mark.parametrize(("base", "kind"), [("all_gather", "sum"), ("all_gather", "too few")])
+def test_a_barrier_raises_what_kernels_have_found(gpus, size, base, kind):
+    """No call follows in which the ranks could have heard of it."""
+    require_mismatch(gpus, size, base, kind, 1)
+
+
+def require_mismatch(gpus, size, base, kind, after):
     if size == 1:
         pytest.skip("one rank agrees with itself")
     name, words = WORDS[base, kind]
-    results = gpus.run(check_mismatch, base, kind, ranks=size)
+    results = gpus.run(check_mismatch, base, kind, after, ranks=size)
     for found, *rest in results:
         assert found == results[0][0]
         assert rest == [True, True, "RankFailure"]
