@@ -17,7 +17,7 @@ from shardmath.distribution import Replicated, Slab, redistribute
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.linalg.advanced import matmul
 
-N = 4096
+N = 4096  # of float32: 64 MiB, too much to be written to a lane first, and copied from there
 LIMIT, LATE = 1.0, 4.0  # seconds: of a wait, and that the last rank's stream is late
 CYCLES = 2e9  # a second
 MANY = 6  # new arrays
@@ -25,7 +25,7 @@ KINDS = ("redistribution", "product")
 
 
 def filled(torch, shape, value):
-    return allocate(shape, torch, dtype=torch.bfloat16, skip_symmetric_check=True).fill_(value)
+    return allocate(shape, torch, dtype=torch.float32, skip_symmetric_check=True).fill_(value)
 
 
 def call_of(torch, context, kind):
