@@ -159,6 +159,8 @@ def check_mismatch(context, base, kind, after=AFTER):
         for _ in range(BEFORE):
             calls.same(base)()
         right, calls.results = calls.results, []
+        calls.torch.cuda.synchronize()  # a failed context ends what is still on its way
+        context.barrier()
         found = "fine", ""
         for number in range(after):
             found = said(calls.other(kind) if last and number == 0 else calls.same(base))
