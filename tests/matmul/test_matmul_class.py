@@ -334,5 +334,5 @@ def give_workspace_back(context):
 
 
 def test_workspace_is_given_back_on_one_rank(contexts):
-    (full, empty), (_, kept) = contexts.run(give_workspace_back, ranks=2)
-    assert full >= 1 and empty == 0 and kept == full
+    (released, empty), (full, kept) = contexts.run(give_workspace_back, ranks=2)
+    assert released >= 1 and empty == 0 and kept == full >= 1

@@ -65,6 +65,8 @@ class Team:
     def check(self):
         pass
 
+    check_collectives = check
+
     def synchronize(self, stream):
         pass
 
