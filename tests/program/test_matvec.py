@@ -6,47 +6,22 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parent))
 
+from few import few
 from matvec import MatVec, matvec
 from test_programs import vector_case
 
 from arrangements import part_of
 from heap_use import settled_use
 from mistakes import heard
-from ranks import Pool
 from shardmath.arrays import library_named
-from shardmath.base import config
-from shardmath.context.startup import new_context
 from shardmath.distribution import Replicated, Slab
 from shardmath.geometry import decode
 from shardmath.handles.allocation import empty_on_heap, is_symmetric
-
-FEW = settings(
-    max_examples=15,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
-
-
-def make_far(group):
-    config.export({"SHARDMATH_FAKE_HOSTS": "2"})
-    return new_context("cpu", group)
-
-
-@pytest.fixture(scope="module", params=["one host", "two hosts"])
-def ranks(request, contexts):
-    if request.param == "one host":
-        yield contexts
-        return
-    with Pool(6, make_far) as far:
-        yield far
 
 
 def on_heap(context, part):
@@ -84,7 +59,7 @@ def multiply(context, arrays, words, store, turns=3):
     return wrong
 
 
-@FEW
+@few(15)
 @given(data=st.data())
 def test_any_distributions(ranks, data):
     size, arrays, words = vector_case(data)

@@ -12,37 +12,19 @@ sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 
 import numpy as np
 import test_redistribute_any as bodies
-from hypothesis import HealthCheck, Phase, given, settings
+from few import few
+from hypothesis import given
 from pretended import pretended_gpu
 from redistribution_cases import cases
-from test_matvec import make_far
 
 from arrangements import part_of
 from counted import calls_before
 from heap_use import settled_use
 from mistakes import heard, no_memory
-from ranks import Pool
 from shardmath.arrays import library_named
 from shardmath.base.compiled import extension
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.handles.allocation import empty_on_heap
-
-FEW = settings(
-    max_examples=25,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
-
-
-@pytest.fixture(scope="module", params=["one host", "two hosts"])
-def ranks(request, contexts):
-    if request.param == "one host":
-        yield contexts
-        return
-    with Pool(6, make_far) as far:
-        yield far
 
 
 def on_gpus(context, body, *args):
@@ -53,7 +35,7 @@ def on_gpus(context, body, *args):
     return found
 
 
-@FEW
+@few(25)
 @given(case=cases(libraries=("numpy",)))
 def test_any_distribution_to_any_other(ranks, case):
     ranks.run(on_gpus, "run_case", case, ranks=case[0])

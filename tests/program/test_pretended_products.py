@@ -20,36 +20,19 @@ import test_float8_products
 import test_matmul_any
 import test_matmul_epilogs
 import test_repeated_products
-from hypothesis import HealthCheck, Phase, given, settings
+from few import few
+from hypothesis import given
 from pretended import pretended_gpu
 from pretended_products import products_at_once
-from test_matvec import make_far
 
 from arrangements import part_of
-from ranks import Pool
 from shardmath.arrays import library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul
 
-FEW = settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
 X, Y, R = Slab.X, Slab.Y, Replicated()
 SPLITS = {"gather": (X, X, X), "add": (Y, X, X), "share": (Y, X, R), "move": (X, Y, Y)}
-
-
-@pytest.fixture(scope="module", params=["one host", "two hosts"])
-def ranks(request, contexts):
-    if request.param == "one host":
-        yield contexts
-        return
-    with Pool(6, make_far) as far:
-        yield far
 
 
 def on_gpus(context, module, body, *args):
@@ -60,7 +43,7 @@ def on_gpus(context, module, body, *args):
     return result
 
 
-@FEW
+@few(40)
 @given(case=cases.cases())
 def test_any_product(ranks, case):
     if case.library == "numpy":

@@ -17,20 +17,12 @@ sys.path.append(str(Path(__file__).parent.parent / "fft"))
 import fft_cases
 import test_fft_any
 import test_repeated_transforms
-from hypothesis import HealthCheck, Phase, given, settings
+from few import few
+from hypothesis import given
 from pretended import pretended_gpu
-from test_matvec import make_far
 
-from ranks import Pool
 from shardmath.operators.fft import chunking
 
-FEW = settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
 BODIES = {
     body.__name__: body
     for body in (
@@ -38,15 +30,6 @@ BODIES = {
         test_repeated_transforms.exchanges,
     )
 }
-
-
-@pytest.fixture(scope="module", params=["one host", "two hosts"])
-def ranks(request, contexts):
-    if request.param == "one host":
-        yield contexts
-        return
-    with Pool(6, make_far) as far:
-        yield far
 
 
 def on_gpus(context, body, *args):
@@ -63,7 +46,7 @@ def on_gpus(context, body, *args):
     return found
 
 
-@FEW
+@few(40)
 @given(case=fft_cases.cases())
 def test_any_transform(ranks, case):
     if case["library"] == "numpy":

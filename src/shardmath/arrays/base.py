@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -118,7 +117,6 @@ class Library(ABC):
     def anchor(self, x: Any) -> int:
         """An address in the memory that `x` is a view of, for arrays that have no element there."""
 
-    @abstractmethod
     def empty(
         self,
         shape: Sequence[int],
@@ -127,7 +125,9 @@ class Library(ABC):
         device: str = "cpu",
     ) -> Any:
         """A new array with undefined elements; ValueError where there is none on `device`."""
+        return self.maker(shape, dtype, order, device)()
 
+    @abstractmethod
     def maker(
         self,
         shape: Sequence[int],
@@ -135,13 +135,12 @@ class Library(ABC):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], Any]:
-        """A call that makes a new array as `empty` does, each time."""
-        return partial(self.empty, shape, dtype, order, device)
+        """A function that makes such an array as `empty` does, a new one each time."""
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
     ) -> Callable[[Any, int], Any]:
-        """What makes an array on memory of `device`, each time that it is given the memory's owner,
+        """A function that makes an array on memory of `device`, given each time the memory's owner,
         bytes as `from_bytes` or `on_device` takes them, and its address.
         """
         if device == "cpu":

@@ -171,7 +171,7 @@ def _agreed(
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
-    """What the ranks agree on by texts that have not come together before. Collective."""
+    """The agreement that texts make which have not come together before. Collective."""
     messages = require_accepted(context.board, operation, texts)
     plans.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))

@@ -1,6 +1,6 @@
-"""What a collective is: an operation of the driver, which GPUs perform in a way of their own.
+"""A collective as an operation of the driver.
 
-There its calls run ahead: see `gpu_calls`.
+GPUs perform it in a way of their own, in which its calls run ahead: see `gpu_calls`.
 """
 
 from __future__ import annotations

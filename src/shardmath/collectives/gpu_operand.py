@@ -169,10 +169,11 @@ class DeviceOperand:
         whole: bool,
         in_place: bool = False,
     ) -> Any:
-        """What all ranks send this one, part after part along the axis, as an array of `shape`.
+        """The array of `shape` that all ranks' parts make, one after the other along the axis.
 
-        Of `table[src][dst]` indices of the axis, or of whole arrays where it is None; `whole`: each
-        rank sends all of its array to those to which it sends anything.
+        The part from rank src to rank dst has `table[src][dst]` indices of the axis; where the axis
+        is None they count whole arrays. `whole`: each rank sends all of its array to those to which
+        it sends anything.
         """
         collectives, tag, rank = DeviceCollectives.of(self.context), self.tag, self.context.rank
         width = self.spec.nbytes if axis is None else self._width(axis)
@@ -202,7 +203,7 @@ class DeviceOperand:
         return self._received(source, axis, received, own.shape, launch)
 
     def _sent(self, axis: int, counts: Counts | None) -> Flat:
-        """What the ranks are sent: the array, or so many indices of the axis to each."""
+        """The memory that is sent: the array, or so many indices of the axis for each rank."""
         return self._packed(self._x if counts is None else self._ordered_by_rank(axis, counts))
 
     def _received(

@@ -1,4 +1,4 @@
-"""What callers of collectives pass besides arrays, in normal form: roots, axes, counts, contexts.
+"""Arguments of collectives other than arrays, in normal form: roots, axes, counts, contexts.
 
 Every complaint is an exception of the door: it is raised inside `describe`, and so reaches all
 ranks.

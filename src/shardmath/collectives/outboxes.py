@@ -149,8 +149,6 @@ class FarCollectives:
         dtype: DType,
         operation: str,
         stream: int,
-        *,
-        tag: int = 0,
     ) -> None:
         """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`.
 

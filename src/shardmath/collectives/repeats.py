@@ -133,7 +133,7 @@ class Repeats:
                 self.calls[call, x.dtype, looks, is_new] = entry
 
     def _of_peers(self, words: Sequence[Sequence[int]]) -> bytes:
-        """What the peers list, given what all ranks do."""
+        """The words that the peers list, packed, of those of all ranks."""
         return b"".join(packed(each) for r, each in enumerate(words) if r != self._board.rank)
 
     def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:
@@ -189,8 +189,8 @@ class Repeats:
 
 
 def _new_like(result: Any) -> Callable[..., Any]:
-    """What makes results like this one, of torch's: `new(x)`, or `new(x, counts)` where its first
-    extent is the sum of those.
+    """A function that makes tensors like `result`: `new(x)`, or `new(x, counts)` where the first
+    extent is the sum of those counts.
     """
     torch, shape = sys.modules["torch"], tuple(result.shape)
     dtype, device = result.dtype, result.device

@@ -177,7 +177,7 @@ def maker_on_heap(
     dtype: DType | str,
     strides: Sequence[int],
 ) -> Callable[[], tuple[Any, int]]:
-    """What makes such arrays as `strided_on_heap`, one each time, and says where it begins."""
+    """A function that makes arrays as `strided_on_heap` does, and returns each with its address."""
     nbytes = extent_of(shape, strides) * dtype_of(dtype).itemsize
     view = library.viewer(dtype, shape, strides, heap.transport.device)
 

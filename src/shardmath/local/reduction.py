@@ -73,9 +73,9 @@ class Reduction:
 def bind_reduction(
     reduction: Reduction, inputs: Sequence[HostArray], output: HostArray
 ) -> Callable[[], object]:
-    """What combines arrays of one shape into `output`, each time that it is called.
+    """A function that combines arrays of one shape into `output`, each time that it is called.
 
-    What does not lie in rows is packed by each call.
+    Arrays that do not lie in rows are packed by each call.
     """
     rows = in_rows([*inputs, output])
     if rows is None:

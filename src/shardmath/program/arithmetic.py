@@ -250,7 +250,7 @@ class Binding:
         return array
 
     def _reduce(self, step: Combine) -> Calls:
-        """What every rank has whole, combined in one shot by all that need it."""
+        """The calls that combine in one shot, where a rank needs it, what every rank has whole."""
         assert step.reduction is not None, "one shot"
         return [bind_reduction(step.reduction, self._inputs(step), self._hosts[step.target])]
 

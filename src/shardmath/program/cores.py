@@ -364,7 +364,7 @@ class Cores:
                 turn.made[name] = self._maker(library, result)()
 
     def _maker(self, library: Library, result: _Result) -> Callable[[], Any]:
-        """What makes a new array for a result; on the heap, (array, address)."""
+        """A function that makes a new array for a result; on the heap, (array, address)."""
         shape, dtype, strides = result.shape, result.dtype, result.strides
         if result.on_heap:
             return maker_on_heap(self._context.heap, library, shape, dtype, strides)

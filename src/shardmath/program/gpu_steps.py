@@ -74,7 +74,7 @@ class GPUProgram:
 
     @property
     def check(self) -> Callable[[], None] | None:
-        """What raises, before each launch, where nothing more can be launched."""
+        """A function that raises, before each launch, where nothing more can be launched."""
         return None
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
@@ -87,7 +87,7 @@ class GPUProgram:
                 self._local_copies(step)
 
     def bind(self, memories: Memories) -> Launch:
-        """What puts all steps on the user's stream, and on the lane's."""
+        """A function that puts all steps on the user's stream, and on the lane's."""
         launches: list[tuple[str, Launch]] = []
         for stream, step in self.steps:
             launch = self.bound(step, memories)
@@ -102,7 +102,7 @@ class GPUProgram:
         return run
 
     def bound(self, step: Any, memories: Memories) -> Launch | None:
-        """What puts one step on a stream; None where nothing is to be done."""
+        """A function that puts one step on a stream; None where nothing is to be done."""
         kind = type(step.plan if isinstance(step, Fused) else step)
         launch: Launch | None = self.PERFORMERS[kind](self, step, memories)
         return launch
@@ -197,7 +197,7 @@ class GPUProgram:
         return address + exposed.origin
 
     def _local_copies(self, step: Copy | Pack | Unpack) -> BoxCopies:
-        """What a step copies from memory of this rank, or what peers have packed."""
+        """The copies of a step from memory of this rank, or from what peers have packed."""
         arrays = self.program.arrays
 
         def boxes() -> list[Box]:

@@ -116,7 +116,7 @@ def delivered_program(
 
 
 def _transfer(program: Program) -> TransferPlan:
-    """What the one move of a program moves."""
+    """The transfer plan of a program's one move."""
     (move,) = (step for step in program.steps if isinstance(step, Move))
     assert isinstance(move.transfer, TransferPlan), "between layouts"
     return move.transfer

@@ -57,7 +57,7 @@ def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Progra
 def delivered(
     delivery: Delivery, source: str, target: str, outbox: str, fetched: str
 ) -> tuple[Pack, Synchronise, Get, Unpack]:
-    """What brings array `source` to `target` in place of a move.
+    """The steps that bring array `source` to `target` in place of a move.
 
     The outbox may be packed again when all ranks have synchronised after this: see TAKEN.
     """

@@ -1,4 +1,4 @@
-"""What a rank lets its peers read of its arrays during one call on cores, and how they find it.
+"""How peers find what a rank lets them read of its arrays, during one call on cores.
 
 A rank's note says of each buffer that its program publishes where peers read it:
 
@@ -96,7 +96,7 @@ class DoubleBuffer:
 
 @dataclass
 class Offered:
-    """What one rank offers: a note on each buffer; what packs the `payload`; the copies that stage.
+    """One rank's offers: a note on each buffer, the packing of the `payload`, and staging copies.
 
     `replaced` are operands of which staged copies take the place, and `half` is where the half of
     the double buffer lies, if that is used.
@@ -218,17 +218,17 @@ def announced(context: Context, array: Operand) -> Exposed:
 
 
 def note_of(kind: bytes, exposed: Exposed | None) -> bytes:
-    """What a note says of one buffer; of one that no peer reads, `exposed` is None."""
+    """The part of a note that is for one buffer; `exposed` is None where no peer reads that."""
     return raw_note(b"" if exposed is None else kind + exposed.pack())
 
 
 def raw_note(place: bytes) -> bytes:
-    """What a note says of one buffer, as a lowering of its own has it."""
+    """The part of a note that is for one buffer, as a lowering of its own has it."""
     return _LENGTH.pack(len(place)) + place
 
 
 class Offers:
-    """What all ranks offer of the buffers of these names; notes say it from byte `start` on.
+    """All ranks' offers of the buffers of these names, read from their notes, byte `start` on.
 
     `landing` is memory of this rank for all ranks' payloads, one after the other; None if nothing
     was sent.
@@ -272,7 +272,7 @@ class Offers:
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
-        """What all ranks' notes say of a buffer, for a lowering of its own."""
+        """The parts of all ranks' notes that are for a buffer, for a lowering of its own."""
         return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:
@@ -319,7 +319,7 @@ def _packed(array: Operand, ranges: Ranges) -> Exposed:
 
 
 def _packing(parts: Sequence[HostArray]) -> Callable[[], bytes]:
-    """What packs these arrays, each time that it is called."""
+    """A function that packs these arrays, each time that it is called."""
     pads = [bytes(_padded(part.nbytes) - part.nbytes) for part in parts]
     if len(parts) == 1 and not pads[0]:
         return parts[0].tobytes

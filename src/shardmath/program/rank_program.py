@@ -89,7 +89,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank does, in order. The steps of all programs name `arrays`; others hold views.
+    """One rank's steps, in order. The steps of all programs name `arrays`; others hold views.
 
     A `Move` pushes into arrays of its target where that is in memory that peers reach, and else
     pulls from its source, which is. Of the memories in `shared` ranks tell each other, in this

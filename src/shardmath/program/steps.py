@@ -80,7 +80,7 @@ REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 @dataclass(frozen=True)
 class Move:
-    """What `transfer` moves from every rank's buffer `source` to every rank's `target`.
+    """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
     Between the `Synchronise` before it and the one behind it peers may read the source and write
     the target: whether they push or pull is for the lowering to say.
@@ -372,7 +372,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Await:
-    """What follows on the stream comes after what the event was last recorded for: on this rank, or
+    """Make the stream wait for all that the event was last recorded behind: on this rank, or
     `everywhere`, on all.
 
         side     gather ── record "come 0" ── gather ── record "come 1"

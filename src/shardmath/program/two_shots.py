@@ -180,7 +180,7 @@ def offer(
 def bind(
     context: Context, step: Combine, operand: HostArray, result: HostArray, notes: Sequence[bytes]
 ) -> list[Callable[[], object]]:
-    """What combines the operands of all ranks, of which `operand` is this one's, into `result`."""
+    """The calls that combine all ranks' operands, this rank's being `operand`, into `result`."""
     reduction = step.reduction
     assert reduction is not None, "taken"
     layout = Layout.of(reduction, context.size)

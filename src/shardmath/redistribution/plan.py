@@ -43,7 +43,7 @@ class Transfer:
 
     @property
     def kind(self) -> str:
-        """What is moved, in a word."""
+        """The name of what is moved, in a word."""
         raise NotImplementedError
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,10 @@ class Trays(Library):
         name = dtypes.of(dtype).name
         return Tray(address, tuple(shape), tuple(strides), name, owner.device, owner)
 
-    def empty(self, shape, dtype, order="C", device="cpu"):
+    def maker(self, shape, dtype, order, device="cpu"):
+        return partial(self._made, shape, dtype, order, device)
+
+    def _made(self, shape, dtype, order, device):
         strides, nbytes = packed_strides(shape, 1, order), dtypes.of(dtype).itemsize
         nbytes *= math.prod(shape)
         if device in ("cpu", self.home):

@@ -87,16 +87,6 @@ class CuPy(Library):
         cupy: Any = sys.modules.get("cupy")
         return 0 if cupy is None else int(cupy.cuda.get_current_stream(ordinal).ptr)
 
-    def empty(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"] = "C",
-        device: str = "cpu",
-    ) -> Any:
-        """A new array on `device`, such as "cuda:0", with undefined elements."""
-        return self.maker(shape, dtype, order, device)()
-
     def maker(
         self,
         shape: Sequence[int],

@@ -89,16 +89,6 @@ class NumPy(Library):
             x = x.base
         return int(x.__array_interface__["data"][0])
 
-    def empty(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"] = "C",
-        device: str = "cpu",
-    ) -> HostArray:
-        """A new ndarray with undefined elements."""
-        return self.maker(shape, dtype, order, device)()
-
     def maker(
         self,
         shape: Sequence[int],

@@ -166,16 +166,6 @@ class Torch(Library):
         view = _viewer(dtypes.of(dtype), tuple(shape), tuple(strides), device)
         return view or super().viewer(dtype, shape, strides, device)
 
-    def empty(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"] = "C",
-        device: str = "cpu",
-    ) -> Any:
-        """A new tensor with undefined elements."""
-        return self.maker(shape, dtype, order, device)()
-
     def maker(
         self,
         shape: Sequence[int],
@@ -311,7 +301,7 @@ class _Part:
 def _viewer(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], device: str
 ) -> Callable[[Any, int], Any] | None:
-    """What makes a tensor on memory of `device`, of its owner and its address, by compiled code.
+    """A function that makes a tensor on memory of `device`, of its owner and its address, in C.
 
     None where that was not built, and for tensors without elements, which need no address. Raises
     ValueError for a data type that torch lacks.

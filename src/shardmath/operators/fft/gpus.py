@@ -100,7 +100,7 @@ class TransformProgram(GPUProgram):
 
     @property
     def local(self) -> list[LocalStep]:
-        """What this rank does alone."""
+        """The steps that this rank does alone."""
         return [step for _, step in self.steps if isinstance(step, LocalStep)]
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:

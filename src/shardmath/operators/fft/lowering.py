@@ -130,7 +130,7 @@ def lowered(
     results: Results,
     chunking: Chunking | None = None,
 ) -> RankProgram:
-    """What `rank` does for these arrays: in parts if all ranks can, or one stage after another."""
+    """The program of `rank` for these arrays: in parts if all ranks can, else stage by stage."""
     sequence = stages(plan.strategy)
     kind = _Deliveries if plan.multi_host else _Pushes
     if chunking is not None:
@@ -205,19 +205,19 @@ class _Lowering:
     def send(
         self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
     ) -> None:
-        """Let these parts of an exchange go. That they have come is awaited if this `signals`."""
+        """Let these parts of an exchange go; `arrive` waits for them if this `signals`."""
         raise NotImplementedError
 
     def arrive(self) -> None:
-        """What follows comes after the next part that signals has come from all ranks."""
+        """Wait, before what follows, until the next part that signals has come from all ranks."""
         raise NotImplementedError
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
-        """All of an exchange, before what follows."""
+        """Do all of an exchange before what follows."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """What was begun beside the user's stream has ended."""
+        """Wait until all that was begun beside the user's stream has ended."""
         raise NotImplementedError
 
     # -- stages ------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class _Lowering:
         return name
 
     def _source(self, target: str) -> View:
-        """What is transformed into `target`: a copy of an operand that would be overwritten."""
+        """The array to be transformed into `target`: a copy of an operand that would be lost."""
         source = self.arrays[self.array]
         if (self.array, target) != ("operand", "out") or not self.user.overlap:
             return source

@@ -99,7 +99,7 @@ class PushStream:
     def bind(
         self, tables: PushTables, sources: Sequence[int], targets: Sequence[Sequence[int]]
     ) -> Callable[[int], None]:
-        """What forks the push stream from a stream, and launches the kernel that pushes there.
+        """A function that forks the push stream from a stream, and launches the kernel that pushes.
 
         `sources[i]` is where exchange i begins in this rank's memory, `targets[i][rank]` in the
         ranks'. All ranks wait for each other first: before reusing what its owner may still use.

@@ -77,7 +77,7 @@ class Rows:
 
 
 def pushed_rows(transfer: TransferPlan, rank: int, order: Literal["C", "F"]) -> Iterator[Rows]:
-    """What `rank` pushes of a transfer, the next rank's first, between arrays packed in `order`."""
+    """The rows that `rank` pushes, to the next rank first, between arrays packed in `order`."""
     size = transfer.itemsize
     for move in transfer.out_of(rank):
         shapes = transfer.src.local_shape(rank), transfer.dst.local_shape(move.dst)
@@ -133,7 +133,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """What the user's stream tells the kernel, or awaits of it: a verb of PushStream."""
+    """A signal between the user's stream and the kernel that pushes: a verb of PushStream."""
 
     verb: Literal["signal_ready", "wait_for_chunk", "join"]
 
@@ -162,12 +162,12 @@ def ready(number: int, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fuse
 
 
 def arrived(event: str) -> Fused:
-    """What follows comes after one more chunk of all ranks, which arrives by that name."""
+    """A wait for one more chunk of all ranks, whose arrival is the event of that name."""
     return Fused(Signal("wait_for_chunk"), (Await(event, everywhere=True),))
 
 
 def joined() -> Fused:
-    """What follows comes after all pushes."""
+    """A wait for all pushes."""
     return Fused(Signal("join"), (On(PUSH, Record("pushed")), Await("pushed")))
 
 

@@ -65,7 +65,7 @@ class EngineCopies:
 
 
 def engine_copies(copies: Sequence[StridedCopy]) -> EngineCopies | None:
-    """The same by copy engines, None where they do not suit."""
+    """Copies by copy engines that do what `copies` do; None where engines do not suit."""
     found: list[tuple[int, int, int, EngineCopy]] = []
     for copy in copies:
         if copy.unit < _ROW:

@@ -269,10 +269,10 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_run(move: Move, axis: int, run: Run) -> Move:
-    """The same with another run along an axis."""
+    """`move` with another run along an axis."""
     return replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
 
 
 def _shifted(run: Run, distance: int) -> Run:
-    """The same into a place further along."""
+    """`run` into a place that is `distance` further along."""
     return replace(run, dst_start=run.dst_start + distance)

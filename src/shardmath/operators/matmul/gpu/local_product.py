@@ -1,5 +1,6 @@
-"""What one rank multiplies in a product that one kernel computes while it moves data, and why it
-may not fit: pure.
+"""One rank's part of a product that one kernel computes while it moves data. Pure.
+
+It says, too, why the kernel may not fit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
-__all__ = ["LocalProduct", "OperandLayout", "SplitKProduct", "even_rows"]
+__all__ = ["LocalProduct", "OperandLayout", "SplitKProduct", "even_rows", "no_kernel"]
 
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
@@ -66,7 +67,7 @@ class SplitKProduct(LocalProduct):
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
-        """What all ranks must mean alike, by name."""
+        """Facts that must be the same on all ranks, by name."""
         return [
             ("the rows of each rank", list(self.rows)),
             ("columns", self.columns),
@@ -75,10 +76,8 @@ class SplitKProduct(LocalProduct):
 
     def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
-        if device.arch != "sm_90":
-            return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in HALVES:
-            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
+        if reason := no_kernel(device, self.dtype):
+            return reason
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:
@@ -88,6 +87,15 @@ class SplitKProduct(LocalProduct):
         odd = [f"{f.pitch} elements" for f in (self.a, self.b) if 2 * f.pitch % ALIGNMENT]
         need = f"need a multiple of {ALIGNMENT // 2}"
         return f"an operand's lines are {odd[0]} apart, and copies by boxes {need}" if odd else ""
+
+
+def no_kernel(device: Device, dtype: str) -> str:
+    """Why no kernel multiplies elements of that type on `device` while it moves data, or ""."""
+    if device.arch != "sm_90":
+        return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
+    if dtype not in HALVES:
+        return f"elements are {dtype}, and the kernel multiplies {' and '.join(HALVES)}"
+    return ""
 
 
 def even_rows(height: int, size: int) -> tuple[int, ...]:

@@ -566,8 +566,8 @@ class Lowering(ProgramBuilder):
 
 
 class _Source(NamedTuple):
-    """What an operand's scales are made from: a matrix, lines first, of which `blocks` is what one
-    number is for, and the name of what they are multiplied by.
+    """The source of an operand's scales: a matrix, lines first, in which one scale is for each of
+    the `blocks`, and the name of the number that multiplies them all.
     """
 
     view: View | None
@@ -576,7 +576,7 @@ class _Source(NamedTuple):
 
 
 class ScaledLowering(Lowering):
-    """The same of float8 operands, which are multiplied as they are, with their scales.
+    """Lowers a product of float8 operands, which are multiplied as they are, with their scales.
 
     cuBLASLt wants both operands along k, and all at multiples of 16 bytes. What lies so is used in
     place; the rest comes, or is copied, into memory that is padded along k with zeros. A result
@@ -660,9 +660,7 @@ class ScaledLowering(Lowering):
     # -- begin -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """What comes before the barrier that lets peers read this rank's scales; or lines for those
-        who multiply them.
-        """
+        """Publish this rank's scales; in rounds, send lines to those who multiply them."""
         self._publish_scales()
         if self._rounds is None:
             return
@@ -748,7 +746,7 @@ class ScaledLowering(Lowering):
         self._await_round(rounds.count)
 
     def _of_lines(self, name: Name, index: int, stage: Stage) -> Name:
-        """What lines of an operand make of a product."""
+        """The part of a product's matrix that a stage's lines of an operand make."""
         x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
         if index == 0:
             return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
@@ -959,12 +957,12 @@ class ScaledLowering(Lowering):
         return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
 
     def _follow(self, stream: str, other: str, event: str) -> None:
-        """What follows on one stream comes after what is on the other."""
+        """Make one stream wait for all that is on the other."""
         self.emit(Record(event), stream=other)
         self.emit(Await(event), stream=stream)
 
     def _await_round(self, number: int) -> None:
-        """What follows on the products' stream comes after a round that products follow on."""
+        """Make the products' stream wait for the lines of that round; 0 is no round."""
         if number:
             self.emit(Await(f"come {number}"))
 

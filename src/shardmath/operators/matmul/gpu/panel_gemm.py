@@ -415,7 +415,7 @@ class PanelOperand:
         return Matrix(address, shape[0], shape[1], *strides, self.own.dtype)
 
     def panel_bytes(self) -> int:
-        """Of that memory."""
+        """Bytes of the memory of a `panel`."""
         panel = self.panel(0)
         lines = panel.columns if self.own.by_columns else panel.rows
         return panel.itemsize * lines * max(panel.row_stride, panel.column_stride)

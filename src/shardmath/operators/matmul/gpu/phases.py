@@ -226,8 +226,8 @@ class Phases:
     # -- run ---------------------------------------------------------------------------------------
 
     def bind(self, places: Sequence[Sequence[Exposed | None]]) -> Callable[[int], None]:
-        """What puts everything on a stream, D and the epilog's outputs being there after it, where
-        all ranks' published matrices lie in these `places`.
+        """A function that puts everything on a stream, after which D and the epilog's outputs are
+        there. All ranks' published matrices lie in these `places`.
         """
         peers = [dict(zip(_PUBLISHED, own, strict=True)) for own in places]
         bound: dict[Name, Matrix] = {}

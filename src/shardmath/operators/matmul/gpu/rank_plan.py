@@ -158,8 +158,8 @@ def matrix_of(array: Operand) -> Matrix:
 
 
 class Routes:
-    """What ranks on several hosts pack for each other, by the names of matrices, and where `rank`
-    finds it; each rank is on the host of that number.
+    """The matrices, by name, that ranks on several hosts pack for each other, and where `rank`
+    finds them. The ranks with equal numbers in `hosts` are on one host.
 
     All is worked out when it is asked for.
     """

@@ -156,7 +156,7 @@ def _scattering(problem: SplitKProduct) -> float:
 
 
 def _sharing(problem: SplitKProduct) -> float:
-    """The same where all ranks get the sums: these are pushed, and copied to the result at last."""
+    """Seconds of GEMM + AllReduce by one kernel: sums are pushed to all, and copied at last."""
     last, sent = _last(problem), _sent(problem)
     product = max(_multiplying(problem), _reading(problem)) + (sent - last) / h200.BESIDE
     together = max(product, (2 * sent - last) / h200.MIXED)

@@ -137,6 +137,6 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
 
 
 def _seconds(lines: int, others: int, k: int) -> float:
-    """Of one product: its tiles take turns on the multiprocessors."""
+    """Seconds of one product, whose tiles take turns on the multiprocessors."""
     tiles = up(-(-lines // _TILE) * -(-others // _TILE), h200.PROCESSORS)
     return h200.PRODUCT_START + tiles * 2.0 * _TILE * _TILE * k / h200.FLOAT8_PRODUCT

@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry.integers import up
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import LocalProduct
+from shardmath.operators.matmul.gpu.local_product import LocalProduct, no_kernel
 
 __all__ = [
     "CHUNKS",
@@ -57,7 +56,7 @@ class RowSplitProduct(LocalProduct):
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
-        """What all ranks must mean alike, by name."""
+        """Facts that must be the same on all ranks, by name."""
         return [
             ("the rows of each rank", list(self.rows)),
             ("depth", self.depth),
@@ -67,10 +66,8 @@ class RowSplitProduct(LocalProduct):
 
     def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
-        if device.arch != "sm_90":
-            return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in HALVES:
-            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
+        if reason := no_kernel(device, self.dtype):
+            return reason
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
         for name, operand in (("A", self.a), ("B", self.b)):

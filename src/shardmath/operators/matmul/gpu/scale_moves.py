@@ -148,7 +148,7 @@ def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
 
 
 def blocks_in_layout(mode: str, blocks: Blocks) -> Blocks:
-    """The same counted in numbers of the form, not in lines and indices of k."""
+    """The `blocks` of scales laid out in `mode`, counted in rows and columns of their matrix."""
     rows, columns = blocks
     lines = None if rows is None else 1 if mode == "squares" else rows
     return Blocks(lines, None if columns is None else 1)
