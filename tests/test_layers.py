@@ -139,27 +139,40 @@ def test_no_imports_go_in_circles() -> None:
 
 
 @cache
-def public_names(path: Path) -> set[str]:
-    """What a module lists in `__all__`."""
+def public_names(path: Path) -> set[str] | None:
+    """The names in a module's `__all__`, None where it has none."""
     for node in parse(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
-    return set()
+    return None
 
 
 @pytest.mark.parametrize("path", FILES, ids=dotted)
 def test_what_is_imported_is_public(path: Path) -> None:
-    """A name that another module imports is in the `__all__` of the module that has it."""
+    """A name that another module imports has no underscore, and is in any `__all__` there."""
     modules = {f"shardmath.{dotted(other)}": other for other in FILES}
-    hidden = [
-        f"{where(path, node.lineno)} imports {alias.name} of {node.module}"
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.ImportFrom) and node.module in modules
-        for alias in node.names
-        if f"{node.module}.{alias.name}" not in modules
-        and alias.name not in public_names(modules[node.module])
-    ]
+    hidden = []
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ImportFrom) or node.module not in modules:
+            continue
+        offered = public_names(modules[node.module])
+        hidden += [
+            f"{where(path, node.lineno)} imports {alias.name} of {node.module}"
+            for alias in node.names
+            if f"{node.module}.{alias.name}" not in modules
+            and (alias.name.startswith("_") if offered is None else alias.name not in offered)
+        ]
     assert not hidden
+
+
+def test_public_modules_and_packages_list_their_names() -> None:
+    """`__all__` stands in public modules and where a package gathers names: nowhere else."""
+    last = max(LAYERS.values())
+    public = {unit for unit, row in LAYERS.items() if row == last - 2} | {"errors"}
+    listing = {dotted(path) for path in FILES if public_names(path) is not None}
+    packages = {dotted(path) for path in FILES if path.name == "__init__.py"}
+    assert public <= listing
+    assert not [name for name in listing - packages if unit_of(name) not in public]
 
 
 def test_nothing_unpickles_or_runs_text() -> None:

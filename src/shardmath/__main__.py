@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from shardmath import __version__
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well."""

@@ -17,8 +17,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "Space", "in_elements", "raw_view", "share_memory"]
-
 HostArray = np.ndarray[Any, np.dtype[Any]]
 Space = Literal["cpu", "cuda"]
 

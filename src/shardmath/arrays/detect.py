@@ -19,15 +19,6 @@ from shardmath.arrays import libraries as package
 from shardmath.arrays.base import Library
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = [
-    "array_of",
-    "libraries",
-    "library_and_spec",
-    "library_named",
-    "library_of",
-    "library_of_package",
-]
-
 
 @lru_cache(maxsize=1)
 def libraries() -> Mapping[str, Library]:

@@ -17,19 +17,6 @@ import numpy as np
 
 from shardmath.errors import BackendUnavailable
 
-__all__ = [
-    "FLOAT8",
-    "HALVES",
-    "NAMES",
-    "DType",
-    "accumulator",
-    "advice",
-    "names",
-    "numbered",
-    "of",
-    "to_numpy",
-]
-
 Kind = Literal["f", "c", "i", "u", "b", "V"]
 
 

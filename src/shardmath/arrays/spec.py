@@ -11,17 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = [
-    "ArraySpec",
-    "Dimension",
-    "Order",
-    "byte_span",
-    "coalesced",
-    "order_of",
-    "overlaps",
-    "packed_strides",
-]
-
 Order = Literal["C", "F", "both", "strided"]
 
 

@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["caller_line", "caller_place", "process_name"]
-
 # The package's folder, and what its context managers run through.
 _OURS = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 

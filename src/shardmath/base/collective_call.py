@@ -23,8 +23,6 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 from shardmath.base.caller import caller_line
 from shardmath.base.untraced import COMPILER, is_loaded, is_watched, marked, unwatched
 
-__all__ = ["CollectiveCall", "collective_call", "settled", "this_thread"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)

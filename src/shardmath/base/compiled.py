@@ -14,8 +14,6 @@ from typing import Any
 
 from shardmath.base import config
 
-__all__ = ["BUILT", "extension", "is_built", "library", "library_beside"]
-
 # What each is for, by its module.
 BUILT = {
     "shardmath.redistribution._stream": "copies of long rows",

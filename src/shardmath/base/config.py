@@ -18,16 +18,6 @@ from typing import Any
 
 from shardmath.base.caller import caller_place
 
-__all__ = [
-    "PREFIX",
-    "Settings",
-    "cache_folder",
-    "environment",
-    "export",
-    "table",
-    "warn_of_unknown",
-]
-
 PREFIX = "SHARDMATH_"
 
 

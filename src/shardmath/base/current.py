@@ -10,18 +10,6 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = [
-    "CurrentContext",
-    "default",
-    "forget",
-    "get",
-    "overridden",
-    "override",
-    "reset",
-    "restore",
-    "set_default",
-]
-
 
 class CurrentContext(Protocol):
     """The current context, as the lower layers see it."""

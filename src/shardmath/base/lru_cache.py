@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["LRUCache"]
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

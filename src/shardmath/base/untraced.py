@@ -14,16 +14,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = [
-    "COMPILER",
-    "is_loaded",
-    "is_watched",
-    "marked",
-    "untraced",
-    "untraced_methods",
-    "unwatched",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Call = TypeVar("Call", bound=Callable[..., Any])

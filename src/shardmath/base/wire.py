@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["decode", "encode"]
-
 _LENGTH = struct.Struct("<Q")
 _SIGNS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ImportError)
 _KNOWN = frozenset((str, int, float, bool, type(None)))  # to JSON; without classes made of them

@@ -21,17 +21,6 @@ from shardmath.context.agreement import beginning, checked, refuse, require_acce
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = [
-    "Agreement",
-    "Described",
-    "HashedSpec",
-    "Plans",
-    "Statement",
-    "agree",
-    "agree_plan",
-    "concluded",
-]
-
 Plan = TypeVar("Plan")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs

@@ -18,8 +18,6 @@ from shardmath.operators.lifecycle import LOGGER
 from shardmath.program.offers import DoubleBuffer
 from shardmath.program.performing import Arguments, Direct, Turn
 
-__all__ = ["CompiledCalls", "turn_of"]
-
 _KEPT = 256  # calls
 _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 

@@ -33,8 +33,6 @@ from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
 
-__all__ = ["Driver", "Operation", "call"]
-
 _KEPT = 128  # calls of an operation that are recognised
 _TAG_BYTES = 8
 

@@ -21,8 +21,6 @@ from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.program.steps import LocalArray, SplitArray
 
-__all__ = ["Planned", "misfit"]
-
 
 @untraced_methods
 class Planned(Lifecycle):

@@ -27,8 +27,6 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.calls import MOST_WORDS
 from shardmath.symmetric.messages import different
 
-__all__ = ["Ahead", "KnownCall"]
-
 _KEPT = 1024  # calls of a context
 _PLANS = 64  # of calls of which this rank has asked what is the peers' own
 _TAG_BYTES = 6

@@ -36,8 +36,6 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = ["DeviceCollectives", "LaunchConfig", "Parts", "choose_all_reduce"]
-
 
 _PACKET = 16
 _MAX_THREADS = 512  # kThreads

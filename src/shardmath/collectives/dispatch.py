@@ -22,8 +22,6 @@ from shardmath.program.steps import Program
 if TYPE_CHECKING:
     from shardmath.collectives.gpu_calls import Launches
 
-__all__ = ["Collective", "perform"]
-
 P = TypeVar("P")
 
 _NO_ROOT = "the root of a broadcast passes an array, not None"

@@ -13,17 +13,6 @@ from typing import Any, NamedTuple
 
 from shardmath.collectives.operand import OutputSpec, Shape
 
-__all__ = [
-    "UNKNOWN",
-    "Broadcast",
-    "Form",
-    "Gathered",
-    "OnGPUs",
-    "OwnParts",
-    "Scattered",
-    "Spec",
-]
-
 UNKNOWN = (1 << 64) - 1  # in a row that kernels send, what a rank does not know
 _OUT = 3  # where `call_spec` has what `out` is
 

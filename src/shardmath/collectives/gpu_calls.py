@@ -25,8 +25,6 @@ from shardmath.collectives.repeats import Repeats
 from shardmath.context.context import Context
 from shardmath.program.performing import Arguments, Names, Plan, Turn
 
-__all__ = ["GPUCalls", "Launches"]
-
 _PLAIN = frozenset([int, str, tuple, type(None)])  # words by which calls are found: True is no axis
 
 

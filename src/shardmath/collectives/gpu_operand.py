@@ -37,8 +37,6 @@ from shardmath.local.reduction import Reduction
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "DeviceOutput", "DirectLaunch", "placeholder"]
-
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Counts = Sequence[int]
 # Of the addresses of an operand and a result; the stream. What was put there, None for nothing.

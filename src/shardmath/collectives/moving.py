@@ -32,8 +32,6 @@ from shardmath.redistribution import Sections
 if TYPE_CHECKING:
     from shardmath.collectives.gpu_operand import DeviceOperand
 
-__all__ = ["ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "all_gather", "all_to_all", "broadcast"]
-
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 

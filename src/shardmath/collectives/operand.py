@@ -19,21 +19,6 @@ from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfte
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Block
 
-__all__ = [
-    "ON_GPUS",
-    "OutputSpec",
-    "Shape",
-    "as_axis",
-    "as_counts",
-    "as_index",
-    "bounds",
-    "context_of",
-    "kind_of",
-    "live_block",
-    "require_outputs_fit",
-    "slab_counts",
-]
-
 Shape = tuple[int, ...]
 _FREED = (
     "lies in symmetric memory that has been freed; free it after its last use, or leave that to "

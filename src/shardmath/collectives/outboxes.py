@@ -29,8 +29,6 @@ from shardmath.transport.base import DeviceBytes
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = ["FarCollectives"]
-
 _THREADS = 256
 _ALIGNED = 256
 _STAGING_BYTES = 32 << 20

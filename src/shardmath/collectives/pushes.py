@@ -26,8 +26,6 @@ from shardmath.symmetric.team import RESERVED, Team
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = ["Pushes", "kernel_memory", "reduction_defines"]
-
 CHANNEL = RESERVED  # of the barriers
 _ENGINE_SLICE_BYTES = 48 << 20  # from here on a copy engine moves the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction

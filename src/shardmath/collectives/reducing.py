@@ -31,8 +31,6 @@ from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program
 if TYPE_CHECKING:
     from shardmath.collectives.gpu_operand import DeviceOperand
 
-__all__ = ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
-
 
 @collective_call
 def all_reduce(

@@ -25,8 +25,6 @@ from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.symmetric.calls import packed
 
-__all__ = ["Repeats"]
-
 _KEPT = 1024  # entries
 _UNIT = 16  # bytes: addresses are multiples of it
 _NAME = "shardmath.cuda._launch"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["UNIT", "Slice", "chunked"]
-
 UNIT = 16  # bytes, which whole elements of every type fill
 
 

@@ -20,17 +20,6 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.messages import header
 
-__all__ = [
-    "agree",
-    "beginning",
-    "checked",
-    "gather",
-    "refuse",
-    "refused_by",
-    "require_accepted",
-    "require_equal",
-]
-
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
 

@@ -33,13 +33,6 @@ from shardmath.transport.wires import Deliver, RankChannel
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = [
-    "Context",
-    "current_context",
-    "open_contexts",
-    "require_context",
-]
-
 Agreed = TypeVar("Agreed")
 
 _contexts: weakref.WeakSet[Context] = weakref.WeakSet()

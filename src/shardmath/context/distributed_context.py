@@ -8,8 +8,6 @@ from typing import ClassVar, Self
 
 from shardmath.group.base import ProcessGroup
 
-__all__ = ["DistributedContext"]
-
 
 class DistributedContext(ABC):
     """The ranks that compute together, as seen by one of them. Made by `initialize`.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardmath.cuda.device import Device
     from shardmath.symmetric.team import Team
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
     """Connections, transport and heap of a context and of those split from it.

@@ -28,8 +28,6 @@ from shardmath.group.base import rank_names
 from shardmath.group.environment import noticed
 from shardmath.transport.choice import candidates, names
 
-__all__ = ["finalize", "get_context", "initialize", "new_context"]
-
 
 @collective_call
 def initialize(

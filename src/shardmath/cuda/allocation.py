@@ -9,8 +9,6 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures, call, call_for_memory
 from shardmath.errors import CudaError
 
-__all__ = ["Allocation"]
-
 
 class Allocation:
     """`nbytes` at `address` on the device, uninitialised; they go with this object.

@@ -18,8 +18,6 @@ from shardmath.cuda import kernel_cache
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError
 
-__all__ = ["KERNELS", "compiled", "compiled_source"]
-
 KERNELS = Path(__file__).parent.parent / "kernels"
 _FLAGS = ("--std=c++17",)
 

@@ -15,8 +15,6 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures, bindings, call, call_for_memory
 from shardmath.cuda.fence import DeferredReuse
 
-__all__ = ["Constant"]
-
 _KEPT_BYTES = 64 << 20  # of memory that is free, from the driver
 
 

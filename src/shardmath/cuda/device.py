@@ -12,8 +12,6 @@ from typing import Any
 from shardmath.cuda.driver import beside_captures, bindings, call, status_of
 from shardmath.errors import BackendUnavailable
 
-__all__ = ["Device"]
-
 
 class Device:
     """One CUDA device. `ordinal` is its index among those that this process sees.

@@ -15,8 +15,6 @@ from typing import Any
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 
-__all__ = ["beside_captures", "bindings", "call", "call_for_memory", "require_success", "status_of"]
-
 
 @cache
 def bindings() -> ModuleType:

@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 
-__all__ = ["DeferredReuse", "DeviceFence"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures, bindings, call
 from shardmath.errors import CudaError
 
-__all__ = ["Graph"]
-
 
 class Graph:
     """The launches of `launches(stream)` as one, to be put on any stream, often.

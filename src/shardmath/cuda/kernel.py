@@ -15,8 +15,6 @@ from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 
-__all__ = ["Argument", "Extent", "Kernel", "ReadyLaunch", "kernel", "kernel_of_source"]
-
 _PORTABLE = 8  # blocks of a cluster that all devices with clusters can have
 
 Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from shardmath.base.caller import caller_place
 
-__all__ = ["keep", "kept"]
-
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from shardmath.errors import BackendUnavailable
 
-__all__ = ["EXTRAS", "unavailable"]
-
 # The packages of our extras, as pyproject.toml has them.
 EXTRAS = {
     "cu13": (

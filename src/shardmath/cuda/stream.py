@@ -16,15 +16,6 @@ from shardmath.cuda.driver import beside_captures, call, status_of
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CudaError
 
-__all__ = [
-    "OrderedSection",
-    "SideStream",
-    "StreamOrder",
-    "any_capturing",
-    "capturing",
-    "resolve_stream",
-]
-
 _DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
 
 

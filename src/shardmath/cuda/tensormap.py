@@ -12,8 +12,6 @@ from functools import lru_cache
 from shardmath.arrays import dtypes
 from shardmath.cuda.driver import bindings, call
 
-__all__ = ["ALIGNMENT", "BOX_BYTES", "NBYTES", "tensor_map"]
-
 NBYTES = 128
 ALIGNMENT = 16  # of the matrix's address, and of the bytes from one row to the next
 BOX_BYTES = 128  # of a row of a box

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from shardmath.geometry.spans import Spans
 
-__all__ = ["Atom", "atoms", "bits", "owner_sets"]
-
 
 @dataclass(frozen=True, slots=True)
 class Atom:

@@ -24,17 +24,6 @@ from shardmath.errors import BindDistributionError, ConvertDistributionError
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
-__all__ = [
-    "Binding",
-    "Distribution",
-    "asking_rank",
-    "check_alike",
-    "infer_global_shape",
-    "known_rank",
-    "known_size",
-    "refuse_conversion",
-]
-
 D = TypeVar("D", bound="Distribution")
 
 

@@ -24,8 +24,6 @@ from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
-__all__ = ["BlockCyclic", "BlockNonCyclic", "Box", "Replicated", "Slab", "decode"]
-
 
 @dataclass(frozen=True, repr=False, slots=True)
 class Slab(Distribution):

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from shardmath.geometry.spans import Spans
 
-__all__ = ["ROWS", "WIDTH", "draw"]
-
 ROWS = 32
 WIDTH = 64
 _SYMBOLS = string.digits + string.ascii_lowercase + string.ascii_uppercase

@@ -15,8 +15,6 @@ from typing import Any
 
 from shardmath.geometry.integers import integer, integers
 
-__all__ = ["ProcessGrid"]
-
 
 @dataclass(frozen=True, init=False, repr=False, slots=True)
 class ProcessGrid:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
-__all__ = ["index", "index_within", "integer", "integers", "slices", "up"]
-
 
 def index(value: object, name: str) -> int:
     """`value` as an int. Raises TypeError when it is none, or a bool."""

@@ -18,8 +18,6 @@ from shardmath.geometry.drawing import draw
 from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
-__all__ = ["Layout"]
-
 Part = tuple[Spans, ...]
 
 

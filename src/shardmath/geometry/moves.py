@@ -18,20 +18,6 @@ from shardmath.geometry.coverage import Atom, atoms
 from shardmath.geometry.layout import Layout
 from shardmath.geometry.spans import Run, Spans
 
-__all__ = [
-    "Move",
-    "Pattern",
-    "Traffic",
-    "bytes_moved",
-    "bytes_received",
-    "classify",
-    "common_elements",
-    "counted",
-    "kept_elements",
-    "moves",
-    "shared_part",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Run", "Spans"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = [
-    "Array",
-    "GatheringGroup",
-    "ProcessGroup",
-    "ReductionOp",
-    "SoloProcessGroup",
-    "parts_of",
-    "rank_names",
-]
-
 T = TypeVar("T")
 
 _WORD = 8

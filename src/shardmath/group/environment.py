@@ -28,8 +28,6 @@ from shardmath.group.mpi import MPIProcessGroup
 from shardmath.group.mpi_process import bounded_start
 from shardmath.group.torch import TorchProcessGroup
 
-__all__ = ["LaunchFacts", "from_environment", "noticed"]
-
 
 @dataclass(frozen=True)
 class _Convention:

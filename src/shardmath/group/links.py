@@ -23,18 +23,6 @@ from shardmath.base.caller import caller_line, process_name
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
 
-__all__ = [
-    "FRAME_LIMIT",
-    "Link",
-    "receive_all",
-    "receive_sockets",
-    "send_all",
-    "send_sockets",
-    "star",
-    "tell_failure",
-    "too_few_descriptors",
-]
-
 # Bytes; a longer one is a fault or an attack, never a start-up message.
 FRAME_LIMIT: Final = 1 << 28
 

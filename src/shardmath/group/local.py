@@ -30,8 +30,6 @@ from shardmath.group.links import (
     too_few_descriptors,
 )
 
-__all__ = ["LocalProcessGroup"]
-
 _LENGTH = struct.Struct("<Q")
 _CARD = struct.Struct("<?qq")  # has a color, color, key
 

@@ -16,8 +16,6 @@ from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
 from shardmath.group.mpi_process import bound_end
 
-__all__ = ["MPIProcessGroup"]
-
 _SPINS = 1000  # polls without a pause: most exchanges end within them
 _PAUSE = 0.0005
 

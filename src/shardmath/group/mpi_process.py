@@ -19,8 +19,6 @@ from functools import cache
 
 from shardmath.base.caller import caller_line
 
-__all__ = ["bound_end", "bounded_start"]
-
 _OUTERMOST = ("<module>", "_run_module_as_main")  # the frames that programs start in
 _GRACE = 5  # seconds for the peers to hear of a failure, and to end as well
 

@@ -11,8 +11,6 @@ from shardmath.base.caller import caller_line, process_name
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
 
-__all__ = ["StoreProcessGroup"]
-
 
 class StoreProcessGroup(GatheringGroup):
     """`size` ranks, which meet under `name` in a store with `set(key, bytes)` and `get(key)`.

@@ -14,8 +14,6 @@ from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import GatheringGroup, parts_of
 
-__all__ = ["MIN_ALL_REDUCE_OBJ_BUFFER_SIZE", "TorchProcessGroup"]
-
 MIN_ALL_REDUCE_OBJ_BUFFER_SIZE: Final = 128  # bytes
 """The least `TorchProcessGroup.allreduce_obj_buffer_size`."""
 

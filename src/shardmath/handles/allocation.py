@@ -31,22 +31,6 @@ from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Memory
 
-__all__ = [
-    "Owner",
-    "SharedMemory",
-    "allocate_on_all_ranks",
-    "allocate_symmetric_memory",
-    "array_on",
-    "block_of",
-    "empty_on_heap",
-    "extent_of",
-    "free_symmetric_memory",
-    "is_symmetric",
-    "maker_on_heap",
-    "persistent_array",
-    "strided_on_heap",
-]
-
 _Place = tuple[Block, int]
 
 _LOGGER = logging.getLogger(__name__)

@@ -27,19 +27,6 @@ from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
-__all__ = [
-    "Copy",
-    "Result",
-    "ResultTemplate",
-    "laid_out_alike",
-    "read",
-    "require_device",
-    "require_separate",
-    "result_in",
-    "stream_of",
-]
-
-
 _MOST_CARRIED = 32 << 20  # bytes, which a GPU copies in the time of a few launches
 _LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
 

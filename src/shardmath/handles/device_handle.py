@@ -32,8 +32,6 @@ from shardmath.transport.base import DeviceBytes, Memory
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceSymmetricMemory", "FarDeviceSymmetricMemory", "HandleKernel"]
-
 
 @untraced_methods
 class HandleKernel:

@@ -21,8 +21,6 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Heap
 
-__all__ = ["InBlocks", "Looks", "Recognised", "inspect"]
-
 V = TypeVar("V")
 
 _NAME = "shardmath.handles._fingerprint"  # of the module that fingerprint.c makes

@@ -25,11 +25,9 @@ from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
 from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
-from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.rows import ORDERED
 from shardmath.transport.base import Memory
-
-__all__ = ["SymmetricMemory"]
 
 
 @untraced_methods

@@ -15,8 +15,6 @@ from shardmath.arrays.spec import Order, byte_span, order_of
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Location
 
-__all__ = ["Exposed", "Operand"]
-
 _HEAD = struct.Struct("<IQQq")  # segment, offset, bytes, origin
 
 

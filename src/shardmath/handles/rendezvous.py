@@ -43,8 +43,6 @@ from shardmath.symmetric.heap import Block, Buffer, Location
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = ["agreed_rendezvous", "is_registered", "names_a_group", "register_group", "rendezvous"]
-
 
 @collective_call
 def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:

@@ -29,19 +29,6 @@ from shardmath.transport.base import DeviceBytes, Memory
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = [
-    "SLOT_BYTES",
-    "DeviceTables",
-    "FarSignals",
-    "PadSetting",
-    "PeerLocation",
-    "RendezvousState",
-    "address_of",
-    "change_pad_setting",
-    "pad_bytes",
-    "pad_setting",
-]
-
 SLOT_BYTES = 4
 _WORD = 8
 

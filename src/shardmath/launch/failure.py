@@ -21,8 +21,6 @@ from types import TracebackType
 
 from shardmath import errors
 
-__all__ = ["Failure", "died", "from_exception", "rebuild"]
-
 
 @dataclass(frozen=True)
 class Failure:

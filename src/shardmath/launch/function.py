@@ -25,8 +25,6 @@ from shardmath.launch.job import FAILURE, RESULT, Job
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import Place, fork_ranks, share_cores
 
-__all__ = ["run_after_fork", "spawn"]
-
 
 def spawn(
     function: Callable[..., Any], n: int, *args: Any, timeout: float | None = None

@@ -21,8 +21,6 @@ from shardmath.launch.failure import Failure, died
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import REPORT_HEADER, Rank
 
-__all__ = ["FAILURE", "RESULT", "Job"]
-
 GRACE: Final = 2.0  # seconds between a request to end and SIGKILL
 SETTLE: Final = 0.5  # seconds in which the cause of a consequence must show
 PROMPT: Final = 0.05  # seconds after which an unfinished line is taken for a prompt

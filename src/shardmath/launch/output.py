@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["LINE_LIMIT", "Prefixer"]
-
 # Bytes; a longer line is written in parts, so that memory stays bounded.
 LINE_LIMIT: Final = 1 << 20
 

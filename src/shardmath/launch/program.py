@@ -22,8 +22,6 @@ from shardmath.launch.job import FAILURE, Job
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import Place, fork_ranks, share_cores
 
-__all__ = ["Program", "add_arguments", "run"]
-
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -27,8 +27,6 @@ from typing import Final, Literal, TextIO
 from shardmath.base import config, current
 from shardmath.group.links import star
 
-__all__ = ["REPORT_HEADER", "Place", "Rank", "die_with", "fork_ranks", "share_cores"]
-
 REPORT_HEADER: Final = struct.Struct("<cQ")  # kind, length
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -16,8 +16,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import library_beside
 
-__all__ = ["LEAST", "Sums", "address_for", "built", "sums"]
-
 Sums = Callable[[Sequence[HostArray], Sequence[HostArray]], bool]
 
 LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains

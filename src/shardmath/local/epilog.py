@@ -21,18 +21,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.geometry.integers import up
 
-__all__ = [
-    "INPUTS",
-    "OUTPUTS",
-    "Extra",
-    "MatmulEpilog",
-    "Requirements",
-    "apply",
-    "column_sums",
-    "requirements",
-    "row_sums",
-]
-
 
 class MatmulEpilog(IntEnum):
     """The function of x = alpha A B + beta C that becomes D; the values are cuBLASLt's.

@@ -19,8 +19,6 @@ import numpy as np
 from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
 
-__all__ = ["Kind", "Norm", "bound_transform", "engine_for", "starts_threads", "transform"]
-
 Kind = Literal["C2C", "R2C", "C2R"]
 Norm = Literal["backward", "ortho", "forward"] | None
 

@@ -14,8 +14,6 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 
-__all__ = ["BLOCK", "Blocks", "dequantize", "quantize"]
-
 BLOCK = 128  # elements along a side of a block, as cuBLASLt has them on Hopper
 _STRIP = 1 << 20  # elements that are converted at once
 

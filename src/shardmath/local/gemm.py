@@ -17,8 +17,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.geometry.integers import slices
 
-__all__ = ["bind", "multiply"]
-
 # Converting an n x n block costs about 1/n of multiplying it: at 2048, 1 to 5 %. Three such blocks
 # of float32 are alive at once, 48 MB.
 _CONVERTED = 2048

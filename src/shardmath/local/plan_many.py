@@ -16,8 +16,6 @@ from functools import cached_property
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.local.fft import Kind
 
-__all__ = ["DataLayout", "PlanMany", "StridedArray", "plan_many"]
-
 _MAX_AXES = 3  # of one plan
 _MAX_CALLS = 4096
 

@@ -20,8 +20,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.local import compiled_sum
 
-__all__ = ["OPERATIONS", "Reduction", "bind_reduction", "pieces", "reduce_local"]
-
 OPERATIONS: dict[str, np.ufunc] = {
     "sum": np.add,
     "min": np.minimum,

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 
-__all__ = ["round_into"]
-
 
 def round_into(source: HostArray, target: HostArray) -> None:
     """Write the numbers of `source` to `target`, of another width, each rounded once.

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 from shardmath.base import config
 
-__all__ = ["ThreadLimit", "threads_per_rank"]
-
 _COMMON = "OMP_NUM_THREADS"
 _VARIABLES = {  # what a library reads before it reads the common one
     "openblas": "OPENBLAS_NUM_THREADS",

@@ -6,8 +6,6 @@ and ducc0: `benchmarks/predictions.py` says how far predictions are from what is
 
 from shardmath.machine.rates import Rates
 
-__all__ = ["CORES"]
-
 _DOUBLE, _SINGLE = 3.7e10, 7.6e10
 
 # A complex product costs four real ones; 16-bit floats are widened first.

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from shardmath.machine.rates import Rates
 
-__all__ = ["H200", "H200_MULTI_HOST"]
-
 H200 = Rates(
     products={
         "float64": 6e13,

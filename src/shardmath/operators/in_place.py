@@ -18,8 +18,6 @@ from shardmath.context.context import Context
 from shardmath.handles.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["array_in_place", "room_for_operand"]
-
 
 def array_in_place(
     context: Context, operand: Any, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]

@@ -26,8 +26,6 @@ from shardmath.errors import HeapExhausted
 from shardmath.handles.device_array import Copy
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["LANES", "NEW_RESULT", "Lane"]
-
 LANES = 16
 NEW_RESULT = "new result"  # of the buffers
 _FIRST_CHANNEL = 32  # of the team's; the others are those of collectives and of the user

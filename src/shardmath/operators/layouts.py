@@ -10,8 +10,6 @@ from typing import Any, Literal
 from shardmath import geometry
 from shardmath.geometry import Layout
 
-__all__ = ["bind_layout", "infer_layout", "result_order"]
-
 
 def infer_layout(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
     """The layout of a global array whose local shapes and distributions are given by rank.

@@ -19,16 +19,6 @@ from shardmath.base.untraced import untraced_methods
 from shardmath.context.context import Context
 from shardmath.errors import ShardmathError
 
-__all__ = [
-    "LOGGER",
-    "Lifecycle",
-    "check_blocking",
-    "check_logger",
-    "check_stream",
-    "log_plan",
-    "options_of",
-]
-
 T = TypeVar("T")
 
 LOGGER = logging.getLogger(__name__)

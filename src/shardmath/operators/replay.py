@@ -14,8 +14,6 @@ from shardmath.cuda.graph import Graph
 from shardmath.handles.device_array import Copy
 from shardmath.operators.lanes import Lane
 
-__all__ = ["GraphCache"]
-
 _PLACES = 32  # of results, of which the graphs are kept
 
 

@@ -14,8 +14,6 @@ from shardmath.arrays.base import HostArray
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["KEPT_STAGING", "Workspace", "give_back"]
-
 KEPT_STAGING = 64 << 20  # bytes that redistributions without an object leave to the next
 
 

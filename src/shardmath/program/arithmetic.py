@@ -46,8 +46,6 @@ from shardmath.program.steps import (
 from shardmath.redistribution import Transfer, TransferPlan
 from shardmath.redistribution.bound_copies import bind_moves, pairs
 
-__all__ = ["Binding", "bind_arithmetic", "buffers_of", "fused"]
-
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _KEPT_PANEL = 64 << 10  # bytes of one that stays for the next call
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product

@@ -16,8 +16,6 @@ from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind
 from shardmath.redistribution import StridedCopy, Transfer, lowered
 
-__all__ = ["BLOCK_BYTES", "Block", "Blocks", "clipped"]
-
 BLOCK_BYTES = 1 << 20  # of a block: it and its source fit in the second cache of a core
 _LINE = 64  # bytes of a cache line
 

@@ -51,8 +51,6 @@ from shardmath.redistribution import StridedCopy, Transfer, Window
 from shardmath.redistribution.bound_copies import bind
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["Cores"]
-
 _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # of new results, of each such call
 _KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold

@@ -23,8 +23,6 @@ from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window
 from shardmath.redistribution.bound_copies import bind, bind_array
 
-__all__ = ["Calls", "Pass", "run"]
-
 Calls = list[Callable[[], object]]
 
 _BOUND_BLOCKS = 64  # of a pass that is bound whole

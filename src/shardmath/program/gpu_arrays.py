@@ -21,8 +21,6 @@ from shardmath.handles.operand import Operand
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import LocalArray, SplitArray
 
-__all__ = ["GPUArrays", "order_like", "read_arrays"]
-
 
 @dataclass(frozen=True)
 class GPUArrays:

@@ -50,8 +50,6 @@ from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.rank_program import USERS
 from shardmath.program.steps import SplitArray
 
-__all__ = ["Execution", "Facts", "GPUPerformer", "Ready", "Told"]
-
 _KEPT = 128  # executions that are launched as before
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
 _PLACES = 32  # of results of one call, for which all is prepared
@@ -521,16 +519,14 @@ class GPUPerformer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Launching:
-    """One execution, put on a stream, from the second time on as a graph where it `replays`.
-
-    Returns whether the user captures it.
-    """
+    """One execution, put on a stream, from the second time on as a graph where it `replays`."""
 
     graphs: GraphCache
     run: Launch
     replays: bool
 
     def __call__(self, stream: int, copy: Copy | None) -> bool:
+        """Launch on the stream, `copy` of a result behind it; whether the user captures it."""
         if self.replays:
             return self.graphs.launch((), stream, self.run, copy)
         lane = self.graphs.lane

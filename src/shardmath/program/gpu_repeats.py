@@ -23,8 +23,6 @@ from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 
-__all__ = ["Launch", "Launches"]
-
 _PLACES = 32  # of results, of which the launches are kept
 
 

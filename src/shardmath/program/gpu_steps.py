@@ -30,11 +30,10 @@ from shardmath.program.steps import (
     Synchronise,
     Unpack,
 )
-from shardmath.redistribution.box_copies import Box, BoxCopies
+from shardmath.redistribution.box_copies import BoxCopies
+from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.redistribution.delivery import fetch
-
-__all__ = ["ExposedArrays", "GPUProgram", "Launch", "Memories"]
 
 _KEPT = 64  # copies of one program, for as many ways in which peers' arrays lie
 

@@ -23,8 +23,6 @@ from shardmath.program.rank_program import Copy, RankProgram, View, packed
 from shardmath.program.steps import Memory, Move, Pack, Program
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["GPUs", "delivered_program", "moved_program"]
-
 _PUSH, _PULL, _STAGED, _DELIVER = 1, 2, 3, 4  # decisions
 _STAGING = "staging"  # of the lane's memories
 

@@ -24,8 +24,6 @@ from shardmath.program.steps import (
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["FETCHED", "OUTBOX", "TAKEN", "between_hosts", "delivered"]
-
 OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of all operations
 
 _PACKED = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))

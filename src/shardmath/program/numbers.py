@@ -13,17 +13,6 @@ from typing import Any
 from shardmath.context.agreement import checked, require_equal
 from shardmath.symmetric.board import Board
 
-__all__ = [
-    "PLAIN",
-    "Number",
-    "Numbers",
-    "agree_on_numbers",
-    "number",
-    "numbers_bytes",
-    "pack_numbers",
-    "real",
-]
-
 Number = float | complex | None
 Numbers = Mapping[str, Number]
 

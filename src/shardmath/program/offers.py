@@ -30,18 +30,6 @@ from shardmath.redistribution import Transfer, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
 from shardmath.symmetric.heap import Block, Buffer, Location
 
-__all__ = [
-    "LENT",
-    "DoubleBuffer",
-    "Offers",
-    "announced",
-    "array_at",
-    "note_of",
-    "offer",
-    "raw_note",
-    "window_at",
-]
-
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
 _STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
 _LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers

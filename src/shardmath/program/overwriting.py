@@ -8,8 +8,6 @@ from shardmath.handles.operand import Operand
 from shardmath.program.arithmetic import buffers_of
 from shardmath.program.steps import Combine, Convert, Move, Program, Step, Synchronise, Transform
 
-__all__ = ["overwritten"]
-
 
 def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> list[str]:
     """The operands that a result may overwrite before all that is read of them has been read.

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from shardmath.geometry import Move, Run
 from shardmath.redistribution import Transfer
 
-__all__ = ["Piece", "Source", "clip", "intervals"]
-
 # Below this many indices of k per piece, gathering costs less than many thin products.
 _THIN = 128
 

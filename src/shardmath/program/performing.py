@@ -17,8 +17,6 @@ from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
 
-__all__ = ["Arguments", "Direct", "Known", "Names", "Performer", "Plan", "Repeat", "Turn"]
-
 
 class Names(NamedTuple):
     """The operation, its operands and its results by name, as programs and messages have them.

@@ -17,8 +17,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.program.steps import Memory
 
-__all__ = ["USERS", "Copy", "RankProgram", "View", "packed"]
-
 USERS = ("operand", "out")  # memories; they begin at the element with index 0 along every axis
 
 

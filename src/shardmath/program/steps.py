@@ -22,39 +22,6 @@ from shardmath.local.reduction import Reduction
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import Transfer, TransferPlan
 
-__all__ = [
-    "READ",
-    "REUSE",
-    "Await",
-    "Axpby",
-    "Combine",
-    "Convert",
-    "Dequantize",
-    "Finish",
-    "Fused",
-    "Get",
-    "Largest",
-    "LocalArray",
-    "Memory",
-    "Move",
-    "Multiply",
-    "On",
-    "Pack",
-    "Product",
-    "Program",
-    "Quantize",
-    "Reason",
-    "Record",
-    "Scratch",
-    "SplitArray",
-    "Step",
-    "SumLines",
-    "Synchronise",
-    "Transform",
-    "Unpack",
-    "plain",
-]
-
 
 class Reason(Enum):
     """Why ranks wait for each other. There is no other reason."""

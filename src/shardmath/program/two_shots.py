@@ -35,8 +35,6 @@ from shardmath.program.steps import Combine
 from shardmath.redistribution import Window
 from shardmath.symmetric.heap import Buffer, Location
 
-__all__ = ["bind", "needs_copy", "offer", "takes"]
-
 # One shot reads every operand on every rank, and takes one exchange; two shots read each operand
 # once, and take a barrier more. Measured on 2 cores with 4 ranks: they meet between 1 and 2 MB.
 _ONE_SHOT_BYTES = 1 << 20  # of one operand
@@ -62,6 +60,7 @@ class Layout:
 
     @classmethod
     def of(cls, reduction: Reduction, size: int) -> Layout:
+        """The layout for one reduction over `size` ranks."""
         source, target = dtypes.to_numpy(reduction.dtype), dtypes.to_numpy(reduction.result)
         block = _BLOCK_BYTES // max(source.itemsize, target.itemsize)
         return cls(block, _part(block, size), source, target)

@@ -27,15 +27,6 @@ from shardmath.base.compiled import extension, library_beside
 from shardmath.geometry import Move
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = [
-    "Window",
-    "bind",
-    "bind_array",
-    "bind_moves",
-    "pairs",
-    "streamer",
-]
-
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
 _COMPILED = 64 << 10  # bytes of units from which on its call pays

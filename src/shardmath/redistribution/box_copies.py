@@ -26,8 +26,6 @@ from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.redistribution.boxes import BASES, Box, tables
 
-__all__ = ["Box", "BoxCopies"]
-
 _THREADS, _BLOCKS_EACH = 256, 3
 _KEPT = 16  # pairs of sources and targets
 

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from shardmath.redistribution.copies import StridedCopy, strided_copy
 
-__all__ = ["BASES", "Box", "Tables", "tables"]
-
 BASES = 128  # kBases: sources and targets together
 _DIMS = 8  # kDims
 _SHARED_BYTES = 24 << 10  # kSharedBytes

@@ -15,8 +15,6 @@ from math import prod
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "lowered", "pieces_of", "strided_copy", "whole"]
-
 _PIECE = 32 << 10  # bytes that a network carries in about the time that one more piece takes
 
 

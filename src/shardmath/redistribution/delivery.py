@@ -22,8 +22,6 @@ from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.heap import Location
 from shardmath.transport.base import DeviceBytes
 
-__all__ = ["Delivery", "fetch"]
-
 _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
 

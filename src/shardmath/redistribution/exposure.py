@@ -18,8 +18,6 @@ from shardmath.redistribution.copies import whole
 from shardmath.redistribution.plan import Transfer
 from shardmath.symmetric.heap import Buffer, Location
 
-__all__ = ["bind_stage", "staged_bytes", "window_on"]
-
 Ranges = Sequence[tuple[int, int]]
 
 

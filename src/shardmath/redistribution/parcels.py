@@ -22,8 +22,6 @@ from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.plan import TransferPlan
 
-__all__ = ["Fetch", "Outbox", "Parcel", "fetches", "parcel_of", "room_for"]
-
 ALIGNMENT = 256  # bytes; of parcels, and of what is fetched
 
 _Taken = tuple[int, int, int, int]  # blocks, their length, the first's start, from one to the next

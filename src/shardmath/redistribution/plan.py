@@ -26,8 +26,6 @@ from shardmath.geometry import (
 from shardmath.machine import Rates
 from shardmath.redistribution.copies import StridedCopy, lowered, pieces_of
 
-__all__ = ["Transfer", "TransferPlan"]
-
 Ranges = tuple[tuple[int, int], ...]
 Strides = tuple[int, ...]
 

@@ -17,8 +17,6 @@ from math import prod
 from shardmath.geometry import Move, Run
 from shardmath.redistribution.plan import Transfer
 
-__all__ = ["Sections"]
-
 Shape = tuple[int, ...]
 
 

@@ -65,8 +65,6 @@ from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import Arrivals, WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
-__all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
-
 _EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS, _REFUSED = range(7)
 _REASON = 128
 _WORD_BYTES = 8

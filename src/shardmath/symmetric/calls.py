@@ -24,8 +24,6 @@ import numpy as np
 
 from shardmath.symmetric.rows import Rows
 
-__all__ = ["LIST_BYTES", "MOST_WORDS", "WINDOW", "Calls", "packed"]
-
 WINDOW = 64  # a rank is less than so many calls ahead of its slowest peer
 MOST_WORDS = 16  # that are listed with a call
 _MADE, _MET, _TAGS = 0, 1, 4

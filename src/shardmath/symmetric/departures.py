@@ -37,8 +37,6 @@ from shardmath.cuda.fence import DeferredReuse
 from shardmath.errors import CudaError
 from shardmath.symmetric.board import Board
 
-__all__ = ["Departures", "Report", "report_of", "watch", "watching"]
-
 PERIOD = 0.1  # seconds from one look at the boards to the next
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 
 from shardmath.transport.base import Fence
 
-__all__ = ["Groups"]
-
 
 class Groups:
     """Groups by number. Those that are not watched never write to a peer's memory."""

@@ -37,8 +37,6 @@ from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import GRANULE, FreeRanges, OwnSegment, aligned
 from shardmath.transport.base import Fence, Transport
 
-__all__ = ["Block", "Buffer", "Heap", "Location"]
-
 _SMALL = 32 << 20  # bytes of a block that need not be used again at once
 _TOGETHER = 64 << 20  # bytes of such, but two at least, that may wait for one fence
 _AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again

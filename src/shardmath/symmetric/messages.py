@@ -25,18 +25,6 @@ from shardmath.errors import (
 from shardmath.group.base import rank_names
 from shardmath.symmetric.rows import Rows
 
-__all__ = [
-    "AFTER_FAILURE",
-    "NAME_BYTES",
-    "OPERATION",
-    "REASON_BYTES",
-    "RankNames",
-    "Reason",
-    "bodies",
-    "different",
-    "header",
-]
-
 AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
 
 NAME_BYTES = 64  # of a name; the rest of a longer one is not compared

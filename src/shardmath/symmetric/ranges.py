@@ -10,8 +10,6 @@ from bisect import bisect_left, bisect_right, insort
 
 from shardmath.geometry.integers import up
 
-__all__ = ["ALIGNMENT", "GRANULE", "FreeRanges", "OwnSegment", "aligned"]
-
 ALIGNMENT = 256
 GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
 

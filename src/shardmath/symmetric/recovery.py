@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from shardmath.errors import RankFailure
 from shardmath.symmetric.rows import Rows
 
-__all__ = ["Recovery"]
-
 
 class Recovery:
     """One rank's part in the recoveries of a board: `number` is the last that it asked for.

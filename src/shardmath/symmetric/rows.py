@@ -15,8 +15,6 @@ from collections.abc import Mapping
 
 from shardmath.transport.wires import Channel, Wires
 
-__all__ = ["ORDERED", "MultiHostRows", "Rows"]
-
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
 # the kernel holds one.

@@ -6,39 +6,6 @@ test compiles both against each other.
 
 from __future__ import annotations
 
-__all__ = [
-    "BARRIER",
-    "CHANNEL_BYTES",
-    "FAILED",
-    "LATE",
-    "LATE_BYTES",
-    "MISFIT",
-    "MISMATCH",
-    "NO_CHANNEL",
-    "NO_PEER",
-    "OF_BARRIER",
-    "OF_COLLECTIVE",
-    "OF_FLAG",
-    "OF_PRODUCT",
-    "OF_SHARD",
-    "OF_SIGNAL",
-    "OF_USER",
-    "PAD_ALIGNMENT",
-    "PAD_BYTES",
-    "ROUND",
-    "SENT",
-    "SIGNAL",
-    "TAKEN",
-    "TEAM_BUFFERS",
-    "TEAM_CHANNELS",
-    "TEAM_PADS",
-    "TEAM_STATUS",
-    "TEAM_TIMEOUT",
-    "WRONG_RANKS",
-    "gone_place",
-    "pad_bytes",
-]
-
 # Pad: its channels follow it.
 FAILED = 0
 PAD_BYTES = 16

@@ -30,8 +30,6 @@ from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.messages import AFTER_FAILURE
 from shardmath.transport.base import DeviceBytes, Transport
 
-__all__ = ["CHANNELS", "RESERVED", "FarTeam", "Team"]
-
 CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
 _WORD = 8

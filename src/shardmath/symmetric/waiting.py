@@ -35,8 +35,6 @@ from dataclasses import dataclass
 from shardmath.errors import OpTimeout
 from shardmath.symmetric.rows import ORDERED, Rows
 
-__all__ = ["Arrivals", "WaitPolicy", "wait_until"]
-
 _YIELDS = 100
 _FIRST_SLEEP = 20e-6
 _LAST_SLEEP = 1e-3

@@ -12,8 +12,6 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["available_memory", "control_group_memory", "limit_reached"]
-
 _GROUPS = Path("/sys/fs/cgroup")
 
 

@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from shardmath.cuda.device import Device
     from shardmath.transport.mesh import Mesh
 
-__all__ = [
-    "Bytes",
-    "DescriptorTransport",
-    "DeviceBytes",
-    "Fence",
-    "Memory",
-    "Probe",
-    "Segment",
-    "Transport",
-    "require_within",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -19,8 +19,6 @@ from importlib import import_module
 from shardmath.transport import cores, gpus
 from shardmath.transport.base import Transport
 
-__all__ = ["AUTO", "candidates", "in_words", "names", "transport_named"]
-
 AUTO = "auto"
 _PACKAGES = {"cpu": cores, "cuda": gpus}
 

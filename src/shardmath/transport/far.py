@@ -22,8 +22,6 @@ from shardmath.transport.handshake import KEY_BYTES
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 
-__all__ = ["connect_far", "listen"]
-
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"

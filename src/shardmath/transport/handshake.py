@@ -28,8 +28,6 @@ import struct
 from collections.abc import Callable, Generator
 from typing import Final
 
-__all__ = ["KEY_BYTES", "Conversation", "Side", "Stranger", "answer", "call"]
-
 Side = Generator[tuple[bytes, int], bytes, int]
 
 KEY_BYTES: Final = 32

@@ -12,8 +12,6 @@ import select
 import threading
 from collections.abc import Mapping
 
-__all__ = ["GRACE", "PeerWatch"]
-
 GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 

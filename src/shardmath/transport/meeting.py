@@ -26,8 +26,6 @@ from shardmath.transport import handshake
 from shardmath.transport.handshake import Conversation
 from shardmath.transport.liveness import GRACE, PeerWatch
 
-__all__ = ["BACKLOG", "Call", "Place", "meet"]
-
 # Connections that wait to be accepted, those of strangers too, while ranks are on their way; the
 # system takes fewer where net.core.somaxconn says so.
 BACKLOG: Final = 4096

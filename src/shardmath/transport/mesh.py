@@ -34,8 +34,6 @@ from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
 
-__all__ = ["Mesh", "host_identity", "hosts_of"]
-
 _UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64

@@ -24,8 +24,6 @@ from shardmath.transport.mesh import Mesh
 if TYPE_CHECKING:
     from shardmath.cuda.device import Device
 
-__all__ = ["MultiHostTransport"]
-
 _ANNOUNCEMENT = struct.Struct("<QQ")  # address and bytes of a segment
 _SPINS = 1000  # polls without a pause
 _PAUSE = 50e-6

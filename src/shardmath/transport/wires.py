@@ -27,8 +27,6 @@ from hashlib import blake2b
 
 from shardmath.transport.liveness import PeerWatch
 
-__all__ = ["Channel", "Deliver", "RankChannel", "Wires"]
-
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
 
 _FRAME = struct.Struct("<16sIII")  # channel, its number, place, bytes that follow

@@ -15,8 +15,6 @@ from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["CuPy"]
-
 
 class CuPy(Library):
     """`cupy.ndarray` and its subclasses."""

@@ -14,8 +14,6 @@ from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps
 
-__all__ = ["NumPy"]
-
 
 class NumPy(Library):
     """`numpy.ndarray` and its subclasses, masked arrays excepted: they hold a second array."""

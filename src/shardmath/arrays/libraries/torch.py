@@ -19,8 +19,6 @@ from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps, packed_strides
 from shardmath.base.compiled import extension
 
-__all__ = ["Torch"]
-
 _DLPACK = "shardmath.arrays._dlpack"  # the module that dlpack.c makes
 _INTEGERS, _BFLOAT = 0, 4  # what DLPack calls kinds of elements
 _CODES = {"i": _INTEGERS, "f": 2, "c": 5, "b": 6}

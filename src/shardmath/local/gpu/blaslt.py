@@ -24,17 +24,6 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.packages import unavailable
 
-__all__ = [
-    "WORKSPACE",
-    "EpilogAttributes",
-    "MatmulProblem",
-    "MatrixLayout",
-    "Product",
-    "ScaleModes",
-    "bindings",
-    "product",
-]
-
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
 _CANDIDATES = 8  # algorithms that can be timed

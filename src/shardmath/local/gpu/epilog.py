@@ -16,8 +16,6 @@ from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
-__all__ = ["combine", "copy", "row_sums"]
-
 _THREADS, _COLUMNS, _ROWS = 256, 4, 8
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
 _SIDE = 32

@@ -24,8 +24,6 @@ from shardmath.errors import CudaError
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany
 
-__all__ = ["CuFFT", "scale"]
-
 _MAX_PLANS = 256
 _CUFFT_TYPES = {  # (kind, double): cufftType
     ("C2C", False): 0x29,

@@ -13,8 +13,6 @@ from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.float8 import Blocks
 from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
-__all__ = ["MOST_RANKS", "amax", "dequantize", "quantize"]
-
 MOST_RANKS = 64  # kRanks
 _THREADS = 256
 _RUN = 4  # kRun

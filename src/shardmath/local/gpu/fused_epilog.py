@@ -14,8 +14,6 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.blaslt import EpilogAttributes
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["FusedEpilog", "fused_epilog", "split"]
-
 _FLOATS = names(lambda row: row.kind == "f" and row.itemsize > 1)
 # For which types of D its epilogs are ours, and faster than our kernel. Its masks have a bit where
 # the input of ReLU is 0, ours have none; its ReLU makes NaN 0 by some algorithms; its GELU is off

@@ -20,8 +20,6 @@ from shardmath.local.gpu.blaslt import (
 )
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["Algorithms", "fits", "has_algorithm", "layout", "multiply", "takes_result"]
-
 _DEFAULT = EpilogAttributes()
 
 

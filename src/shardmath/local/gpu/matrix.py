@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from shardmath.arrays import dtypes
 
-__all__ = ["NO_MATRIX", "Matrix"]
-
 NO_MATRIX = bytes(24)  # as a kernel's argument
 
 _MATRIX = struct.Struct("Qqq")

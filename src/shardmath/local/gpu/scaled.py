@@ -20,8 +20,6 @@ from shardmath.local.gpu.blaslt import MatmulProblem, ScaleModes, product
 from shardmath.local.gpu.gemm import Algorithms, layout
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["GRAIN", "Quantized", "Scale", "fits", "multiply", "takes_result"]
-
 GRAIN = 16  # bytes to which everything is aligned, and k is a multiple of
 _MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
 

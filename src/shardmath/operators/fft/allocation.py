@@ -25,8 +25,6 @@ from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.operators.in_place import room_for_operand
 from shardmath.operators.lifecycle import check_logger
 
-__all__ = ["allocate_operand"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 
-__all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
-
 Options = FFTOptions | dict[str, Any] | None
 
 

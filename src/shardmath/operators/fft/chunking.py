@@ -20,14 +20,6 @@ from shardmath.geometry import Layout
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage
 
-__all__ = [
-    "Chunking",
-    "chunking_for",
-    "first_parts",
-    "second_parts",
-    "split_axes",
-]
-
 
 @dataclass(frozen=True)
 class Chunking:

@@ -29,8 +29,6 @@ from shardmath.program.rank_program import RankProgram, View
 from shardmath.program.steps import Fused
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["GPUTransforms", "TransformProgram"]
-
 USE_GRAPHS = True  # whether an execution that comes again is replayed as one graph
 
 _DECISIONS = {Results(False, False): 1, Results(True, False): 2, Results(True, True): 3}

@@ -17,8 +17,6 @@ from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.machine import h200
 from shardmath.program.rank_program import Copy, View, packed
 
-__all__ = ["LocalFFT", "LocalStep", "Scale", "local_steps", "strided"]
-
 
 @dataclass(frozen=True)
 class Scale:

@@ -47,8 +47,6 @@ from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["GPUPlan", "PartOfTransfer", "Results", "UserArrays", "lowered"]
-
 USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can and that pays
 
 _FETCH, _UNPACK = "fetch", "unpack"  # streams of the lane

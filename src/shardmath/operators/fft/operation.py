@@ -20,8 +20,6 @@ from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Fused, Program, SplitArray
 
-__all__ = ["FFT_OF_ANY_KIND", "OPERATIONS", "FourierTransform"]
-
 
 class FourierTransform:
     """The operation of a function, or of objects, whose `kind` is that of the operand.

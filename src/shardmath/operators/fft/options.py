@@ -12,13 +12,6 @@ from typing import Any, Literal
 
 from shardmath.operators.lifecycle import check_blocking, check_logger
 
-__all__ = [
-    "COMPARED",
-    "FFTDirection",
-    "FFTOptions",
-    "direction_of",
-]
-
 FFTType = Literal["C2C", "C2R", "R2C"]
 
 # The options that must be equal on all ranks.

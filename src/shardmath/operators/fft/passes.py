@@ -31,8 +31,6 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["cores_program"]
-
 Order = Literal["C", "F"]
 
 _WRITTEN = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))

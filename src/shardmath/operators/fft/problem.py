@@ -25,14 +25,6 @@ from shardmath.operators.fft.options import (
 )
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 
-__all__ = [
-    "Description",
-    "Problem",
-    "check",
-    "describe",
-    "kind_of",
-]
-
 _NORMS = (None, "backward", "ortho", "forward")
 
 

@@ -22,8 +22,6 @@ from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.operators.fft.pushes import Start, tables
 from shardmath.symmetric.team import Team
 
-__all__ = ["PushStream", "PushTables", "cluster_size", "push_blocks"]
-
 _SIGNALS, _BARRIER = 59, 58  # channels
 _COUNTERS = 16 + 4 * 62  # bytes of struct Counters
 _COPY_BYTES, _STAGES, _PREFETCH = 16 << 10, 12, 10

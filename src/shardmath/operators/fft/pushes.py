@@ -22,20 +22,6 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.program.steps import Await, Fused, On, Reason, Record, Synchronise
 from shardmath.redistribution import TransferPlan, lowered
 
-__all__ = [
-    "MAX_CHUNKS",
-    "Chunk",
-    "Rows",
-    "Signal",
-    "Start",
-    "arrived",
-    "joined",
-    "pushed_rows",
-    "ready",
-    "started",
-    "tables",
-]
-
 MAX_CHUNKS = 62  # kMaxChunks
 _ALIGNMENT = 16  # bytes, of bulk copies
 _MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy

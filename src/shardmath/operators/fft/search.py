@@ -23,8 +23,6 @@ from shardmath.operators.fft.strategy import (
     Transform,
 )
 
-__all__ = ["choose"]
-
 _Node = tuple[int, frozenset[int], bool]  # see _Search
 
 

@@ -18,8 +18,6 @@ from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 
-__all__ = ["Stage", "stages"]
-
 
 @dataclass(frozen=True)
 class Stage:

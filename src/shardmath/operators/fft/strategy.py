@@ -19,17 +19,6 @@ from shardmath.geometry import Layout, bytes_received
 from shardmath.machine import CORES, Rates, h200
 from shardmath.operators.fft.problem import Problem
 
-__all__ = [
-    "ON_CORES",
-    "ON_GPUS",
-    "ON_GPUS_OF_HOSTS",
-    "CostModel",
-    "Exchange",
-    "Step",
-    "Strategy",
-    "Transform",
-]
-
 
 @dataclass(frozen=True)
 class CostModel:

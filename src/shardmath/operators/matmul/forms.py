@@ -28,8 +28,6 @@ from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
 from shardmath.program.performing import Arguments, Plan, Turn
 
-__all__ = ["Matmul", "matmul"]
-
 
 @collective_call
 def matmul(

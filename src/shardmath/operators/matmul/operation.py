@@ -22,8 +22,6 @@ from shardmath.operators.matmul.strategy import Cost, Strategy, candidates, choo
 from shardmath.program.performing import Arguments, Names, Performer
 from shardmath.program.steps import Program
 
-__all__ = ["MATMUL", "arguments_of", "chosen", "given_results"]
-
 _OUTPUTS = (*OUTPUTS, "result_amax")
 _NO_EXTRAS = (None,) * (len(INPUTS) + len(SCALES))
 _NO_OUTPUTS = (None,) * len(_OUTPUTS)

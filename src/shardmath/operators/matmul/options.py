@@ -18,20 +18,6 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
-__all__ = [
-    "FROM_FLOAT8",
-    "MULTIPLIED",
-    "MatmulAlgoType",
-    "MatmulComputeType",
-    "MatmulEpilogPreferences",
-    "MatmulOptions",
-    "MatmulPlanPreferences",
-    "MatmulQuantizationScales",
-    "extras_dtype",
-    "matrix_qualifiers_dtype",
-    "result_dtype",
-]
-
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
 )

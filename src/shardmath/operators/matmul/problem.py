@@ -33,17 +33,6 @@ from shardmath.operators.matmul.scaling import (
     readings,
 )
 
-__all__ = [
-    "Call",
-    "Facts",
-    "Problem",
-    "check",
-    "check_operands",
-    "describe",
-    "gradient_layouts",
-    "place_of",
-]
-
 _NAMES = ("a", "b", "c")
 
 

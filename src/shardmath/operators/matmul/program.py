@@ -40,8 +40,6 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["SCALES", "output", "passed", "product_program"]
-
 SCALES = tuple(f"the scale of {name}" for name in "abcd")
 
 _READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))

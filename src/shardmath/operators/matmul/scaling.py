@@ -28,23 +28,6 @@ from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.operators.lifecycle import options_of
 from shardmath.operators.matmul.options import MatmulQuantizationScales
 
-__all__ = [
-    "OUTER",
-    "SQUARES",
-    "TENSOR",
-    "VECTORS",
-    "Given",
-    "Scaling",
-    "agree_granularities",
-    "blocks_of",
-    "check_scales",
-    "given_scales",
-    "known_scale",
-    "merged",
-    "readings",
-    "scales_in_order",
-]
-
 TENSOR, OUTER, VECTORS, SQUARES = "tensor", "outer", "1 x 128", "128 x 128"
 _NAMES = ("a", "b", "c", "d")
 

@@ -28,8 +28,6 @@ from shardmath.machine import Rates
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["Cost", "Strategy", "candidates", "choose"]
-
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 

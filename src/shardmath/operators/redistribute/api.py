@@ -13,8 +13,6 @@ from shardmath.geometry import Distribution
 from shardmath.operators.redistribute.operation import REDISTRIBUTE, RedistributeOptions
 from shardmath.program.performing import Arguments
 
-__all__ = ["Redistribute", "redistribute"]
-
 
 @collective_call
 def redistribute(

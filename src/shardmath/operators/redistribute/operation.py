@@ -21,8 +21,6 @@ from shardmath.program.performing import Names
 from shardmath.program.steps import Move, Program, Reason, SplitArray, Step, Synchronise
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["REDISTRIBUTE", "Problem", "RedistributeOptions"]
-
 
 @dataclass(frozen=True)
 class RedistributeOptions:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shardmath.base.config import Settings
     from shardmath.cuda.device import Device
 
-__all__ = ["HostTransport", "export_memory", "map_memory"]
-
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 

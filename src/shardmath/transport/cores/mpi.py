@@ -17,8 +17,6 @@ from shardmath.transport.base import Bytes, Probe, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
 
-__all__ = ["MPITransport"]
-
 _MOST = 1 << 30  # bytes of one copy: MPI counts in 32 bits
 
 

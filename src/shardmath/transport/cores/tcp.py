@@ -19,8 +19,6 @@ from shardmath.transport.base import Bytes, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
 
-__all__ = ["TCPTransport"]
-
 _READ, _DATA, _WRITE, _FLUSH, _FLUSHED = range(5)  # places of messages: what they are
 _ASK = struct.Struct("<QIQQ")  # number of the question, segment, offset, bytes
 _PART = struct.Struct("<QQ")  # number of the question, start of these bytes in the answer

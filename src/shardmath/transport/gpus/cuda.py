@@ -33,8 +33,6 @@ from shardmath.transport.base import (
 )
 from shardmath.transport.mesh import Mesh
 
-__all__ = ["CudaTransport", "Mapping"]
-
 GRANULE = 2 << 20
 _RUNS_AHEAD_BY = 32  # of the GPU's memory, one part in so many
 

@@ -36,8 +36,6 @@ from shardmath.transport.base import (
 )
 from shardmath.transport.mesh import Mesh
 
-__all__ = ["NVSHMEMTransport"]
-
 _BOUNCE = 16 << 20  # bytes at the end of a heap through which ordinary memory passes
 _OWN_BYTES = 256 << 20  # what NVSHMEM takes of its memory for itself
 _GRANULE = 2 << 20

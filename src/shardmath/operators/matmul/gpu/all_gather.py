@@ -44,8 +44,6 @@ from shardmath.operators.matmul.gpu.row_split import (
 )
 from shardmath.symmetric.team import Team
 
-__all__ = ["AllGatherGemm", "copy_steps", "product_kernel"]
-
 _THREADS = 384
 _ASKING_THREADS = 64  # one for each peer that there can be
 _MOST_ARGUMENTS = 256

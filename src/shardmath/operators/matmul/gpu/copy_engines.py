@@ -13,8 +13,6 @@ from typing import Any
 from shardmath.cuda.driver import bindings, call
 from shardmath.redistribution.copies import StridedCopy
 
-__all__ = ["EngineCopies", "EngineCopy", "engine_copies"]
-
 _ROW = 512  # bytes: shorter rows take longer than their bytes
 _MOST = 64  # copies: each takes some microseconds to begin
 

@@ -31,8 +31,6 @@ from shardmath.program.gpu_performing import Told
 from shardmath.program.gpu_steps import Launch
 from shardmath.symmetric.team import Team
 
-__all__ = ["FusedProduct", "notes"]
-
 _ALIGNMENT = 16
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from shardmath.geometry import Move, Run
 from shardmath.program.panels import clip
 
-__all__ = ["OWN", "KOrder", "OperandSteps"]
-
 OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
 _SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
 

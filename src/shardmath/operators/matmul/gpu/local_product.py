@@ -13,8 +13,6 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
-__all__ = ["LocalProduct", "OperandLayout", "SplitKProduct", "even_rows", "no_kernel"]
-
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
 

@@ -67,8 +67,6 @@ from shardmath.program.steps import (
     SumLines,
 )
 
-__all__ = ["lowered"]
-
 _SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
 _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 

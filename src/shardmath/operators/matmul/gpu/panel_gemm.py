@@ -45,10 +45,9 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     make_schedule,
 )
 from shardmath.operators.matmul.gpu.rank_plan import AddressTable, Operands, RankPlan, matrix_of
-from shardmath.redistribution.box_copies import Box, BoxCopies
+from shardmath.redistribution.box_copies import BoxCopies
+from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import StridedCopy, lowered
-
-__all__ = ["PanelGemm"]
 
 _THREADS = 384
 _LEAST_SECONDS = 2.5e-4  # of a rank: below, a gather and then cuBLASLt are as fast

@@ -23,19 +23,6 @@ from math import prod, sqrt
 from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.tensormap import BOX_BYTES
 
-__all__ = [
-    "MOST_REGIONS",
-    "SUMS_BYTES",
-    "TILE_ROWS",
-    "TILINGS",
-    "Fetch",
-    "PanelSchedule",
-    "Region",
-    "Tiles",
-    "Tiling",
-    "make_schedule",
-]
-
 TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
 _GROWTH = 1.3  # from part to part: the first ones are waited for, later ones are in time

@@ -16,8 +16,6 @@ from functools import cached_property
 from shardmath.geometry import Move
 from shardmath.program.panels import clip
 
-__all__ = ["Interval", "OperandPlan", "intervals"]
-
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
 _FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time

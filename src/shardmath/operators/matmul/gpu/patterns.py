@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = ["Pattern", "gathered_lines", "pattern_of"]
-
 
 @dataclass(frozen=True)
 class Pattern:

@@ -31,8 +31,6 @@ from shardmath.program.gpu_steps import Launch
 from shardmath.program.numbers import Numbers, real
 from shardmath.program.performing import Plan, Turn
 
-__all__ = ["Products", "rank_plan_of", "tuned"]
-
 _ORDERS = ("", "C", "F")  # of products that one collective adds up; "" where peers read them
 _DECISIONS = [  # from 1 on: by one kernel or not, the order, and whether in the last lane
     (is_fused, order, last)

@@ -29,6 +29,7 @@ from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_cop
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
 from shardmath.operators.matmul.gpu.rank_plan import (
+    ALIGNMENT,
     AddressTable,
     Operands,
     Place,
@@ -36,7 +37,6 @@ from shardmath.operators.matmul.gpu.rank_plan import (
     matrix_of,
 )
 from shardmath.operators.matmul.gpu.steps import (
-    ALIGNMENT,
     AddUp,
     Clear,
     Collective,
@@ -67,13 +67,12 @@ from shardmath.program.steps import (
     SumLines,
     Synchronise,
 )
-from shardmath.redistribution.box_copies import Box, BoxCopies
+from shardmath.redistribution.box_copies import BoxCopies
+from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import StridedCopy
 from shardmath.redistribution.copies import lowered as lowered_move
 from shardmath.redistribution.delivery import fetch
 from shardmath.symmetric.heap import Location
-
-__all__ = ["Phases"]
 
 # What peers may read, and what they write, in the order in which ranks tell each other.
 _PUBLISHED = (

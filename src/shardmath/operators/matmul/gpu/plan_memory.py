@@ -16,8 +16,6 @@ from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
-__all__ = ["PlanMemory"]
-
 
 class PlanMemory:
     """Memory on every rank, at `bases` as this rank sees it."""

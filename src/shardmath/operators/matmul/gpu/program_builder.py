@@ -34,8 +34,6 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution.parcels import room_for
 
-__all__ = ["READ", "REUSE", "ProgramBuilder"]
-
 READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
 REUSE = Synchronise((Reason.BEFORE_REUSING,))
 

@@ -44,17 +44,6 @@ from shardmath.program.steps import Combine
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of
 
-__all__ = [
-    "ALIGNMENT",
-    "AddressTable",
-    "Lying",
-    "Operands",
-    "Place",
-    "RankPlan",
-    "Scales",
-    "matrix_of",
-]
-
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
 _KEPT = 32  # programs
 # Of an operand every parcel has k slowest: an interval of k is one range of its bytes.

@@ -23,20 +23,6 @@ from shardmath.operators.matmul.gpu.tile_order import (
 )
 from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = [
-    "CHOICES",
-    "EPILOGS",
-    "Choice",
-    "adds_in_half_precision",
-    "choose_all_reduce",
-    "choose_reduce_scatter",
-    "choose_schedule",
-    "choose_shared_schedule",
-    "predicted",
-    "split_k_product",
-]
-
-
 _MULTIPLIERS = 128  # multiprocessors that share out the tiles of our kernel
 _REDUCER_BLOCKS = 4
 _BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B

@@ -26,8 +26,6 @@ from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.patterns import gathered_lines
 from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = ["Rounds", "Stage", "cuts", "rounds_of"]
-
 _TILE = 128  # lines of a tile of a product
 _ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
 

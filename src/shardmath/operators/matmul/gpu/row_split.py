@@ -21,18 +21,6 @@ from shardmath.geometry.integers import up
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import LocalProduct, no_kernel
 
-__all__ = [
-    "CHUNKS",
-    "DEPTH",
-    "PIECES",
-    "TILE_ROWS",
-    "WIDTHS",
-    "RowSplitProduct",
-    "Tiling",
-    "choose_tiling",
-    "is_fused_faster",
-]
-
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
 CHUNKS = 8  # of k, at most, in which rows come

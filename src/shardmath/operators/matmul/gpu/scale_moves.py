@@ -29,18 +29,6 @@ from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
 from shardmath.operators.matmul.strategy import Cost, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
-__all__ = [
-    "ScaleMoves",
-    "amax_transfer",
-    "blocks_in_layout",
-    "choose_strategy",
-    "keeps_blocks",
-    "lies_as",
-    "modes",
-    "scale_layout",
-    "scale_moves",
-]
-
 
 @dataclass(frozen=True)
 class ScaleMoves:

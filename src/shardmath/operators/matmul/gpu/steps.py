@@ -15,32 +15,8 @@ from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
 from shardmath.local.gpu import Matrix
-from shardmath.operators.matmul.gpu.rank_plan import ALIGNMENT
 from shardmath.program.steps import Memory, plain
 from shardmath.redistribution.parcels import Fetch, Outbox
-
-__all__ = [
-    "ALIGNMENT",
-    "AddUp",
-    "Clear",
-    "Collective",
-    "EpilogProduct",
-    "Fetched",
-    "Gather",
-    "Gemm",
-    "Greatest",
-    "LayOut",
-    "Name",
-    "OneKernel",
-    "Packed",
-    "PanelProduct",
-    "Peer",
-    "ProductProgram",
-    "Published",
-    "Push",
-    "ScaleOf",
-    "View",
-]
 
 Name = str  # of a buffer; "" for none
 
@@ -48,7 +24,7 @@ Name = str  # of a buffer; "" for none
 class View(NamedTuple):
     """A matrix in a memory of this rank, whose address counts from where that begins.
 
-    The memory of an array of the user's begins at the multiple of ALIGNMENT before it.
+    The memory of an array of the user's begins at the multiple of `rank_plan.ALIGNMENT` before it.
     """
 
     memory: str

@@ -21,8 +21,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TILE_COLUMNS", "TILE_ROWS", "Chunk", "TileOrder", "TileSchedule"]
-
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
 Words = npt.NDArray[np.uint32]

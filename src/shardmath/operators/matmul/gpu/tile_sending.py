@@ -45,8 +45,6 @@ from shardmath.operators.matmul.gpu.tile_order import (
     TileSchedule,
 )
 
-__all__ = ["GemmAllReduce", "GemmReduceScatter"]
-
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
