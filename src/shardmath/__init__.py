@@ -24,21 +24,21 @@ if TYPE_CHECKING:
         reshape,
         symmetric_memory,
     )
-    from shardmath.context.distributed_context import DistributedContext
-    from shardmath.context.startup import finalize, get_context, initialize, new_context
+    from shardmath.context.context import DistributedContext, get_context
+    from shardmath.context.startup import finalize, initialize, new_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
     from shardmath.launch import spawn
 
 _HOME = {
-    "DistributedContext": "context.distributed_context",
+    "DistributedContext": "context.context",
     "MPIProcessGroup": "group",
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "handles.allocation",
     "finalize": "context.startup",
     "free_symmetric_memory": "handles.allocation",
-    "get_context": "context.startup",
+    "get_context": "context.context",
     "initialize": "context.startup",
     "new_context": "context.startup",
     "spawn": "launch",

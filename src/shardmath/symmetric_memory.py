@@ -23,7 +23,7 @@ import numpy as np
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.base.untraced import untraced
-from shardmath.context.context import current_context, require_context
+from shardmath.context.context import get_context, require_context
 from shardmath.context.startup import initialize
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
@@ -144,7 +144,7 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any = Non
         raise TypeError(f"group_name is a string, not {group_name!r}")
     if store is not None:
         group: Any = StoreProcessGroup(store, group_name, rank, world_size)
-        register_group(group_name, initialize("cpu", group) if current_context() is None else group)
+        register_group(group_name, initialize("cpu", group) if get_context() is None else group)
         return
     context = require_context()
     if (rank, world_size) != (context.rank, context.size):
@@ -226,7 +226,7 @@ def get_backend(device: Any) -> str | None:
     """How memory of that device is shared: "HOST" for the host; for the GPU of the current context
     its transport's name, "CUDA" or "NVSHMEM"; None for any other device.
     """
-    context = current_context()
+    context = get_context()
     if _kind_of(device) == "cpu":
         return "HOST"
     if context is None or context.team is None or _kind_of(device) != "cuda":
@@ -332,7 +332,7 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
 
 
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
-    context = current_context()
+    context = get_context()
     kind = "cpu" if context is None or context.team is None else "cuda"
     if device is not None and _kind_of(device) != kind:
         raise BackendUnavailable(

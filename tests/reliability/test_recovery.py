@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mortal import Job
+from shardmath import get_context
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
@@ -116,7 +117,7 @@ def test_a_context_is_recovered_from(state):
         if state == "left" and context.rank == 1:
             return "gone"
         made = context.recover()
-        assert startup.get_context() is made
+        assert get_context() is made
         with pytest.raises(RuntimeError, match=r"recover\(\) has replaced it"):
             context.barrier()
         found = works(made)

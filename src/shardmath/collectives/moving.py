@@ -24,7 +24,7 @@ from shardmath.collectives.operand import (
     slab_counts,
 )
 from shardmath.context.agreement import require_equal
-from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections

@@ -13,8 +13,12 @@ from itertools import accumulate
 from typing import Any
 
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context.context import Context, open_contexts, require_context
-from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.context import (
+    Context,
+    DistributedContext,
+    open_contexts,
+    require_context,
+)
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Block
@@ -36,7 +40,7 @@ def live_block(context: Context, address: int) -> Block | None:
     return block
 
 
-def context_of(operation: str, context: DistributedContext | None) -> Context:
+def context_of(operation: str, context: DistributedContext | None) -> DistributedContext:
     """`context`, or the current one where it is None.
 
     Raises TypeError for anything else, RuntimeError when there is no current one. Where this
@@ -44,7 +48,7 @@ def context_of(operation: str, context: DistributedContext | None) -> Context:
     """
     if context is None:
         return require_context()
-    if isinstance(context, Context):
+    if isinstance(context, DistributedContext):
         return context
     wrong = TypeError(f"context is a DistributedContext or None, not {context!r}")
     candidates = open_contexts()

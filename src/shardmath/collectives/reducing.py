@@ -23,7 +23,7 @@ from shardmath.collectives.operand import (
     slab_counts,
 )
 from shardmath.context.agreement import require_equal
-from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.context import DistributedContext
 from shardmath.geometry import Layout, Spans
 from shardmath.local.reduction import Reduction
 from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program

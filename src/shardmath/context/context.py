@@ -13,14 +13,13 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call, settled
 from shardmath.context import agreement
-from shardmath.context.distributed_context import DistributedContext
 from shardmath.context.runtime import Runtime
 from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.geometry.integers import index
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 
 Agreed = TypeVar("Agreed")
 
-_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+_contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class Context(DistributedContext):
-    """A DistributedContext with all that the package asks of it: there is no other kind.
+class Context:
+    """Ranks, their board and their memory: what the package asks of a `DistributedContext`.
 
     `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`, what
     their GPUs share, None on cores; `number`, which names the context within this process;
@@ -73,7 +72,7 @@ class Context(DistributedContext):
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
         # By ranks: how many were made, and the last.
-        self._subsets: dict[tuple[int, ...], tuple[int, Context | None]] = {}
+        self._subsets: dict[tuple[int, ...], tuple[int, DistributedContext | None]] = {}
         self._shared_ids = itertools.count()
         self.closed: str | None = None
         self.caches: dict[Any, Any] = {}
@@ -92,11 +91,6 @@ class Context(DistributedContext):
     def transport(self) -> str:
         """The name of what reaches peers' memory."""
         return self._runtime.transport.name
-
-    @property
-    def nvshmem_available(self) -> bool:
-        """See DistributedContext."""
-        return self.transport == "nvshmem"
 
     def __repr__(self) -> str:
         state = f" ({self.closed})" if self.closed else ""
@@ -124,18 +118,6 @@ class Context(DistributedContext):
         """See `agreement.gather`. Collective."""
         self.require_open()
         return agreement.gather(self.board, operation, describe)
-
-    @collective_call
-    def barrier(self) -> None:
-        """See DistributedContext. Collective."""
-        self.require_open()
-        if self.team is not None:
-            self.team.check_collectives()
-        own = self.heap.marks(self.number)
-        texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
-        if all(texts):
-            marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
-            self.heap.apply_marks(self.number, marks)
 
     def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
@@ -276,11 +258,84 @@ class Context(DistributedContext):
         """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
         return self._runtime.threads
 
-    # -- groups ------------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Raise RuntimeError when the context can no longer be used, saying why."""
+        if self.closed:
+            raise RuntimeError(f"this context cannot be used: {self.closed}")
+
+    def announce_close(self, why: str) -> None:
+        """Let no peer wait for more operations of this context, which was not split off another.
+
+        Those that were are closed, and kernels wait for this rank's until these have ended.
+        """
+        self._close_parts(why)
+        if self.team is not None:
+            self.team.leave()
+
+    def _close_parts(self, why: str) -> None:
+        for context in list(_contexts):
+            if context._runtime is self._runtime and context is not self:
+                context.close(why)
+
+    def abandon(self, why: str) -> None:
+        """Make the context unusable in this process, and tell nobody: it is not this process's."""
+        self.closed = why
+        self._dropping.detach()  # it would say on the board that the parent has left
+        self._runtime.mesh.abandon()
+
+
+class DistributedContext(Context):
+    """The ranks that compute together, as seen by one of them. Made by `initialize`.
+
+    `rank` is this process's number, from 0 to `size` - 1. `device_id` is "cpu" or the index of a
+    CUDA device, `process_group` the group through which the ranks found each other.
+    `nvshmem_available` and `nccl_comm`, which is None, are there for programs written for
+    nvmath.distributed.
+
+    The ranks' calls are matched by their order. So only one thread at a time may use a context, and
+    threads that compute at the same time have one each: a call during another thread's raises
+    RuntimeError.
+
+    `with context:` makes it the current context of this thread, which operators use, until the end.
+    """
+
+    nccl_comm: ClassVar[None] = None
+    rank: int
+    size: int
+    device_id: int | str
+    process_group: ProcessGroup | None
+
+    @property
+    def nvshmem_available(self) -> bool:
+        """Whether the ranks' memory is NVSHMEM's."""
+        return self.transport == "nvshmem"
 
     @collective_call
-    def split(self, color: int | None, key: int = 0) -> Context | None:
-        """See DistributedContext. Collective."""
+    def barrier(self) -> None:
+        """Wait until every rank has called it. Collective.
+
+        What a rank wrote before it, all ranks see after it. Memory that every rank has dropped can
+        be used again afterwards. Raises OpTimeout and RankFailure.
+        """
+        self.require_open()
+        if self.team is not None:
+            self.team.check_collectives()
+        own = self.heap.marks(self.number)
+        texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
+        if all(texts):
+            marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
+            self.heap.apply_marks(self.number, marks)
+
+    @collective_call
+    def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
+        """A context of the ranks that gave the same `color`, ordered by (`key`, rank). Collective.
+
+        None for a rank that gave None. The new context has the same memory, and synchronises its
+        ranks independently: calls of both may be mixed in any order. Raises TypeError for a color
+        or key that is not an integer.
+        """
 
         def describe() -> tuple[int | None, int]:
             return None if color is None else index(color, "color"), index(key, "key")
@@ -304,8 +359,13 @@ class Context(DistributedContext):
         return self._derive(members, name, boards[0], parent=self) if boards else None
 
     @collective_call
-    def subset(self, ranks: Sequence[int]) -> Context:
-        """See DistributedContext. Collective among `ranks` alone."""
+    def subset(self, ranks: Sequence[int]) -> DistributedContext:
+        """A context of these ranks of this one, in this order. Collective among them alone.
+
+        The same ranks in the same order get the same context again, unless it has been closed,
+        which all of them must do then. Raises ValueError when `ranks` names a rank twice, one that
+        does not exist, or not this one.
+        """
         self.require_open()
         if not isinstance(ranks, Iterable):
             raise TypeError(f"ranks is a sequence of integers, not {ranks!r}")
@@ -373,10 +433,10 @@ class Context(DistributedContext):
 
     def _derive(
         self, ranks: Sequence[int], name: str, board: Board, *, parent: Context | None
-    ) -> Context:
+    ) -> DistributedContext:
         """A context of `ranks`, over a board of that name."""
         mesh_ranks = [self._ranks[r] for r in ranks]
-        return Context(
+        return DistributedContext(
             self._runtime,
             board,
             self._runtime.team(board, mesh_ranks),
@@ -390,8 +450,21 @@ class Context(DistributedContext):
     # -- life --------------------------------------------------------------------------------------
 
     @collective_call
-    def recover(self) -> Context:
-        """See DistributedContext. Collective."""
+    def recover(self) -> DistributedContext:
+        """A context of the ranks that remain, in which all of them can compute. Collective.
+
+            except shardmath.errors.RankFailure:
+                context = context.recover()
+
+        It serves after any failure: an interrupted call, a timeout, a mismatch, a rank that has
+        died. Every rank that lives calls it, each from wherever it is: calls in this context that
+        still wait end with RankFailure. The new context has the same order of ranks, without those
+        that are gone, and is the default one if this one was; this one is closed. Arrays on the
+        heap remain as they are; handles and operator objects are made anew.
+
+        Raises OpTimeout where a rank that lives does not call it, naming it, and RankFailure where
+        the others have gone on without this rank; then it can be called again.
+        """
         self.require_open()
         if self.team is not None:
             self.team.abort()  # kernels of a call that was given up may wait for ever
@@ -408,7 +481,7 @@ class Context(DistributedContext):
         self._leave_to(made)
         return made
 
-    def _successor(self, ranks: Sequence[int]) -> Context:
+    def _successor(self, ranks: Sequence[int]) -> DistributedContext:
         """The context that takes this one's place, of these ranks. Collective among them."""
         name = f"{self._name} / recovery {self.board.recoveries}"
         made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
@@ -420,14 +493,14 @@ class Context(DistributedContext):
         made.process_group = self.process_group if len(ranks) == self.size else None
         return made
 
-    def _leave_to(self, successor: Context) -> None:
+    def _leave_to(self, successor: DistributedContext) -> None:
         """End this context, and leave what it shares with others to its successor."""
         for context in list(_contexts):
             if context._parent is self:
                 context._parent = successor
         self._end("recover() has replaced it by the context that it returned")
 
-    def __enter__(self) -> Context:
+    def __enter__(self) -> DistributedContext:
         self.require_open()
         before = current.overridden()
         try:
@@ -440,27 +513,12 @@ class Context(DistributedContext):
     def __exit__(self, *_: object) -> None:
         current.restore(self)
 
-    def require_open(self) -> None:
-        """Raise RuntimeError when the context can no longer be used, saying why."""
-        if self.closed:
-            raise RuntimeError(f"this context cannot be used: {self.closed}")
-
-    def announce_close(self, why: str) -> None:
-        """Let no peer wait for more operations of this context, which was not split off another.
-
-        Those that were are closed, and kernels wait for this rank's until these have ended.
-        """
-        self._close_parts(why)
-        if self.team is not None:
-            self.team.leave()
-
-    def _close_parts(self, why: str) -> None:
-        for context in list(_contexts):
-            if context._runtime is self._runtime and context is not self:
-                context.close(why)
-
     def close(self, why: str = "it was closed") -> None:
-        """See DistributedContext."""
+        """End the context on this rank; later calls raise RuntimeError with `why`. Local.
+
+        Peers that wait for this rank in it raise RankFailure. After it this rank must not use views
+        of peers' memory that it got through this context.
+        """
         if self.closed:
             return
         self._end(why)
@@ -482,23 +540,17 @@ class Context(DistributedContext):
         self.caches.clear()
         self.repeats = None
 
-    def abandon(self, why: str) -> None:
-        """Make the context unusable in this process, and tell nobody: it is not this process's."""
-        self.closed = why
-        self._dropping.detach()  # it would say on the board that the parent has left
-        self._runtime.mesh.abandon()
 
-
-def current_context() -> Context | None:
+def get_context() -> DistributedContext | None:
     """The current context: the innermost `with` one, else the one `initialize` made, else None."""
     context = current.get()
-    return context if isinstance(context, Context) else None
+    return context if isinstance(context, DistributedContext) else None
 
 
-def require_context() -> Context:
+def require_context() -> DistributedContext:
     """The current context. Raises RuntimeError, saying what to call, when there is none."""
     context = current.get()
-    if not isinstance(context, Context):
+    if not isinstance(context, DistributedContext):
         raise RuntimeError(
             'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
             "a CUDA device) on every rank first"
@@ -515,8 +567,8 @@ def _leave(board: Board, heap: Heap, number: int, dropped: Callable[[], None] | 
     heap.groups.leave(number, board.ended)
 
 
-def open_contexts() -> list[Context]:
+def open_contexts() -> list[DistributedContext]:
     """Every context of this process that can be used, the current one first."""
-    now = current_context()
+    now = get_context()
     others = [context for context in list(_contexts) if context is not now]
     return [c for c in ([now] if now is not None else []) + others if not c.closed]

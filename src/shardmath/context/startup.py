@@ -19,8 +19,7 @@ from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.config import Settings, warn_of_unknown
 from shardmath.context import agreement
-from shardmath.context.context import Context, current_context, open_contexts
-from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.context import DistributedContext, open_contexts
 from shardmath.context.runtime import Runtime
 from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
@@ -87,12 +86,9 @@ def new_context(
         runtime.open(board, group)
         team = runtime.team(board, ranks)
         undo.pop_all()
-    return Context(runtime, board, team, ranks=ranks, device_id=device_id, process_group=group)
-
-
-def get_context() -> DistributedContext | None:
-    """The current context: the innermost `with` one, else the one `initialize` made, else None."""
-    return current_context()
+    return DistributedContext(
+        runtime, board, team, ranks=ranks, device_id=device_id, process_group=group
+    )
 
 
 @collective_call
@@ -104,7 +100,7 @@ def finalize() -> None:
     Source: nvmath.distributed.finalize.
     """
     context = current.default()
-    if not isinstance(context, Context):
+    if not isinstance(context, DistributedContext):
         return
     why = "finalize() has ended it"
     try:

@@ -22,8 +22,12 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays import Library, library_of
 from shardmath.base.collective_call import collective_call
 from shardmath.context.agreement import require_equal
-from shardmath.context.context import Context, current_context, require_context
-from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.context import (
+    Context,
+    DistributedContext,
+    get_context,
+    require_context,
+)
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
@@ -127,7 +131,7 @@ def is_registered(name: str) -> bool:
 
 def names_a_group(name: str) -> bool:
     """Whether `rendezvous` finds a group of that name."""
-    context = current_context()
+    context = get_context()
     if context is not None and name in context.cache("group names", dict):
         return True
     return _torch_group(name) is not None
@@ -246,18 +250,18 @@ def _group_at_allocation(tensor: Any) -> str | None:
     return None if buffer is None else buffer.group
 
 
-def _context_of(group: Any) -> Context:
+def _context_of(group: Any) -> DistributedContext:
     """The context that computes for `group`. Collective among its ranks, the first time."""
-    context = None if isinstance(group, Context) else require_context()
+    context = None if isinstance(group, DistributedContext) else require_context()
     if isinstance(group, str):
         assert context is not None
         group = _named(context, group)
-    if isinstance(group, Context):
+    if isinstance(group, DistributedContext):
         return group
     assert context is not None
     if group is None:
         return context
-    known: dict[int, tuple[Any, Context]] = context.cache("groups", dict)
+    known: dict[int, tuple[Any, DistributedContext]] = context.cache("groups", dict)
     if id(group) not in known:
         talking = as_process_group(group, device_id=context.device_id)
         texts = talking.allgather_bytes(context.rank.to_bytes(4, "little"))
