@@ -175,6 +175,31 @@ def test_public_modules_and_packages_list_their_names() -> None:
     assert not [name for name in listing - packages if unit_of(name) not in public]
 
 
+def test_public_methods_say_what_they_do() -> None:
+    """Each has a docstring, or overrides one that has."""
+    classes: dict[str, list[ast.ClassDef]] = {}  # by name: several may have the same
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+
+    def says(kind: ast.ClassDef, method: str) -> bool:
+        own = [m for m in kind.body if isinstance(m, ast.FunctionDef) and m.name == method]
+        bases = {ast.unparse(base).split("[")[0] for base in kind.bases} - {kind.name}
+        return any(map(ast.get_docstring, own)) or any(
+            says(base, method) for name in bases for base in classes.get(name, ())
+        )
+
+    silent = [
+        f"{kind.name}.{method.name}"
+        for kind in (kind for kinds in classes.values() for kind in kinds)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and not (kind.name + method.name).startswith("_")
+        and not method.name.startswith("_") and not says(kind, method.name)
+    ]  # fmt: skip
+    assert not silent
+
+
 def test_nothing_unpickles_or_runs_text() -> None:
     found = []
     for path in FILES:

@@ -102,17 +102,14 @@ class Broadcast(Form):
     """A broadcast, of which a rank that has an array, or an `out`, knows all."""
 
     def common(self, spec: Spec) -> Spec | None:
-        """See Form."""
         *given, out, root = spec
         kind = out if given[0] is None else given
         return None if kind is None else (*kind, root)
 
     def agreed(self, spec: Spec, plan: Any) -> Spec:
-        """See Form."""
         return plan.library, plan.dtype, plan.shape, plan.root
 
     def result(self, common: Spec) -> OutputSpec:
-        """See Form."""
         kind, dtype, shape, _ = common
         return kind, dtype, shape
 
@@ -123,21 +120,17 @@ class Gathered(Form):
     counted = True
 
     def common(self, spec: Spec) -> Spec | None:
-        """See Form."""
         kind, dtype, shape, _, axis = spec[:5]
         return kind, dtype, _others(shape, axis), axis
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
-        """See Form."""
         kind, dtype, others, axis = common
         return kind, dtype, _shape(others, axis, sum(words)), None, axis
 
     def words(self, spec: Spec) -> Shape:
-        """See Form."""
         return (spec[2][spec[4]],)
 
     def fits(self, spec: Spec, result: OutputSpec) -> bool:
-        """See Form."""
         kind, dtype, shape, out, axis = spec[:5]
         if out is None:
             return True
@@ -146,14 +139,12 @@ class Gathered(Form):
         return alike and _others(into, axis) == _others(shape, axis)
 
     def alone(self, spec: Spec) -> OwnParts | None:
-        """See Form."""
         _, _, shape, out, axis = spec
         if out is None or prod(shape[:axis]) != 1:
             return None
         return OwnParts(axis, (shape[axis],), None, out[2], True)
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
-        """See Form."""
         return _with_room(self.whole(common, row[:1]), row)
 
 
@@ -161,23 +152,19 @@ class Scattered(Gathered):
     """An all_to_all: how much a rank sends to each is its own, and what it expects of each."""
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
-        """See Form."""
         return (*super().whole(common, words), tuple(words), None)
 
     def words(self, spec: Spec) -> Shape:
-        """See Form."""
         sent: Shape = spec[5]
         return sent
 
     def fits(self, spec: Spec, result: OutputSpec) -> bool:
-        """See Form."""
         out, axis, expected = spec[3], spec[4], spec[6]
         if not super().fits(spec, result):
             return False
         return out is None or expected is None or sum(expected) == out[2][axis]
 
     def alone(self, spec: Spec) -> OwnParts | None:
-        """See Form."""
         _, _, shape, out, axis, sent, expected = spec
         if expected is not None:
             whole = _shape(_others(shape, axis), axis, sum(expected))
@@ -187,11 +174,9 @@ class Scattered(Gathered):
         return OwnParts(axis, sent, None, out[2], False)
 
     def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
-        """See Form."""
         return spec[4] == 0 and arguments[1] is not None
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
-        """See Form."""
         size = len(row) // 2
         *spec, _ = _with_room(self.whole(common, row[:size]), row)
         expected = tuple(row[size : 2 * size])

@@ -94,7 +94,6 @@ class GPUCalls(Driver):
     performer: Launches
 
     def call(self, arguments: Arguments) -> Any:
-        """See Driver."""
         context, operation = self.context, self.operation.names.operation
         context.require_open()
         context.board.enter(operation)

@@ -184,20 +184,16 @@ class TransferPlan(Transfer):
 
     @property
     def kind(self) -> str:
-        """See Transfer."""
         return self.pattern.value
 
     @property
     def stays(self) -> bool:
-        """See Transfer."""
         return self.src.same_as(self.dst)
 
     def source_shape(self, rank: int) -> tuple[int, ...]:
-        """See Transfer."""
         return self.src.local_shape(rank)
 
     def result_shape(self, rank: int) -> tuple[int, ...]:
-        """See Transfer."""
         return self.dst.local_shape(rank)
 
     def seconds(self, rates: Rates) -> float:

@@ -58,12 +58,10 @@ class Sections(Transfer):
 
     @property
     def kind(self) -> str:
-        """See Transfer."""
         return f"sections along axis {self.axis}"
 
     @property
     def crosses(self) -> bool:
-        """See Transfer."""
         return any(
             self._moves(src, dst)
             for src in range(len(self.shapes))
@@ -73,21 +71,17 @@ class Sections(Transfer):
 
     @property
     def stays(self) -> bool:
-        """See Transfer."""
         return len(self.shapes) == 1
 
     def source_shape(self, rank: int) -> Shape:
-        """See Transfer."""
         return self.shapes[rank]
 
     def result_shape(self, rank: int) -> Shape:
-        """See Transfer."""
         shape = self.shapes[0]
         total = sum(sent[rank] for sent in self.counts)
         return (*shape[: self.axis], total, *shape[self.axis + 1 :]) if shape else shape
 
     def into(self, rank: int) -> tuple[Move, ...]:
-        """See Transfer."""
         starts = accumulate((sent[rank] for sent in self.counts), initial=0)
         return tuple(
             self._move(src, rank, start)
@@ -96,7 +90,6 @@ class Sections(Transfer):
         )
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        """See Transfer."""
         size = len(self.shapes)
         return tuple(
             self._move(rank, dst, sum(sent[dst] for sent in self.counts[:rank]))

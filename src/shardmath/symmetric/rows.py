@@ -93,31 +93,25 @@ class MultiHostRows(Rows):
         weakref.finalize(self, wires.forget, name).atexit = False
 
     def write(self, place: int, data: bytes) -> None:
-        """See Rows."""
         super().write(place, data)
         self._unsent.append((place, bytes(data)))
 
     def publish(self, word: int, value: int) -> None:
-        """See Rows."""
         super().publish(word, value)
         self._unsent.append((_WORD * word, value.to_bytes(_WORD, "little")))
         self.flush()
 
     def announce(self, word: int, value: int) -> None:
-        """See Rows."""
         super().announce(word, value)
         self._channel.send(self._far, [(_WORD * word, value.to_bytes(_WORD, "little"))])
 
     def poll(self) -> None:
-        """See Rows."""
         self._wires.poll()
 
     def receive(self) -> None:
-        """See Rows."""
         self._wires.receive()
 
     def flush(self) -> None:
-        """See Rows."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._channel.send(self._far, unsent)

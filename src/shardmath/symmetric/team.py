@@ -370,7 +370,6 @@ class FarTeam(Team):
         self._launch("await_round", stream, timeout, tail, file="far_signals", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
-        """See Team."""
         if dst not in self._far:
             super().put_signal(dst, stream, channel=channel)
             return

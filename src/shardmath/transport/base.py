@@ -228,7 +228,6 @@ class DescriptorTransport(Transport):
         return f"segment {'' if index is None else index}"
 
     def announce(self, index: int, peers: Iterable[int]) -> None:
-        """See Transport."""
         with self._introducing:
             known = self._announced
             new = [p for p in peers if p != self._mesh.rank and (p, index) not in known]
@@ -236,11 +235,9 @@ class DescriptorTransport(Transport):
                 self._introduce(index, new)
 
     def held(self) -> list[tuple[int, int]]:
-        """See Transport."""
         return [*self._known_segments(), *self._mesh.arrived(self._tag())]
 
     def forget_announcements(self, rank: int, held: Container[int]) -> None:
-        """See Transport."""
         self._announced -= {
             (peer, index) for peer, index in self._announced if peer == rank and index not in held
         }

@@ -43,12 +43,10 @@ class MultiHostTransport(HostTransport):
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
-        """See Transport."""
         return ""
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
-        """See Transport."""
         return cls(mesh, timeout=settings.timeout)
 
     # -- what a subclass supplies ------------------------------------------------------------------
@@ -79,7 +77,6 @@ class MultiHostTransport(HostTransport):
         return [*super()._known_segments(), *self.far]
 
     def attach(self, rank: int, index: int) -> Segment:
-        """See Transport."""
         if self._mesh.same_host(rank):
             return super().attach(rank, index)
         key = (rank, index)
@@ -93,7 +90,6 @@ class MultiHostTransport(HostTransport):
         return self.far[rank, index][1]
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
-        """See Transport."""
         if self._mesh.same_host(rank):
             super().get(rank, index, offset, into)
             return
@@ -102,7 +98,6 @@ class MultiHostTransport(HostTransport):
         self._fetch(rank, index, offset, into)
 
     def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
-        """See Transport."""
         if self._mesh.same_host(rank):
             super().put(rank, index, offset, data)
             return

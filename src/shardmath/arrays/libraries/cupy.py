@@ -67,7 +67,6 @@ class CuPy(Library):
         *,
         start: int = 0,
     ) -> Any:
-        """See Library."""
         import cupy
 
         native = dtypes.to_numpy(dtype)
@@ -81,7 +80,6 @@ class CuPy(Library):
         return cupy.ndarray(tuple(shape), native, memptr=place, strides=steps)
 
     def stream(self, ordinal: int) -> int:
-        """See Library."""
         cupy: Any = sys.modules.get("cupy")
         return 0 if cupy is None else int(cupy.cuda.get_current_stream(ordinal).ptr)
 
@@ -92,7 +90,6 @@ class CuPy(Library):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], Any]:
-        """See Library."""
         import cupy
 
         if not device.startswith("cuda:"):

@@ -36,11 +36,9 @@ class NumPy(Library):
         return int(x.__array_interface__["data"][0])
 
     def is_writable(self, x: HostArray) -> bool:
-        """See Library."""
         return x.flags.writeable
 
     def identity(self, x: HostArray) -> tuple[ArraySpec, int]:
-        """See Library."""
         return _spec(x.dtype, x.shape, x.strides), x.__array_interface__["data"][0]
 
     def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
@@ -66,7 +64,6 @@ class NumPy(Library):
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
     ) -> Callable[[Any, int], Any]:
-        """See Library."""
         if device != "cpu" or 0 in shape:
             return super().viewer(dtype, shape, strides, device)
         native, extents = dtypes.to_numpy(dtype), tuple(shape)
@@ -94,7 +91,6 @@ class NumPy(Library):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], HostArray]:
-        """See Library."""
         if device != "cpu":
             raise ValueError(f"numpy has no arrays on {device}")
         return partial(np.empty, tuple(shape), dtypes.to_numpy(dtype), order)

@@ -90,11 +90,9 @@ class Torch(Library):
         return host.view(dtypes.to_numpy(dtype))
 
     def is_lazy(self, x: Any) -> bool:
-        """See Library."""
         return bool(x.is_conj() or x.is_neg())
 
     def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
-        """See Library."""
         if (x.requires_grad and self.records(x)) or x.is_conj() or x.is_neg():
             return None
         spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
@@ -139,7 +137,6 @@ class Torch(Library):
         *,
         start: int = 0,
     ) -> Any:
-        """See Library."""
         import torch
 
         kind = dtypes.of(dtype)
@@ -160,7 +157,6 @@ class Torch(Library):
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
     ) -> Callable[[Any, int], Any]:
-        """See Library."""
         view = _viewer(dtypes.of(dtype), tuple(shape), tuple(strides), device)
         return view or super().viewer(dtype, shape, strides, device)
 
@@ -171,7 +167,6 @@ class Torch(Library):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], Any]:
-        """See Library."""
         import torch
 
         extents, native, place = tuple(shape), _native(dtypes.of(dtype)), torch.device(device)
@@ -181,7 +176,6 @@ class Torch(Library):
         return partial(torch.empty_strided, extents, strides, dtype=native, device=place)
 
     def offers(self, dtype: str) -> bool:
-        """See Library."""
         import torch
 
         return hasattr(torch, dtype)
@@ -200,15 +194,12 @@ class Torch(Library):
         return True
 
     def contiguous(self, x: Any) -> Any:
-        """See Library."""
         return self.resolved(x).contiguous()
 
     def cast(self, x: Any, dtype: DType) -> Any:
-        """See Library."""
         return x.to(_native(dtype))
 
     def resolved(self, x: Any) -> Any:
-        """See Library."""
         return x.detach().resolve_conj().resolve_neg() if self.is_lazy(x) else x
 
     def transform(
@@ -221,7 +212,6 @@ class Torch(Library):
         scale: str,
         sizes: Sequence[int] | None,
     ) -> HostArray:
-        """See Library."""
         import torch
 
         if any(stride < 0 for stride in x.strides) or not x.flags.writeable:
@@ -238,7 +228,6 @@ class Torch(Library):
         return np.asarray(made.numpy())
 
     def stream(self, ordinal: int) -> int:
-        """See Library."""
         try:
             return _current_stream()(ordinal)
         except LookupError:

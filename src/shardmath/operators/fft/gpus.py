@@ -39,7 +39,6 @@ class GPUTransforms(GPUPerformer):
 
     @property
     def replays(self) -> bool:
-        """See GPUPerformer."""
         return USE_GRAPHS
 
     def _lane(self, stream: int, decision: int) -> Lane:
@@ -93,7 +92,6 @@ class TransformProgram(GPUProgram):
 
     @property
     def check(self) -> Callable[[], None] | None:
-        """See GPUProgram."""
         return None if self.tables is None else PushStream.of(self.context).require_usable
 
     @property

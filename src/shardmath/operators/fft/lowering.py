@@ -161,15 +161,12 @@ class PartOfTransfer(TransferPlan):
     target_ranges: _Ranges
 
     def into(self, rank: int) -> tuple[Move, ...]:
-        """See TransferPlan."""
         return tuple(self._cut(self.whole.into(rank)))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        """See TransferPlan."""
         return tuple(self._cut(self.whole.out_of(rank)))
 
     def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
-        """See TransferPlan."""
         return sorted((m.dst, m.elements) for m in self.out_of(rank) if m.dst != rank)
 
     def _cut(self, moves: tuple[Move, ...]) -> Iterator[Move]:
@@ -337,7 +334,6 @@ class _Pushes(_Lowering):
     def send(
         self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
     ) -> None:
-        """See _Lowering."""
         self.ready += 1
         memories = [self.arrays[name].memory for name in (source, target)]
         chunks = []
@@ -356,7 +352,6 @@ class _Pushes(_Lowering):
         self.possible = self.possible and len(self.chunks) <= MAX_CHUNKS
 
     def arrive(self) -> None:
-        """See _Lowering."""
         self.steps.append(arrived(self.arrivals.pop(0)))
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
@@ -371,7 +366,6 @@ class _Pushes(_Lowering):
         self.shared.append(self.arrays[source if pulls else target].memory)
 
     def end(self) -> None:
-        """See _Lowering."""
         if self.chunks:
             pairs = dict.fromkeys((chunk.source, chunk.target) for chunk in self.chunks)
             sources, targets = zip(*pairs, strict=True)
@@ -414,16 +408,13 @@ class _Deliveries(_Lowering):
             self.sent += 1
 
     def arrive(self) -> None:
-        """See _Lowering."""
         self.steps.append(Await(self.arrivals.pop(0)))
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
-        """See _Lowering."""
         self.send(source, target, [_transfer(stage)], signals=True)
         self.arrive()
 
     def end(self) -> None:
-        """See _Lowering."""
         if self.sent:
             self.steps += [On(_UNPACK, TAKEN), On(_UNPACK, Record("delivered")), Await("delivered")]
 

@@ -288,7 +288,6 @@ class Matmul(Planned):
         self._release_operands()
 
     def _execution_spec(self, arguments: Arguments) -> HashedSpec:
-        """See Planned."""
         return self._fitting(self._arguments())
 
     def _fitting(self, arguments: Arguments) -> HashedSpec:

@@ -65,11 +65,9 @@ class HostTransport(DescriptorTransport):
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
-        """See Transport."""
         return cls(mesh)
 
     def reserve(self, nbytes: int) -> Segment:
-        """See Transport."""
         rank, index = self._mesh.rank, len(self._own)
         fd, mapping = export_memory(f"shardmath-{rank}-{index}", nbytes)
         segment = Segment(rank, index, nbytes)
@@ -78,7 +76,6 @@ class HostTransport(DescriptorTransport):
         return segment
 
     def release(self) -> None:
-        """See Transport."""
         fd, segment = self._own.pop()
         key = (segment.rank, segment.index)
         assert not any(index == segment.index for _, index in self._announced), segment
@@ -98,7 +95,6 @@ class HostTransport(DescriptorTransport):
             raise _refused(nbytes, error) from None
 
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
-        """See Transport."""
         self._maps[self._mesh.rank, index].madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def _introduce(self, index: int, peers: Sequence[int]) -> None:
@@ -110,7 +106,6 @@ class HostTransport(DescriptorTransport):
         return self._bytes
 
     def attach(self, rank: int, index: int) -> Segment:
-        """See Transport."""
         if (rank, index) not in self._bytes:
             with self._introducing:
                 if (rank, index) not in self._bytes:
@@ -119,26 +114,22 @@ class HostTransport(DescriptorTransport):
         return self._segment(rank, index)
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
-        """See Transport."""
         require_within(self._segment(rank, index), offset, nbytes)
         if not self._mesh.same_host(rank):
             return None
         return self._bytes[rank, index][offset : offset + nbytes]
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        """See Transport."""
         require_within(self._segment(rank, index), offset, nbytes)
         if not self._mesh.same_host(rank):
             return None
         return int(self._bytes[rank, index].ctypes.data) + offset
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
-        """See Transport."""
         assert isinstance(into, np.ndarray), "memory of the host"
         into[:] = self._part(rank, index, offset, len(into))
 
     def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
-        """See Transport."""
         assert isinstance(data, np.ndarray), "memory of the host"
         self._part(rank, index, offset, len(data))[:] = data
 
@@ -151,7 +142,6 @@ class HostTransport(DescriptorTransport):
         return Segment(rank, index, len(self._bytes[rank, index]))
 
     def lease(self, index: int) -> Bytes:
-        """See Transport."""
         return self._bytes[self._mesh.rank, index]
 
     def _keep(self, segment: Segment, mapping: mmap.mmap) -> None:
@@ -159,7 +149,6 @@ class HostTransport(DescriptorTransport):
         self._bytes[segment.rank, segment.index] = np.frombuffer(mapping, np.uint8)
 
     def close(self) -> None:
-        """See Transport."""
         for fd, _ in self._own:
             os.close(fd)
         self._own.clear()

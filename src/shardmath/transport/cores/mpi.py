@@ -67,7 +67,6 @@ class MPITransport(MultiHostTransport):
             self._mesh.wires.progress_hooks.append(self._progress)
 
     def reserve(self, nbytes: int) -> Segment:
-        """See Transport."""
         segment = super().reserve(nbytes)
         if self._mesh.wires is not None:
             self._window.Attach(self._bytes[segment.rank, segment.index])
@@ -80,13 +79,11 @@ class MPITransport(MultiHostTransport):
             super().decommit(index, offset, nbytes)
 
     def release(self) -> None:
-        """See Transport."""
         _, segment = self._own[-1]
         self._detach(segment.index)
         super().release()
 
     def quiet(self, rank: int, stream: int = 0) -> None:
-        """See Transport."""
         if not self._mesh.same_host(rank):
             self._window.Flush(rank)
 

@@ -101,7 +101,6 @@ class CudaTransport(DescriptorTransport):
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
-        """See Transport."""
         assert device is not None, "for GPUs"
         return cls(mesh, device)
 
@@ -116,7 +115,6 @@ class CudaTransport(DescriptorTransport):
         return segment
 
     def release(self) -> None:
-        """See Transport."""
         self._own -= 1
         del self._segments[self._mesh.rank, self._own]
 
@@ -165,12 +163,10 @@ class CudaTransport(DescriptorTransport):
         return segment
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        """See Transport."""
         found = self._at(rank, index, offset, nbytes)
         return found if self._mesh.same_host(rank) else None
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
-        """See Transport."""
         assert isinstance(into, DeviceBytes), "memory of the device"
         source = self._at(rank, index, offset, into.nbytes)
         if into.nbytes:
@@ -178,7 +174,6 @@ class CudaTransport(DescriptorTransport):
             call("cuMemcpyAsync", into.address, source, into.nbytes, stream)
 
     def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
-        """See Transport."""
         assert isinstance(data, DeviceBytes), "memory of the device"
         target = self._at(rank, index, offset, data.nbytes)
         if data.nbytes:
@@ -191,16 +186,13 @@ class CudaTransport(DescriptorTransport):
         return held.mapping.address + offset
 
     def lease(self, index: int) -> Mapping:
-        """See Transport."""
         return self._segments[self._mesh.rank, index].mapping
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
-        """See Transport."""
         address = self.address(rank, index, offset, nbytes)
         return None if address is None else DeviceBytes(address, nbytes, self.device)
 
     def fence(self) -> Fence | None:
-        """See Transport."""
         return DeviceFence.behind(self._device)
 
     def _hold(self, segment: Segment, mapping: Mapping) -> None:

@@ -96,7 +96,6 @@ class NVSHMEMTransport(Transport):
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
-        """See Transport."""
         assert device is not None, "for GPUs"
         return cls(mesh, device, heap_bytes=settings.gpu_heap_bytes)
 
@@ -182,7 +181,6 @@ class NVSHMEMTransport(Transport):
         return self._segment(self._mesh.rank)
 
     def release(self) -> None:
-        """See Transport."""
         self._reserved = False
 
     def commit(self, index: int, offset: int, nbytes: int) -> None:
@@ -192,11 +190,9 @@ class NVSHMEMTransport(Transport):
         """Does nothing: the memory stays the heap's."""
 
     def attach(self, rank: int, index: int) -> Segment:
-        """See Transport."""
         return self._segment(rank)
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        """See Transport."""
         place = self._place(rank, offset, nbytes)
         if rank == self._mesh.rank:
             return place
@@ -205,30 +201,24 @@ class NVSHMEMTransport(Transport):
         return int(self._bindings.ptr(place, rank)) or None
 
     def fence(self) -> Fence | None:
-        """See Transport."""
         return DeviceFence.behind(self._device)
 
     def lease(self, index: int) -> object:
-        """See Transport."""
         return self._heap
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
-        """See Transport."""
         address = self.address(rank, index, offset, nbytes)
         return None if address is None else DeviceBytes(address, nbytes, self.device)
 
     # -- copies ------------------------------------------------------------------------------------
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
-        """See Transport."""
         self._copy(rank, offset, into, stream, writes=False)
 
     def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
-        """See Transport."""
         self._copy(rank, offset, data, stream, writes=True)
 
     def quiet(self, rank: int, stream: int = 0) -> None:
-        """See Transport."""
         self._bindings.quiet_on_stream(stream)
 
     def _copy(self, rank: int, offset: int, memory: Memory, stream: int, *, writes: bool) -> None:
