@@ -39,7 +39,7 @@ class CompiledCalls:
         self._plans = Plans.of(context)
         self._shared = (
             *(looks, context, context.board, context.heap, self._plans, self._plans.all),
-            *(this_thread, LOGGER.isEnabledFor, *rounds),
+            *(this_thread, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor, *rounds),
         )
 
     @classmethod

@@ -11,9 +11,10 @@
  * What is known of a call is a tuple (see compiled.py), as is what all calls of a driver share.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "../base/ndarray.h"
+#include "../symmetric/board.h"
+
+#include <string.h>
 
 /* What is known of a call. */
 enum {
@@ -26,7 +27,7 @@ enum {
     OPERATION,
     TEXT,     /* what this rank sends, and */
     TEXTS,    /* what all send */
-    PAYLOAD,  /* makes what is sent along; None for nothing */
+    PAYLOAD,  /* what is sent along: a memoryview, or what makes bytes; None for nothing */
     BEFORE,   /* steps before the exchange */
     NEW,      /* makes the new result, or (result, where it lies); None where none is */
     RESULT,   /* which one it is */
@@ -38,13 +39,28 @@ enum {
 };
 
 /* What all calls of a driver share. */
-enum { LOOK, CONTEXT, BOARD, HEAP, PLANS, USES, THREAD, TELLS, ACQUIRE, RELEASE, EXCHANGE, ARRIVE, SHARED };
+enum {
+    LOOK,
+    CONTEXT,
+    BOARD,
+    HEAP,
+    PLANS,
+    USES,
+    THREAD, /* has the call that it is in */
+    TOLD,   /* what a logger knows of its levels, and */
+    TELLS,  /* whether it tells of one */
+    ACQUIRE,
+    RELEASE,
+    PAGE,
+    MEET,  /* called before ranks meet that run ahead, and */
+    LEVEL, /* after; None where none do */
+    SHARED
+};
 
 enum { OPERANDS, RESULTS, GIVEN_WORDS, OPTIONS, STREAM, NUMBERS, ARGUMENTS };
 
-enum { EXCHANGE_WORD, BARRIER_WORD };
-
-enum { PLACES = 64 }; /* of new results of which the steps are kept */
+enum { PLACES = 64 };    /* of new results of which the steps are kept */
+enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
@@ -52,6 +68,8 @@ static const char *const texts[] = {"closed", "failure", "made", "version", "cal
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
        s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
+static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
+static const Rounds *rounds;
 
 #define ITEM(tuple, index) PyTuple_GET_ITEM(tuple, index)
 
@@ -179,13 +197,21 @@ static int blocks_hold(PyObject *shared, PyObject *known) {
     return truth(PyObject_CallMethodOneArg(known, names[s_holds], ITEM(shared, HEAP))) == 1;
 }
 
+/* Whether the package's logger tells of plans. */
+static int tells(PyObject *shared) {
+    PyObject *told = ITEM(shared, TOLD);
+    if (PyDict_CheckExact(told) && PyDict_GetItemWithError(told, information) == Py_False)
+        return 0;
+    return truth(PyObject_CallOneArg(ITEM(shared, TELLS), information)) != 0;
+}
+
 static int as_it_was(PyObject *shared, PyObject *call) {
     return is(ITEM(shared, CONTEXT), s_closed, Py_None) && is(ITEM(shared, BOARD), s_failure, Py_None) &&
            is(ITEM(shared, PLANS), s_made, ITEM(call, MADE)) &&
            (ITEM(call, MEMORY) == Py_None ||
             equal(ITEM(ITEM(call, MEMORY), 0), s_version, ITEM(ITEM(call, MEMORY), 1)) == 1) &&
            blocks_hold(shared, ITEM(call, KNOWN)) &&
-           truth(PyObject_CallOneArg(ITEM(shared, TELLS), information)) == 0;
+           !tells(shared);
 }
 
 /* Note that the call under way uses the board, as Board.enter does: 1, 0 where that is not so simple. */
@@ -214,6 +240,15 @@ static int enter(PyObject *shared) {
 
 /* -- performed ------------------------------------------------------------------------------------------- */
 
+/* A call on its way. */
+typedef struct {
+    PyObject *shared, *call, *results; /* its own, those that were given */
+    PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there */
+    PyObject *payload, *met;           /* an object that has it, and one that has all ranks' messages */
+    Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
+    Py_ssize_t size;
+} Turn;
+
 /* The number that follows a count of the board; 0 with an error. */
 static uint64_t next_number(PyObject *board, int name) {
     PyObject *found = PyObject_GetAttr(board, names[name]);
@@ -222,57 +257,131 @@ static uint64_t next_number(PyObject *board, int name) {
     return PyErr_Occurred() ? 0 : number;
 }
 
-static int set_number(PyObject *board, int name, PyObject *number) {
-    return PyObject_SetAttr(board, names[name], number);
+static int set_number(PyObject *board, int name, uint64_t number) {
+    PyObject *value = PyLong_FromUnsignedLongLong(number);
+    int failed = value == NULL ? -1 : PyObject_SetAttr(board, names[name], value);
+    Py_XDECREF(value);
+    return failed;
 }
 
-/* (texts, payloads) of all ranks. */
-static PyObject *exchanged(PyObject *shared, PyObject *call, PyObject *payload) {
-    PyObject *board = ITEM(shared, BOARD), *found = NULL;
-    uint64_t next = next_number(board, s_rounds);
-    if (next == 0)
-        return NULL;
-    PyObject *word = PyLong_FromLong(EXCHANGE_WORD), *value = PyLong_FromUnsignedLongLong(2 * next);
-    PyObject *number = PyLong_FromUnsignedLongLong(next);
-    if (word != NULL && value != NULL && number != NULL) {
-        PyObject *given[] = {NULL, word, value, number, ITEM(call, TEXT), payload, ITEM(call, TEXTS)};
-        found = PyObject_Vectorcall(ITEM(shared, EXCHANGE), given + 1, 6 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+/* Call what was given, unless it is None. */
+static int hook(PyObject *function) {
+    PyObject *done = function == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(function);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* This rank's payload. The object that has it is noted. */
+static int pack(Turn *turn, Mail *own) {
+    PyObject *payload = ITEM(turn->call, PAYLOAD);
+    if (PyMemoryView_Check(payload)) {
+        const Py_buffer *memory = PyMemoryView_GET_BUFFER(payload);
+        own->payload = memory->buf;
+        own->payload_bytes = memory->len;
+        return 0;
     }
-    if (found == Py_None) { /* a peer is late */
-        Py_DECREF(found);
-        found = PyObject_CallMethodObjArgs(board, names[s_late], ITEM(call, TEXT), payload, ITEM(call, TEXTS), NULL);
-    } else if (found != NULL && set_number(board, s_rounds, number) < 0)
-        Py_CLEAR(found);
-    Py_XDECREF(word);
-    Py_XDECREF(value);
-    Py_XDECREF(number);
-    if (found != NULL && (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2)) {
+    turn->payload = payload == Py_None ? Py_NewRef(no_payload) : PyObject_CallNoArgs(payload);
+    if (turn->payload != NULL && !PyBytes_Check(turn->payload)) {
+        PyErr_SetString(PyExc_TypeError, "a payload is bytes");
+        return -1;
+    }
+    if (turn->payload == NULL)
+        return -1;
+    own->payload = PyBytes_AS_STRING(turn->payload);
+    own->payload_bytes = PyBytes_GET_SIZE(turn->payload);
+    return 0;
+}
+
+/* The same as bytes, a borrowed reference. */
+static PyObject *payload_of(Turn *turn) {
+    if (turn->payload == NULL)
+        turn->payload = PyBytes_FromObject(ITEM(turn->call, PAYLOAD));
+    return turn->payload;
+}
+
+static int is_all_bytes(PyObject *objects, Py_ssize_t size) {
+    int are = PyTuple_CheckExact(objects) && PyTuple_GET_SIZE(objects) == size;
+    for (Py_ssize_t i = 0; are && i < size; i++)
+        are = PyBytes_Check(ITEM(objects, i));
+    return are;
+}
+
+/* All ranks' messages where a peer is late: board.py waits for them. */
+static int await(Turn *turn) {
+    PyObject *call = turn->call, *payload = payload_of(turn);
+    if (payload != NULL)
+        turn->met = PyObject_CallMethodObjArgs(ITEM(turn->shared, BOARD), names[s_late], ITEM(call, TEXT), payload,
+                                               ITEM(call, TEXTS), NULL);
+    if (turn->met == NULL)
+        return -1;
+    if (!PyTuple_CheckExact(turn->met) || PyTuple_GET_SIZE(turn->met) != 2 ||
+        !is_all_bytes(ITEM(turn->met, 0), turn->size) || !is_all_bytes(ITEM(turn->met, 1), turn->size)) {
         PyErr_SetString(PyExc_TypeError, "an exchange gives texts and payloads");
-        Py_CLEAR(found);
+        return -1;
     }
-    return found;
+    for (Py_ssize_t rank = 0; rank < turn->size; rank++) {
+        PyObject *text = ITEM(ITEM(turn->met, 0), rank), *sent = ITEM(ITEM(turn->met, 1), rank);
+        turn->mail[rank] = (Mail){PyBytes_AS_STRING(text), PyBytes_AS_STRING(sent), PyBytes_GET_SIZE(text),
+                                  PyBytes_GET_SIZE(sent)};
+    }
+    return 0;
+}
+
+/* Send this rank's message, and find all. */
+static int exchange(Turn *turn) {
+    PyObject *shared = turn->shared, *board = ITEM(shared, BOARD), *text = ITEM(turn->call, TEXT);
+    Mail own = {.text = PyBytes_AS_STRING(text), .text_bytes = PyBytes_GET_SIZE(text)};
+    uint64_t number = next_number(board, s_rounds);
+    if (number == 0 || pack(turn, &own) < 0 || hook(ITEM(shared, MEET)) < 0)
+        return -1;
+    int done = rounds->exchange(ITEM(shared, PAGE), number, &own, turn->mail);
+    if (done < 0)
+        PyErr_SetString(PyExc_ValueError, "a text that no mailbox holds");
+    if (done == 0)
+        return await(turn);
+    return done < 0 || set_number(board, s_rounds, number) < 0 ? -1 : hook(ITEM(shared, LEVEL));
+}
+
+/* Whether all ranks have sent what they sent the last time. */
+static int is_repeated(const Turn *turn) {
+    PyObject *texts = ITEM(turn->call, TEXTS);
+    for (Py_ssize_t rank = 0; rank < turn->size; rank++) {
+        PyObject *text = ITEM(texts, rank);
+        if (PyBytes_GET_SIZE(text) != turn->mail[rank].text_bytes ||
+            memcmp(PyBytes_AS_STRING(text), turn->mail[rank].text, (size_t)turn->mail[rank].text_bytes) != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* All ranks' texts, or payloads, a new reference. */
+static PyObject *all_of(const Turn *turn, int payloads) {
+    PyObject *all = PyTuple_New(turn->size);
+    for (Py_ssize_t rank = 0; all != NULL && rank < turn->size; rank++) {
+        const Mail *mail = turn->mail + rank;
+        PyObject *one = payloads ? PyBytes_FromStringAndSize(mail->payload, mail->payload_bytes)
+                                 : PyBytes_FromStringAndSize(mail->text, mail->text_bytes);
+        if (one == NULL)
+            Py_CLEAR(all);
+        else
+            PyTuple_SET_ITEM(all, rank, one);
+    }
+    return all;
 }
 
 static int meet(PyObject *shared) {
     PyObject *board = ITEM(shared, BOARD);
-    uint64_t next = next_number(board, s_barriers);
-    if (next == 0)
+    uint64_t number = next_number(board, s_barriers);
+    if (number == 0)
         return -1;
-    PyObject *word = PyLong_FromLong(BARRIER_WORD), *value = PyLong_FromUnsignedLongLong(2 * next);
-    PyObject *number = PyLong_FromUnsignedLongLong(next);
-    int done = -1;
-    if (word != NULL && value != NULL && number != NULL) {
-        PyObject *given[] = {NULL, word, value};
-        done = truth(PyObject_Vectorcall(ITEM(shared, ARRIVE), given + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL));
-        if (done == 0)
-            done = truth(PyObject_CallMethodOneArg(board, names[s_late_barrier], value));
-        if (done == 1 && set_number(board, s_barriers, number) < 0)
-            done = -1;
+    if (!rounds->arrive(ITEM(shared, PAGE), number)) {
+        PyObject *value = PyLong_FromUnsignedLongLong(2 * number);
+        int came = value == NULL ? -1 : truth(PyObject_CallMethodOneArg(board, names[s_late_barrier], value));
+        Py_XDECREF(value);
+        if (came != 1)
+            return -1;
     }
-    Py_XDECREF(word);
-    Py_XDECREF(value);
-    Py_XDECREF(number);
-    return done == 1 ? 0 : -1;
+    return set_number(board, s_barriers, number);
 }
 
 static int run(PyObject *shared, PyObject *steps) {
@@ -357,57 +466,67 @@ static int use(PyObject *shared, PyObject *entry) {
 }
 
 /* Put all ranks' payloads into a buffer, one after the other. */
-static int put(PyObject *payloads, PyObject *buffer) {
-    Py_buffer room;
-    if (PyObject_GetBuffer(buffer, &room, PyBUF_WRITABLE) < 0)
-        return -1;
-    Py_ssize_t begin = 0, size = PyTuple_GET_SIZE(payloads);
-    for (Py_ssize_t rank = 0; rank < size; rank++)
-        begin += PyBytes_GET_SIZE(ITEM(payloads, rank));
-    int fits = begin == room.len;
-    for (Py_ssize_t rank = size; fits && rank-- > 0;) {
-        begin -= PyBytes_GET_SIZE(ITEM(payloads, rank));
-        memcpy((char *)room.buf + begin, PyBytes_AS_STRING(ITEM(payloads, rank)),
-               (size_t)PyBytes_GET_SIZE(ITEM(payloads, rank)));
-    }
-    PyBuffer_Release(&room);
-    if (!fits)
+static int put(const Turn *turn, PyObject *buffer) {
+    const Py_buffer *room = PyMemoryView_GET_BUFFER(buffer);
+    Py_ssize_t begin = 0;
+    for (Py_ssize_t rank = 0; rank < turn->size; rank++)
+        begin += turn->mail[rank].payload_bytes;
+    if (begin != room->len) {
         PyErr_SetString(PyExc_ValueError, "payloads of other lengths than agreed on");
-    return fits ? 0 : -1;
+        return -1;
+    }
+    char *to = room->buf;
+    for (Py_ssize_t rank = 0; rank < turn->size; to += turn->mail[rank++].payload_bytes)
+        memcpy(to, turn->mail[rank].payload, (size_t)turn->mail[rank].payload_bytes);
+    return 0;
 }
 
-/* Add what all ranks have sent along into the result. `how` is (address of a function of sum.c, bytes of the
- * result, where they begin in each payload); the result's memory is in C order. */
-static int sum_into(PyObject *payloads, PyObject *how, PyObject *result) {
-    void (*sum)(int, const char *const *, int, char *const *, int64_t) = NULL;
-    void *address = PyLong_AsVoidPtr(ITEM(how, 0));
-    Py_ssize_t nbytes = PyLong_AsSsize_t(ITEM(how, 1)), begin = PyLong_AsSsize_t(ITEM(how, 2));
-    Py_ssize_t size = PyTuple_GET_SIZE(payloads);
+/* Where an array in C order lies that was made for a result of so many bytes; NULL with an error. */
+static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     char *target = NULL;
-    Py_buffer room = {0};
-    memcpy(&sum, &address, sizeof sum);
-    if (PyErr_Occurred())
-        return -1;
+    if (Py_TYPE(result) == ndarray)
+        return ((NDArray *)result)->data;
     if (!PyObject_CheckBuffer(result)) { /* a tensor */
         PyObject *place = PyObject_CallMethodNoArgs(result, names[s_data_ptr]);
         target = place == NULL ? NULL : PyLong_AsVoidPtr(place);
         Py_XDECREF(place);
-    } else if (PyObject_GetBuffer(result, &room, PyBUF_WRITABLE) == 0)
-        target = room.len == nbytes ? room.buf : NULL;
-    const char **sources = PyMem_New(const char *, size);
-    for (Py_ssize_t rank = 0; sources != NULL && rank < size; rank++) {
-        sources[rank] = PyBytes_AS_STRING(ITEM(payloads, rank)) + begin;
-        if (PyBytes_GET_SIZE(ITEM(payloads, rank)) < begin + nbytes)
-            target = NULL;
+        return target;
     }
-    if (target != NULL && sources != NULL)
-        sum((int)size, sources, 1, &target, nbytes);
-    else if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "payloads, or a result, of other lengths than agreed on");
-    PyMem_Free(sources);
-    if (room.obj != NULL)
-        PyBuffer_Release(&room);
-    return PyErr_Occurred() ? -1 : 0;
+    Py_buffer room;
+    if (PyObject_GetBuffer(result, &room, PyBUF_WRITABLE) < 0)
+        return NULL;
+    target = room.len == nbytes ? room.buf : NULL;
+    PyBuffer_Release(&room);
+    if (target == NULL)
+        PyErr_SetString(PyExc_ValueError, "a result of another length than agreed on");
+    return target;
+}
+
+/* Add what all ranks have sent along into the result. `how` is (address of a function of sum.c, bytes of the
+ * result, where they begin in each payload); the result's memory is in C order. */
+static int sum_into(const Turn *turn, PyObject *how, PyObject *result) {
+    void (*sum)(int, const char *const *, int, char *const *, int64_t) = NULL;
+    void *address = PyLong_AsVoidPtr(ITEM(how, 0));
+    Py_ssize_t nbytes = PyLong_AsSsize_t(ITEM(how, 1)), begin = PyLong_AsSsize_t(ITEM(how, 2));
+    if (PyErr_Occurred())
+        return -1;
+    memcpy(&sum, &address, sizeof sum);
+    char *target = memory_of(result, nbytes);
+    const char *some[MOST_RANKS], **sources = turn->size <= MOST_RANKS ? some : PyMem_New(const char *, turn->size);
+    if (target == NULL || sources == NULL)
+        return -1;
+    int fit = 1;
+    for (Py_ssize_t rank = 0; rank < turn->size; rank++) {
+        sources[rank] = turn->mail[rank].payload + begin;
+        fit = fit && turn->mail[rank].payload_bytes >= begin + nbytes;
+    }
+    if (fit)
+        sum((int)turn->size, sources, 1, &target, nbytes);
+    else
+        PyErr_SetString(PyExc_ValueError, "payloads of other lengths than agreed on");
+    if (sources != some)
+        PyMem_Free(sources);
+    return fit ? 0 : -1;
 }
 
 /* What the call returns, a new reference. */
@@ -422,54 +541,80 @@ static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
     return all;
 }
 
-/* The call, when the board is this thread's. */
-static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, PyObject *otherwise,
-                         int *left) {
-    PyObject *board = ITEM(shared, BOARD), *made = NULL, *found = NULL, *steps = NULL, *given = NULL;
-    PyObject *payload = NULL, *place = NULL;
+/* Make the result, and the steps that end there; 0 where the driver is to make the call. */
+static int prepare(Turn *turn) {
+    PyObject *board = ITEM(turn->shared, BOARD), *call = turn->call;
     int under_way = equal(board, s_operation, ITEM(call, OPERATION));
     if (under_way < 0 ||
         (under_way == 0 && PyObject_SetAttr(board, names[s_operation], ITEM(call, OPERATION)) < 0))
-        return NULL;
-    if (run(shared, ITEM(call, BEFORE)) < 0)
-        return NULL;
-    if ((ITEM(call, NEW) != Py_None && (made = new_result(call, &place)) == NULL) ||
-        (ITEM(call, BIND) != Py_None && (steps = steps_into(shared, call, made, place)) == NULL)) {
-        *left = PyErr_ExceptionMatches(PyExc_Exception); /* the driver finds it again, and tells the others */
-        if (*left)
-            PyErr_Clear();
-        goto end;
+        return -1;
+    turn->size = rounds->size(ITEM(turn->shared, PAGE));
+    turn->mail = turn->size <= MOST_RANKS ? turn->room : PyMem_New(Mail, turn->size);
+    if (turn->mail == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    *left = steps == Py_None;
-    if (*left)
-        goto end;
-    payload = ITEM(call, PAYLOAD) == Py_None ? Py_NewRef(no_payload) : PyObject_CallNoArgs(ITEM(call, PAYLOAD));
-    found = payload == NULL ? NULL : exchanged(shared, call, payload);
-    if (found == NULL)
-        goto end;
-    if (ITEM(found, 0) != ITEM(call, TEXTS)) {
-        PyObject *all[] = {NULL, ITEM(call, BEGUN), arguments, made == NULL ? Py_None : made, payload,
-                           ITEM(found, 0), ITEM(found, 1)};
-        given = PyObject_Vectorcall(otherwise, all + 1, 6 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-        goto end;
+    if (run(turn->shared, ITEM(call, BEFORE)) < 0)
+        return -1;
+    if ((ITEM(call, NEW) != Py_None && (turn->made = new_result(call, &turn->place)) == NULL) ||
+        (ITEM(call, BIND) != Py_None &&
+         (turn->steps = steps_into(turn->shared, call, turn->made, turn->place)) == NULL)) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear(); /* the driver finds it again, and tells the others */
+        return 0;
     }
-    if (use(shared, ITEM(call, ENTRY)) < 0)
-        goto end;
-    PyObject *receive = ITEM(call, RECEIVE), *payloads = ITEM(found, 1);
+    return turn->steps != Py_None;
+}
+
+/* What follows the exchange in which all ranks have sent what they sent the last time. */
+static PyObject *complete(Turn *turn) {
+    PyObject *call = turn->call, *receive = ITEM(call, RECEIVE);
+    if (use(turn->shared, ITEM(call, ENTRY)) < 0)
+        return NULL;
     if (PyTuple_CheckExact(receive)) {
-        if (sum_into(payloads, receive, made == NULL ? ITEM(ITEM(arguments, RESULTS), 0) : made) < 0)
-            goto end;
-    } else if (receive != Py_None && put(payloads, receive) < 0)
-        goto end;
-    if (steps != NULL && run(shared, steps) < 0)
-        goto end;
-    given = result_of(call, ITEM(arguments, RESULTS), made);
-end:
-    Py_XDECREF(place);
-    Py_XDECREF(made);
-    Py_XDECREF(payload);
-    Py_XDECREF(found);
-    Py_XDECREF(steps);
+        if (sum_into(turn, receive, turn->made == NULL ? ITEM(turn->results, 0) : turn->made) < 0)
+            return NULL;
+    } else if (receive != Py_None && put(turn, receive) < 0)
+        return NULL;
+    if (turn->steps != NULL && run(turn->shared, turn->steps) < 0)
+        return NULL;
+    return result_of(call, turn->results, turn->made);
+}
+
+/* What follows where another text has come: the driver does the rest. */
+static PyObject *differs(Turn *turn, PyObject *arguments, PyObject *otherwise) {
+    PyObject *texts = all_of(turn, 0), *payloads = all_of(turn, 1), *payload = payload_of(turn), *given = NULL;
+    if (texts != NULL && payloads != NULL && payload != NULL) {
+        PyObject *all[] = {NULL, ITEM(turn->call, BEGUN), arguments, turn->made == NULL ? Py_None : turn->made,
+                           payload, texts, payloads};
+        given = PyObject_Vectorcall(otherwise, all + 1, 6 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    }
+    Py_XDECREF(texts);
+    Py_XDECREF(payloads);
+    return given;
+}
+
+static void drop(Turn *turn) {
+    Py_XDECREF(turn->place);
+    Py_XDECREF(turn->made);
+    Py_XDECREF(turn->payload);
+    Py_XDECREF(turn->met);
+    Py_XDECREF(turn->steps);
+    if (turn->mail != turn->room)
+        PyMem_Free(turn->mail);
+}
+
+/* The call, when the board is this thread's. */
+static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, PyObject *otherwise,
+                         int *left) {
+    Turn turn = {.shared = shared, .call = call, .results = ITEM(arguments, RESULTS)};
+    PyObject *given = NULL;
+    int ready = prepare(&turn);
+    *left = ready == 0;
+    if (ready > 0 && exchange(&turn) == 0)
+        given = is_repeated(&turn) ? complete(&turn) : differs(&turn, arguments, otherwise);
+    drop(&turn);
     return given;
 }
 
@@ -532,7 +677,8 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 4) < 0) /* as compiled.py has it */
+    rounds = PyCapsule_Import(ROUNDS, 0);
+    if (module != NULL && (rounds == NULL || PyModule_AddIntConstant(module, "INTERFACE", 5) < 0)) /* see compiled.py */
         Py_CLEAR(module);
     return module;
 }

@@ -37,6 +37,7 @@ from shardmath.program.offers import (
     LENT,
     DoubleBuffer,
     Offers,
+    Payload,
     announced,
     array_at,
     note_of,
@@ -95,7 +96,7 @@ class _Prepared:
 
     It holds while the workspace's buffers, by name and bytes, are in these blocks, and the half of
     the double buffer that has its turn in `half`, if that was used. `replaced` are operands of
-    which copies take the place. `payload` packs what is sent along.
+    which copies take the place. `payload` is what is sent along.
     """
 
     plan: Plan
@@ -106,7 +107,7 @@ class _Prepared:
     replaced: Mapping[str, Operand]
     memory: tuple[tuple[str, int, Block], ...]
     half: Block | None
-    payload: Callable[[], bytes] | None
+    payload: Payload | None
 
     @property
     def staged(self) -> bool:
@@ -225,7 +226,8 @@ class Cores:
             copy()
         turn.note = prepared.note
         if prepared.payload is not None:
-            turn.payload = prepared.payload()
+            payload = prepared.payload
+            turn.payload = bytes(payload) if isinstance(payload, memoryview) else payload()
         if prepared.makes:
             self._make(turn, prepared)
 

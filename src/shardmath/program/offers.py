@@ -40,6 +40,7 @@ _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
 Calls = list[Callable[[], object]]
+Payload = memoryview | Callable[[], bytes]  # where it lies, or what packs it
 
 
 class DoubleBuffer:
@@ -84,14 +85,14 @@ class DoubleBuffer:
 
 @dataclass
 class Offered:
-    """One rank's offers: a note on each buffer, the packing of the `payload`, and staging copies.
+    """One rank's offers: a note on each buffer, the `payload`, and staging copies.
 
     `replaced` are operands of which staged copies take the place, and `half` is where the half of
     the double buffer lies, if that is used.
     """
 
     notes: dict[str, bytes] = field(default_factory=dict)
-    payload: Callable[[], bytes] | None = None
+    payload: Payload | None = None
     copies: Calls = field(default_factory=list)
     replaced: dict[str, Operand] = field(default_factory=dict)
     half: Block | None = None
@@ -306,11 +307,12 @@ def _packed(array: Operand, ranges: Ranges) -> Exposed:
     return Exposed(Location(0, 0), _bytes_of(array, ranges), origin, strides)
 
 
-def _packing(parts: Sequence[HostArray]) -> Callable[[], bytes]:
-    """A function that packs these arrays, each time that it is called."""
+def _packing(parts: Sequence[HostArray]) -> Payload:
+    """Where these arrays lie as they are sent, or a function that packs them each time."""
     pads = [bytes(_padded(part.nbytes) - part.nbytes) for part in parts]
     if len(parts) == 1 and not pads[0]:
-        return parts[0].tobytes
+        only = parts[0]
+        return only.reshape(-1).view(np.uint8).data if only.flags.c_contiguous else only.tobytes
     return lambda: b"".join(
         [each for part, pad in zip(parts, pads, strict=True) for each in (part.tobytes(), pad)]
     )

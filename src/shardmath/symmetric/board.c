@@ -10,14 +10,14 @@
  * one peer there is nothing that a second look could find. See arrivals.py.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "board.h"
+
 #include <sched.h>
-#include <stdint.h>
 #include <string.h>
 
 #include "../base/pause.h"
 
+enum { EXCHANGE, BARRIER }; /* words */
 enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, YIELDS = 100 };
 
 typedef struct {
@@ -79,18 +79,14 @@ static int await_all(const Page *page, Py_ssize_t word, uint64_t value) {
     return done;
 }
 
-typedef struct {
-    const char *text;
-    Py_ssize_t text_bytes, payload_bytes; /* which lies behind it */
-} Mail;
-
 /* A rank's mailbox. False where it is of another round, or its text goes on in the next: board.py sees
  * to that. */
 static int open_mail(const Page *page, Py_ssize_t rank, Py_ssize_t mailbox, uint64_t number, Mail *mail) {
     const char *from = row_of(page, rank) + mailbox;
     uint64_t head[3]; /* round, bytes in all, of which at the end are the payload's */
     memcpy(head, from, sizeof head);
-    *mail = (Mail){from + HEAD, (Py_ssize_t)(head[1] - head[2]), (Py_ssize_t)head[2]};
+    Py_ssize_t text = (Py_ssize_t)(head[1] - head[2]);
+    *mail = (Mail){from + HEAD, from + HEAD + text, text, (Py_ssize_t)head[2]};
     return head[0] == number && head[1] <= (uint64_t)(page->mailbox_bytes - HEAD) && head[2] <= head[1];
 }
 
@@ -99,7 +95,7 @@ static PyObject *text_of(const Mail *mail) {
 }
 
 static PyObject *payload_of(const Mail *mail) {
-    return PyBytes_FromStringAndSize(mail->text + mail->text_bytes, mail->payload_bytes);
+    return PyBytes_FromStringAndSize(mail->payload, mail->payload_bytes);
 }
 
 static int is_expected(PyObject *expected, Py_ssize_t rank, const Mail *mail) {
@@ -142,49 +138,63 @@ static PyObject *read_all(const Page *page, Py_ssize_t mailbox, uint64_t number,
     return both;
 }
 
-/* exchange(word, value, number, text, payload, expected): round `number` of texts that a mailbox holds. */
-static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) {
-    if (count != 6 || !PyBytes_Check(given[3]) || !PyBytes_Check(given[4])) {
-        PyErr_SetString(PyExc_TypeError, "exchange(word, value, number, text, payload, expected)");
-        return NULL;
-    }
-    Py_ssize_t word = PyLong_AsSsize_t(given[0]);
-    uint64_t value = PyLong_AsUnsignedLongLong(given[1]), number = PyLong_AsUnsignedLongLong(given[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_ssize_t text = PyBytes_GET_SIZE(given[3]), payload = PyBytes_GET_SIZE(given[4]);
-    Py_ssize_t mailbox = page->mailbox + (number & 1) * page->mailbox_bytes;
-    if (word < 0 || word >= page->mailbox / WORD || text + payload > page->mailbox_bytes - HEAD) {
-        PyErr_SetString(PyExc_ValueError, "no such word, or a text that no mailbox holds");
-        return NULL;
-    }
-    char *mail = row_of(page, page->rank) + mailbox;
-    uint64_t head[3] = {number, (uint64_t)(text + payload), (uint64_t)payload};
-    memcpy(mail, head, sizeof head);
-    memcpy(mail + HEAD, PyBytes_AS_STRING(given[3]), (size_t)text);
-    memcpy(mail + HEAD + text, PyBytes_AS_STRING(given[4]), (size_t)payload);
-    publish(page, word, value);
-    if (!await_all(page, word, value))
-        Py_RETURN_NONE;
-    return read_all(page, mailbox, number, given[5]);
+static Py_ssize_t mailbox_of(const Page *page, uint64_t number) {
+    return page->mailbox + (Py_ssize_t)(number & 1) * page->mailbox_bytes;
 }
 
-/* arrive(word, value): set the own word, and whether all peers' have that value. */
-static PyObject *arrive(Page *page, PyObject *const *given, Py_ssize_t count) {
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "arrive(word, value)");
+/* Whether all ranks have published that round. -1 for a message that no mailbox holds. */
+static int met(const Page *page, uint64_t number, const Mail *own) {
+    Py_ssize_t text = own->text_bytes, payload = own->payload_bytes;
+    if (text + payload > page->mailbox_bytes - HEAD)
+        return -1;
+    char *mail = row_of(page, page->rank) + mailbox_of(page, number);
+    uint64_t head[3] = {number, (uint64_t)(text + payload), (uint64_t)payload};
+    memcpy(mail, head, sizeof head);
+    memcpy(mail + HEAD, own->text, (size_t)text);
+    memcpy(mail + HEAD + text, own->payload, (size_t)payload);
+    publish(page, EXCHANGE, 2 * number);
+    return await_all(page, EXCHANGE, 2 * number);
+}
+
+static int exchange_mail(PyObject *self, uint64_t number, const Mail *own, Mail *all) {
+    const Page *page = (const Page *)self;
+    int done = met(page, number, own);
+    for (Py_ssize_t rank = 0; done > 0 && rank < page->size; rank++)
+        done = open_mail(page, rank, mailbox_of(page, number), number, all + rank);
+    return done;
+}
+
+/* exchange(number, text, payload, expected): round `number` of texts that a mailbox holds. */
+static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) {
+    if (count != 4 || !PyBytes_Check(given[1]) || !PyBytes_Check(given[2])) {
+        PyErr_SetString(PyExc_TypeError, "exchange(number, text, payload, expected)");
         return NULL;
     }
-    Py_ssize_t word = PyLong_AsSsize_t(given[0]);
-    uint64_t value = PyLong_AsUnsignedLongLong(given[1]);
+    uint64_t number = PyLong_AsUnsignedLongLong(given[0]);
     if (PyErr_Occurred())
         return NULL;
-    if (word < 0 || word >= page->mailbox / WORD) {
-        PyErr_SetString(PyExc_ValueError, "no such word");
+    Mail own = {PyBytes_AS_STRING(given[1]), PyBytes_AS_STRING(given[2]), PyBytes_GET_SIZE(given[1]),
+                PyBytes_GET_SIZE(given[2])};
+    int done = met(page, number, &own);
+    if (done < 0) {
+        PyErr_SetString(PyExc_ValueError, "a text that no mailbox holds");
         return NULL;
     }
-    publish(page, word, value);
-    return PyBool_FromLong(await_all(page, word, value));
+    if (!done)
+        Py_RETURN_NONE;
+    return read_all(page, mailbox_of(page, number), number, given[3]);
+}
+
+static int arrive_at(PyObject *self, uint64_t number) {
+    const Page *page = (const Page *)self;
+    publish(page, BARRIER, 2 * number);
+    return await_all(page, BARRIER, 2 * number);
+}
+
+/* arrive(number): set the own word of a barrier, and whether all peers' have that value. */
+static PyObject *arrive(PyObject *page, PyObject *given) {
+    uint64_t number = PyLong_AsUnsignedLongLong(given);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(arrive_at(page, number));
 }
 
 /* Page(memory, rank, size, row_bytes, mailbox, mailbox_bytes, looks) */
@@ -200,7 +210,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         Py_DECREF(page);
         return NULL;
     }
-    if (page->rank < 0 || page->rank >= page->size || page->mailbox < WORD ||
+    if (page->rank < 0 || page->rank >= page->size || page->mailbox < (BARRIER + 1) * WORD ||
         page->mailbox_bytes < HEAD || page->row_bytes < page->mailbox ||
         (page->row_bytes - page->mailbox) / 2 < page->mailbox_bytes ||
         page->memory.len / page->size < page->row_bytes || page->row_bytes % WORD ||
@@ -223,8 +233,7 @@ static void drop(Page *page) {
 static PyMethodDef methods[] = {
     {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
      "All ranks' texts and payloads in a round; None if board.py has to see to the rest."},
-    {"arrive", (PyCFunction)(void (*)(void))arrive, METH_FASTCALL,
-     "Set the own word; whether all peers were seen to arrive."},
+    {"arrive", arrive, METH_O, "Set the own word; whether all peers were seen to arrive."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -239,15 +248,27 @@ static PyType_Slot slots[] = {
 static PyType_Spec page_type = {"shardmath.symmetric._board.Page", sizeof(Page), 0, Py_TPFLAGS_DEFAULT,
                                 slots};
 
+static PyTypeObject *kind_of_pages;
+
+static Py_ssize_t size_of(PyObject *page) {
+    return Py_TYPE(page) == kind_of_pages ? ((const Page *)page)->size : -1;
+}
+
+static const Rounds rounds = {size_of, exchange_mail, arrive_at};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_board", "Rounds of a board, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__board(void) {
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&page_type);
+    PyObject *capsule = PyCapsule_New((void *)&rounds, ROUNDS, NULL);
     if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Page", type) < 0 ||
-        PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
+        PyModule_AddObjectRef(module, "ROUNDS", capsule) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", 2) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
+    kind_of_pages = (PyTypeObject *)type; /* which the module keeps */
+    Py_XDECREF(capsule);
     Py_XDECREF(type);
     return module;
 }

@@ -204,12 +204,12 @@ class Board:
             found: Texts | None = None
             published = page is not None and len(text) + len(payload) <= _CHUNK
             if published:
-                found = page.exchange(_EXCHANGE, 2 * number, number, text, payload, expected)
+                found = page.exchange(number, text, payload, expected)
             if found is None:
                 found = self._gather(text, payload, expected, published=published)
             else:
                 self.rounds = number
-            self._require_level()
+            self.require_level()
             return found
         finally:
             self._lock.release()
@@ -219,27 +219,19 @@ class Board:
         a peer was late.
         """
         found = self._gather(text, payload, expected, published=True)
-        self._require_level()
+        self.require_level()
         return found
 
-    def _require_level(self) -> None:
+    def meet_calls(self) -> None:
+        """Let no rank run further ahead: the ranks meet now. For compiled code."""
+        if self.calls is not None:
+            self.calls.meet()
+
+    def require_level(self) -> None:
         """Raise, on all ranks, where they have met after different numbers of calls."""
         calls = self.calls
         if calls is not None and calls.differ():
             self._raise_passed(calls)
-
-    def _exchange(
-        self, word: int, value: int, number: int, text: bytes, payload: bytes, expected: Any
-    ) -> Texts | None:
-        """One round for compiled code, where ranks may have run ahead of each other."""
-        calls, page = self.calls, self._page
-        if calls is not None:
-            calls.meet()
-        found: Texts | None = page.exchange(word, value, number, text, payload, expected)
-        if calls is not None and found is not None:
-            self.rounds = number
-            self._require_level()
-        return found
 
     def _gather(
         self, text: bytes, payload: bytes, expected: tuple[bytes, ...] | None, *, published: bool
@@ -416,7 +408,7 @@ class Board:
             if self._page is None:
                 self._rows.publish(_BARRIER, 2 * number)
                 self._await(_BARRIER, 2 * number)
-            elif not self._page.arrive(_BARRIER, 2 * number):
+            elif not self._page.arrive(number):
                 self._await(_BARRIER, 2 * number)
             self.barriers = number
         finally:
@@ -427,17 +419,18 @@ class Board:
         self._await(_BARRIER, value)
         return True
 
-    def compiled(self, *, ahead: bool) -> tuple[Callable[..., Any], ...] | None:
-        """Functions of which compiled code makes rounds: take the board, leave it, exchange a text,
-        arrive at a barrier. None where rounds take more than that. `ahead`: ranks may run ahead.
+    def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
+        """What compiled code makes rounds of: functions that take the board and leave it, the page,
+        and what is called before and after ranks meet that run `ahead`, None where none do. None
+        where rounds take more than that.
 
         It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """
         page = self._page
         if page is None or self.size == 1:
             return None
-        exchange = self._exchange if ahead else page.exchange
-        return self._lock.acquire, self._lock.release, exchange, page.arrive
+        around = (self.meet_calls, self.require_level) if ahead else (None, None)
+        return self._lock.acquire, self._lock.release, page, *around
 
     def fits(self, nbytes: int) -> bool:
         """Whether a message of so many bytes takes one round."""
