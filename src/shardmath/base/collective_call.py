@@ -16,16 +16,21 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, partial, wraps
 from types import FunctionType
-from typing import ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from shardmath.base import current
 from shardmath.base.caller import caller_line
+from shardmath.base.compiled import extension
 from shardmath.base.untraced import COMPILER, is_loaded, is_watched, marked, unwatched
 
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
+"""A function that was called, the arguments in order and by name, and what it has returned."""
 
 
 class Interruptible(Protocol):
@@ -40,12 +45,15 @@ class CollectiveCall:
     """One call under way in one thread. `finished` is set once, when it can no longer be cut short.
 
     `boards` are those that it has used, `settled` the exception that is known to leave them usable;
-    `thread` is set with the first board.
+    `thread` and `rounds`, those that all its ranks had published, are set with the first board.
+    `repeat(call, rounds)` lets compiled code make such calls from now on.
     """
 
     thread = 0
     finished = False
     settled: BaseException | None = None
+    rounds = -1
+    repeat: Callable[[Call, int], None] | None = None
 
     def __init__(self) -> None:
         self.boards: list[Interruptible] = []
@@ -58,6 +66,7 @@ class CollectiveCall:
                 board.interrupted(error, line)
         self.settled = None  # an exception's traceback refers to frames, and those to operands
         self.boards = []
+        self.repeat = None
         self.finished = True
 
 
@@ -89,6 +98,11 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # or this frame would pass for its
             return unwatched(call)(*args, **kwargs)
+        again = _again()
+        if again is not None:
+            given: R | None = again(function, args, kwargs)
+            if given is not None:
+                return given
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
@@ -97,15 +111,25 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             this_thread.call = record
             result = function(*args, **kwargs)
             this_thread.call = record.settled = None
+            repeat, record.repeat = record.repeat, None
             record.boards = []
             record.finished = True
         except BaseException as error:
             this_thread.call = None
             record.interrupt(error, boards)
             raise
+        if repeat is not None:
+            repeat((function, args, kwargs, result), record.rounds)
         return result
 
     return marked(call)
+
+
+@lru_cache(maxsize=1)
+def _again() -> Callable[..., Any] | None:
+    """What makes a call that comes again without its function, by compiled code: see direct.c."""
+    built = extension("shardmath.call._direct")
+    return None if built is None else partial(built.again, *current.places())
 
 
 def _is_part() -> bool:

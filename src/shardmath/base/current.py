@@ -35,6 +35,11 @@ def get() -> CurrentContext | None:
     return stack[-1] if stack else _default[0]
 
 
+def places() -> tuple[object, object]:
+    """Where compiled code finds the current context: last in the one, or else in the other."""
+    return _stack, _default
+
+
 def default() -> CurrentContext | None:
     """The context that `initialize` made, or None."""
     return _default[0]

@@ -7,9 +7,12 @@ block that was freed, a plan that was made since. Without a compiler at installa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from shardmath.base.collective_call import this_thread
+import numpy as np
+
+from shardmath.base.collective_call import Call, CollectiveCall, this_thread
 from shardmath.base.compiled import extension
 from shardmath.call.agreement import Agreement, Plans
 from shardmath.context.context import Context
@@ -31,34 +34,42 @@ class CompiledCalls:
     `calls` has them by what identifies them, for each half of the double buffer.
     """
 
-    def __init__(self, context: Context, looks: Looks, compiled: Any, rounds: Any) -> None:
+    def __init__(
+        self, context: Context, looks: Looks, otherwise: Otherwise, compiled: Any, rounds: Any
+    ) -> None:
         """`rounds` is what `Board.compiled` gives."""
         self._context, self._looks, self._compiled = context, looks, compiled
+        self._otherwise = otherwise
+        compiled.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])
         self.calls: tuple[_Calls, _Calls] = {}, {}
         self._turn = DoubleBuffer.of(context).turn
         self._plans = Plans.of(context)
         self._shared = (
             *(looks, context, context.board, context.heap, self._plans, self._plans.all),
-            *(this_thread, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor, *rounds),
+            *(this_thread, CollectiveCall, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor),
+            *rounds,
         )
 
     @classmethod
-    def of(cls, context: Context, looks: Looks) -> CompiledCalls | None:
-        """The compiled calls of a driver; None where nothing was built from C."""
-        built = extension(_NAME)
-        rounds = built and context.board.compiled(ahead=context.team is not None)
-        return None if rounds is None else cls(context, looks, built, rounds)
-
-    def make(self, arguments: Arguments, otherwise: Otherwise) -> Any:
-        """The results of a call that is known; None where it is another, and nothing was done.
+    def of(cls, context: Context, looks: Looks, otherwise: Otherwise) -> CompiledCalls | None:
+        """The compiled calls of a driver; None where nothing was built from C.
 
         `otherwise(begun, arguments, result, payload, texts, payloads)` is what follows an exchange
         in which a rank has sent another text; see `turn_of`.
         """
-        return self._compiled.direct(self._shared, self.calls[self._turn()], arguments, otherwise)
+        built = extension(_NAME)
+        rounds = built and context.board.compiled(ahead=context.team is not None)
+        return None if rounds is None else cls(context, looks, otherwise, built, rounds)
 
-    def keep(self, turn: Turn, agreement: Agreement[Any], direct: Direct) -> None:
-        """Make calls like this so from now on."""
+    def make(self, arguments: Arguments) -> Any:
+        """The results of a call that is known; None where it is another, and nothing was done."""
+        calls = self.calls[self._turn()]
+        return self._compiled.direct(self._shared, calls, arguments, self._otherwise)
+
+    def keep(
+        self, turn: Turn, agreement: Agreement[Any], direct: Direct, results: tuple[Any, ...]
+    ) -> None:
+        """Make calls like this so from now on. These are its results."""
         known, arguments, board = turn.known, turn.arguments, self._context.board
         text, made = agreement.texts[board.rank], self._plans.made
         if self._plans.repeated.find(agreement.texts) is not agreement:
@@ -79,6 +90,53 @@ class CompiledCalls:
                 if len(calls) >= _KEPT:
                     calls.clear()
                 calls[self._compiled.key(looks, words)] = made_so
+        call, given = this_thread.call, results[0] if len(results) == 1 else results
+        if call is not None:
+            call.repeat = partial(self._remember, made_so, direct.half, arguments, given)
+
+    def _remember(
+        self,
+        made_so: tuple[Any, ...],
+        half: int | None,
+        arguments: Arguments,
+        given: Any,
+        call: Call,
+        rounds: int,
+    ) -> None:
+        """Make the public call that has returned so from now on, without the function that makes
+        `arguments` of its own, if it is this one call of the driver and nothing else.
+        """
+        seen = self._compiled.look(*call[:3])
+        if seen is None or call[3] is not given or self._context.board.rounds != rounds + 1:
+            return
+        key, arrays, objects = seen
+        numbers = {id(x): number for number, x in enumerate(arrays)}
+        operands, results = (
+            tuple([None if x is None else numbers.get(id(x), -1) for x in those])
+            for those in (arguments.operands, arguments.results)
+        )
+        used = {*operands, *results} - {None}
+        options = arguments.options
+        if used != {*numbers.values()} or arguments.stream is not None:
+            return
+        if any(isinstance(x, Context) or type(x).__hash__ is None for x in objects):
+            return
+        if options is not None and options.logger is not None:
+            return
+        calls = self._context.again
+        if len(calls) >= _KEPT and key not in calls:
+            calls.clear()
+        words = arguments.words, options, arguments.numbers
+        entry = calls.setdefault(
+            key,
+            (
+                *(self._shared, self._otherwise, self._turn, [None, None]),
+                *(operands, results, words, objects),
+            ),
+        )
+        entry[3][:] = [
+            made_so if half in (None, number) else other for number, other in enumerate(entry[3])
+        ]
 
     def forget(self) -> None:
         """Drop all of them."""
@@ -86,10 +144,12 @@ class CompiledCalls:
             calls.clear()
 
 
-def turn_of(begun: tuple[Any, ...], arguments: Arguments, result: Any, payload: bytes) -> Turn:
+def turn_of(
+    begun: tuple[Any, ...], arguments: tuple[Any, ...], result: Any, payload: bytes
+) -> Turn:
     """The turn of a call that compiled code has begun, and that it does not end."""
     _, known, prepared, note, names = begun
-    turn = Turn(arguments, known, known.spec)
+    turn = Turn(Arguments(*arguments), known, known.spec)
     turn.prepared, turn.note, turn.payload = prepared, note, payload
     turn.made = dict.fromkeys(names, result)
     return turn

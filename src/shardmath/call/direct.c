@@ -46,7 +46,8 @@ enum {
     HEAP,
     PLANS,
     USES,
-    THREAD, /* has the call that it is in */
+    THREAD, /* has the call that it is in, a */
+    RECORD,
     TOLD,   /* what a logger knows of its levels, and */
     TELLS,  /* whether it tells of one */
     ACQUIRE,
@@ -64,9 +65,9 @@ enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
-                                    "data_ptr"};
+                                    "data_ptr", "interrupt", "func", "again", "dtype"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
-       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, NAMES };
+       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_func, s_again, s_dtype, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
 static const Rounds *rounds;
@@ -243,11 +244,63 @@ static int enter(PyObject *shared) {
 /* A call on its way. */
 typedef struct {
     PyObject *shared, *call, *results; /* its own, those that were given */
+    PyObject *record;                  /* of what the user called, if it was made here */
+    int is_noted, is_published;        /* with the board, and there */
     PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there */
     PyObject *payload, *met;           /* an object that has it, and one that has all ranks' messages */
     Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
     Py_ssize_t size;
 } Turn;
+
+/* Note the user's call with the board, before a line of Python runs that an exception may leave. What the user
+ * called does so at once; a call that `again` makes, where it comes to that. No line of Python runs here. */
+static int note(Turn *turn) {
+    if (turn->is_noted)
+        return 0;
+    PyObject *shared = turn->shared, *board = ITEM(shared, BOARD), *none = PyTuple_New(0);
+    PyObject *boards = PyList_New(1), *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    if (boards != NULL)
+        PyList_SET_ITEM(boards, 0, Py_NewRef(board));
+    if (none != NULL && boards != NULL && thread != NULL)
+        turn->record = PyBaseObject_Type.tp_new((PyTypeObject *)ITEM(shared, RECORD), none, NULL);
+    turn->is_noted = turn->record != NULL && PyObject_SetAttr(turn->record, names[s_boards], boards) == 0 &&
+                     PyObject_SetAttr(turn->record, names[s_thread], thread) == 0 &&
+                     PyObject_SetAttr(board, names[s_call], turn->record) == 0 &&
+                     PyObject_SetAttr(ITEM(shared, THREAD), names[s_call], turn->record) == 0;
+    Py_XDECREF(none);
+    Py_XDECREF(boards);
+    Py_XDECREF(thread);
+    return turn->is_noted ? 0 : -1;
+}
+
+/* End the call that was noted here: as base/collective_call.py does, by which all ranks hear of an error. */
+static PyObject *end(Turn *turn, PyObject *given) {
+    PyObject *kind = NULL, *value = NULL, *trace = NULL;
+    PyErr_Fetch(&kind, &value, &trace);
+    if (kind != NULL && turn->is_published && note(turn) < 0)
+        PyErr_Clear();
+    if (turn->record != NULL) {
+        PyObject *boards = PyObject_GetAttr(turn->record, names[s_boards]), *done = NULL;
+        PyObject *none = PyList_New(0);
+        PyObject_SetAttr(ITEM(turn->shared, THREAD), names[s_call], Py_None);
+        PyErr_NormalizeException(&kind, &value, &trace);
+        if (kind != NULL && boards != NULL)
+            done = PyObject_CallMethodObjArgs(turn->record, names[s_interrupt], value, boards, NULL);
+        else if (none != NULL && PyObject_SetAttr(turn->record, names[s_boards], none) == 0 &&
+                 PyObject_SetAttr(turn->record, names[s_finished], Py_True) == 0)
+            done = Py_NewRef(Py_None);
+        Py_XDECREF(boards);
+        Py_XDECREF(none);
+        Py_XDECREF(done);
+        if (done == NULL)
+            Py_CLEAR(given);
+    }
+    if (kind != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(kind, value, trace);
+    }
+    return given;
+}
 
 /* The number that follows a count of the board; 0 with an error. */
 static uint64_t next_number(PyObject *board, int name) {
@@ -308,7 +361,7 @@ static int is_all_bytes(PyObject *objects, Py_ssize_t size) {
 
 /* All ranks' messages where a peer is late: board.py waits for them. */
 static int await(Turn *turn) {
-    PyObject *call = turn->call, *payload = payload_of(turn);
+    PyObject *call = turn->call, *payload = note(turn) < 0 ? NULL : payload_of(turn);
     if (payload != NULL)
         turn->met = PyObject_CallMethodObjArgs(ITEM(turn->shared, BOARD), names[s_late], ITEM(call, TEXT), payload,
                                                ITEM(call, TEXTS), NULL);
@@ -334,6 +387,7 @@ static int exchange(Turn *turn) {
     uint64_t number = next_number(board, s_rounds);
     if (number == 0 || pack(turn, &own) < 0 || hook(ITEM(shared, MEET)) < 0)
         return -1;
+    turn->is_published = 1;
     int done = rounds->exchange(ITEM(shared, PAGE), number, &own, turn->mail);
     if (done < 0)
         PyErr_SetString(PyExc_ValueError, "a text that no mailbox holds");
@@ -369,13 +423,13 @@ static PyObject *all_of(const Turn *turn, int payloads) {
     return all;
 }
 
-static int meet(PyObject *shared) {
-    PyObject *board = ITEM(shared, BOARD);
+static int meet(Turn *turn) {
+    PyObject *board = ITEM(turn->shared, BOARD);
     uint64_t number = next_number(board, s_barriers);
     if (number == 0)
         return -1;
-    if (!rounds->arrive(ITEM(shared, PAGE), number)) {
-        PyObject *value = PyLong_FromUnsignedLongLong(2 * number);
+    if (!rounds->arrive(ITEM(turn->shared, PAGE), number)) {
+        PyObject *value = note(turn) < 0 ? NULL : PyLong_FromUnsignedLongLong(2 * number);
         int came = value == NULL ? -1 : truth(PyObject_CallMethodOneArg(board, names[s_late_barrier], value));
         Py_XDECREF(value);
         if (came != 1)
@@ -384,14 +438,29 @@ static int meet(PyObject *shared) {
     return set_number(board, s_barriers, number);
 }
 
-static int run(PyObject *shared, PyObject *steps) {
+/* Whether no line of Python runs in a step: it copies boxes, or is a function of NumPy's on arrays. */
+static int is_plain(PyObject *step) {
+    const char *kind = Py_TYPE(step)->tp_name;
+    if (strcmp(kind, "shardmath.redistribution._box.Boxes") == 0)
+        return 1;
+    if (strcmp(kind, "functools.partial") != 0)
+        return 0;
+    PyObject *function = PyObject_GetAttr(step, names[s_func]);
+    int plain = function != NULL && strcmp(Py_TYPE(function)->tp_name, "numpy.ufunc") == 0;
+    Py_XDECREF(function);
+    return plain;
+}
+
+static int run(Turn *turn, PyObject *steps) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
         PyObject *step = ITEM(steps, i);
         if (step == Py_None) {
-            if (meet(shared) < 0)
+            if (meet(turn) < 0)
                 return -1;
             continue;
         }
+        if (turn->is_published && !turn->is_noted && !is_plain(step) && note(turn) < 0)
+            return -1;
         PyObject *done = PyObject_CallNoArgs(step);
         if (done == NULL)
             return -1;
@@ -554,7 +623,7 @@ static int prepare(Turn *turn) {
         PyErr_NoMemory();
         return -1;
     }
-    if (run(turn->shared, ITEM(call, BEFORE)) < 0)
+    if (run(turn, ITEM(call, BEFORE)) < 0)
         return -1;
     if ((ITEM(call, NEW) != Py_None && (turn->made = new_result(call, &turn->place)) == NULL) ||
         (ITEM(call, BIND) != Py_None &&
@@ -577,7 +646,7 @@ static PyObject *complete(Turn *turn) {
             return NULL;
     } else if (receive != Py_None && put(turn, receive) < 0)
         return NULL;
-    if (turn->steps != NULL && run(turn->shared, turn->steps) < 0)
+    if (turn->steps != NULL && run(turn, turn->steps) < 0)
         return NULL;
     return result_of(call, turn->results, turn->made);
 }
@@ -605,17 +674,52 @@ static void drop(Turn *turn) {
         PyMem_Free(turn->mail);
 }
 
-/* The call, when the board is this thread's. */
-static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, PyObject *otherwise,
-                         int *left) {
-    Turn turn = {.shared = shared, .call = call, .results = ITEM(arguments, RESULTS)};
-    PyObject *given = NULL;
-    int ready = prepare(&turn);
+/* The call, when the board is this thread's. `whole(turn, of)` makes its arguments, a new reference. */
+static PyObject *perform(Turn *turn, PyObject *(*whole)(const Turn *, const void *), const void *of,
+                         PyObject *otherwise, int *left) {
+    PyObject *given = NULL, *arguments = NULL;
+    int ready = prepare(turn);
     *left = ready == 0;
-    if (ready > 0 && exchange(&turn) == 0)
-        given = is_repeated(&turn) ? complete(&turn) : differs(&turn, arguments, otherwise);
-    drop(&turn);
+    if (ready > 0 && exchange(turn) == 0) {
+        if (is_repeated(turn))
+            given = complete(turn);
+        else if (note(turn) == 0 && (arguments = whole(turn, of)) != NULL)
+            given = differs(turn, arguments, otherwise);
+    }
+    Py_XDECREF(arguments);
+    given = end(turn, given);
+    drop(turn);
     return given;
+}
+
+/* Take the board, unless another thread has it. */
+static int take(PyObject *shared) {
+    return truth(PyObject_CallOneArg(ITEM(shared, ACQUIRE), Py_False)) == 1;
+}
+
+static PyObject *release(PyObject *shared, PyObject *given) {
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject *released = PyObject_CallNoArgs(ITEM(shared, RELEASE));
+    if (released == NULL)
+        Py_CLEAR(given);
+    Py_XDECREF(released);
+    if (kind != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(kind, value, trace);
+    }
+    return given;
+}
+
+static PyObject *none_unless(PyObject *given, int is_made) {
+    if (given != NULL || is_made || PyErr_Occurred())
+        return given;
+    Py_RETURN_NONE;
+}
+
+static PyObject *themselves(const Turn *turn, const void *of) {
+    (void)turn;
+    return Py_NewRef((PyObject *)of);
 }
 
 /* direct(shared, kept, arguments, otherwise): the results of the call; None where the driver is to make it.
@@ -628,40 +732,251 @@ static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t cou
         return NULL;
     }
     PyObject *shared = given[0], *call = recognised(shared, given[1], given[2]), *found = NULL;
-    if (call == NULL)
-        goto nothing;
-    if (!as_it_was(shared, call))
-        goto nothing;
-    PyObject *locked = PyObject_CallOneArg(ITEM(shared, ACQUIRE), Py_False);
-    if (truth(locked) != 1)
-        goto nothing;
-    int left = 0, entered = enter(shared);
-    if (entered)
-        found = perform(shared, call, given[2], given[3], &left);
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    PyObject *released = PyObject_CallNoArgs(ITEM(shared, RELEASE));
-    if (released == NULL)
-        Py_CLEAR(found);
-    Py_XDECREF(released);
-    if (kind != NULL) {
-        PyErr_Clear();
-        PyErr_Restore(kind, value, trace);
+    int left = 0, entered = 0;
+    if (call != NULL && as_it_was(shared, call) && take(shared)) {
+        entered = enter(shared);
+        if (entered) {
+            Turn turn = {.shared = shared, .call = call, .results = ITEM(given[2], RESULTS), .is_noted = 1};
+            found = perform(&turn, themselves, given[2], given[3], &left);
+        }
+        found = release(shared, found);
     }
-    if (found != NULL || (entered && !left)) {
-        Py_DECREF(call);
-        return found;
-    }
-nothing:
     Py_XDECREF(call);
-    if (PyErr_Occurred())
+    return none_unless(found, entered && !left);
+}
+
+/* -- as the user made it ---------------------------------------------------------------------------------- */
+
+enum { MOST_WORDS = 128, MOST_ARRAYS = 16, MOST_OBJECTS = 32, MOST_AXES = 32, DEEPEST = 4 };
+
+/* Arguments, in words: of arrays where they lie and how, of numbers and texts what they are, of tuples and lists
+ * what they hold; of all else which object it is. References are borrowed. */
+typedef struct {
+    int64_t words[MOST_WORDS];
+    int count, arrays, objects;
+    PyObject *array[MOST_ARRAYS], *object[MOST_OBJECTS];
+} Look;
+
+enum { OBJECT, ARRAY, INTEGER, REAL, LETTERS, TUPLE, LIST, NAMED };
+
+static int add(Look *look, int kind, Py_ssize_t length, const void *words, Py_ssize_t nbytes) {
+    Py_ssize_t count = 1 + (nbytes + 7) / 8;
+    if (look->count + count > MOST_WORDS)
+        return 0;
+    look->words[look->count + count - 1] = 0; /* of which a text may leave a part free */
+    look->words[look->count] = (int64_t)length * 8 + kind;
+    if (nbytes > 0)
+        memcpy(look->words + look->count + 1, words, (size_t)nbytes);
+    look->count += (int)count;
+    return 1;
+}
+
+static int add_object(Look *look, PyObject *x) {
+    if (look->objects == MOST_OBJECTS)
+        return 0;
+    look->object[look->objects++] = x;
+    return add(look, OBJECT, 0, &x, sizeof x);
+}
+
+static int add_array(Look *look, NDArray *x) {
+    if (look->arrays == MOST_ARRAYS || x->axes > MOST_AXES)
+        return 0;
+    int64_t words[2 + 2 * MOST_AXES] = {(int64_t)(intptr_t)x->data, x->flags};
+    for (int i = 0; i < x->axes; i++) {
+        words[2 + 2 * i] = x->shape[i];
+        words[3 + 2 * i] = x->strides[i];
+        if (x->shape[i] < 1)
+            return 0; /* it lies nowhere */
+    }
+    look->array[look->arrays++] = (PyObject *)x;
+    return add(look, ARRAY, x->axes, words, (Py_ssize_t)sizeof *words * (2 + 2 * x->axes)) &&
+           add_object(look, x->dtype);
+}
+
+/* False for what takes a closer look. */
+static int add_value(Look *look, PyObject *x, int depth) {
+    if (Py_TYPE(x) == ndarray)
+        return add_array(look, (NDArray *)x);
+    if (PyUnicode_CheckExact(x) && PyUnicode_IS_COMPACT_ASCII(x))
+        return add(look, LETTERS, PyUnicode_GET_LENGTH(x), PyUnicode_DATA(x), PyUnicode_GET_LENGTH(x));
+    if (PyFloat_CheckExact(x)) {
+        double value = PyFloat_AS_DOUBLE(x);
+        return add(look, REAL, 0, &value, sizeof value);
+    }
+    if (PyLong_CheckExact(x)) {
+        int is_long = 0;
+        long long value = PyLong_AsLongLongAndOverflow(x, &is_long);
+        return !is_long && add(look, INTEGER, 0, &value, sizeof value);
+    }
+    int is_list = PyList_CheckExact(x);
+    if (!is_list && !PyTuple_CheckExact(x))
+        return add_object(look, x);
+    Py_ssize_t length = is_list ? PyList_GET_SIZE(x) : PyTuple_GET_SIZE(x);
+    int same = depth < DEEPEST && add(look, is_list ? LIST : TUPLE, length, NULL, 0);
+    for (Py_ssize_t i = 0; same && i < length; i++)
+        same = add_value(look, is_list ? PyList_GET_ITEM(x, i) : ITEM(x, i), depth + 1);
+    return same;
+}
+
+static int add_call(Look *look, PyObject *function, PyObject *arguments, PyObject *named) {
+    PyObject *name, *value;
+    Py_ssize_t place = 0;
+    look->count = look->arrays = look->objects = 0;
+    int same = PyTuple_CheckExact(arguments) && PyDict_CheckExact(named) && add_object(look, function) &&
+               add_value(look, arguments, 0);
+    while (same && PyDict_Next(named, &place, &name, &value))
+        same = add(look, NAMED, 0, NULL, 0) && add_value(look, name, 0) && add_value(look, value, 0);
+    return same;
+}
+
+static PyObject *key_of_look(const Look *look) {
+    return PyBytes_FromStringAndSize((const char *)look->words, look->count * (Py_ssize_t)sizeof *look->words);
+}
+
+static PyObject *tuple_of(PyObject *const *objects, int count) {
+    PyObject *all = PyTuple_New(count);
+    for (int i = 0; all != NULL && i < count; i++)
+        PyTuple_SET_ITEM(all, i, Py_NewRef(objects[i]));
+    return all;
+}
+
+/* look(function, arguments, named): (key, arrays, objects by which equal keys are equal calls while they live);
+ * None where that takes a closer look. */
+static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    Look look;
+    (void)module;
+    if (count != 3 || !add_call(&look, given[0], given[1], given[2]))
+        Py_RETURN_NONE;
+    return Py_BuildValue("(NNN)", key_of_look(&look), tuple_of(look.array, look.arrays),
+                         tuple_of(look.object, look.objects));
+}
+
+/* What is kept of a call as the user made it. */
+enum {
+    ITS_SHARED,
+    ITS_OTHERWISE,
+    ITS_TURN,  /* which half of the double buffer has its turn */
+    ITS_CALLS, /* by that half, None where it is not known */
+    ITS_OPERANDS,
+    ITS_RESULTS, /* numbers of its arrays, None for what was left out */
+    ITS_WORDS,   /* words, options and numbers */
+    ITS_OBJECTS,
+};
+
+static PyObject *those(const Look *look, PyObject *numbers) {
+    PyObject *all = PyTuple_New(PyTuple_GET_SIZE(numbers));
+    for (Py_ssize_t i = 0; all != NULL && i < PyTuple_GET_SIZE(numbers); i++) {
+        PyObject *number = ITEM(numbers, i);
+        PyTuple_SET_ITEM(all, i, Py_NewRef(number == Py_None ? number : look->array[PyLong_AsLong(number)]));
+    }
+    return all;
+}
+
+typedef struct {
+    const Look *look;
+    PyObject *kept;
+} Made;
+
+static PyObject *its_arguments(const Turn *turn, const void *of) {
+    const Made *made = of;
+    PyObject *words = ITEM(made->kept, ITS_WORDS);
+    return Py_BuildValue("(NOOOOO)", those(made->look, ITEM(made->kept, ITS_OPERANDS)), turn->results,
+                         ITEM(words, 0), ITEM(words, 1), Py_None, ITEM(words, 2));
+}
+
+/* The current context's calls, a new reference; NULL if there is none. */
+static PyObject *calls_of_current(PyObject *stack, PyObject *standard) {
+    PyObject *entered = NULL, *calls = NULL;
+    if (PyContextVar_Get(stack, NULL, &entered) < 0)
         return NULL;
+    PyObject *context = entered != NULL && PyTuple_GET_SIZE(entered) > 0
+                            ? ITEM(entered, PyTuple_GET_SIZE(entered) - 1)
+                            : PyList_GET_ITEM(standard, 0);
+    if (context != Py_None)
+        calls = PyObject_GetAttr(context, names[s_again]);
+    Py_XDECREF(entered);
+    return calls;
+}
+
+/* Whether no call is under way in this thread, or on this board. */
+static int is_idle(PyObject *shared) {
+    if (!is(ITEM(shared, THREAD), s_call, Py_None))
+        return 0;
+    PyObject *last = PyObject_GetAttr(ITEM(shared, BOARD), names[s_call]);
+    int idle = last != NULL && (last == Py_None || is(last, s_finished, Py_True));
+    Py_XDECREF(last);
+    return idle;
+}
+
+/* The call that is kept for the half that has its turn, a new reference. */
+static PyObject *its_call(PyObject *kept) {
+    PyObject *half = PyObject_CallNoArgs(ITEM(kept, ITS_TURN));
+    PyObject *call = half == NULL ? NULL : PyList_GetItem(ITEM(kept, ITS_CALLS), PyLong_AsSsize_t(half));
+    Py_XDECREF(half);
+    return call == Py_None ? NULL : Py_XNewRef(call);
+}
+
+/* again(stack, standard, function, arguments, named): what the function would return; None where it is to be
+ * called, and nothing was done. The current context is the last of `stack`, or else in `standard`. */
+static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    Look look;
+    (void)module;
+    if (count != 5 || !PyList_CheckExact(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "again(stack, standard, function, arguments, named)");
+        return NULL;
+    }
+    PyObject *calls = calls_of_current(given[0], given[1]), *key = NULL, *kept = NULL, *call = NULL, *found = NULL;
+    int left = 0, entered = 0;
+    if (calls != NULL && PyDict_CheckExact(calls) && PyDict_GET_SIZE(calls) > 0 &&
+        add_call(&look, given[2], given[3], given[4]) && (key = key_of_look(&look)) != NULL)
+        kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
+    if (kept != NULL && is_idle(ITEM(kept, ITS_SHARED)))
+        call = its_call(kept);
+    if (call != NULL && as_it_was(ITEM(kept, ITS_SHARED), call) && take(ITEM(kept, ITS_SHARED))) {
+        PyObject *results = those(&look, ITEM(kept, ITS_RESULTS));
+        entered = results != NULL;
+        if (entered) {
+            Turn turn = {.shared = ITEM(kept, ITS_SHARED), .call = call, .results = results};
+            Made made = {&look, kept};
+            found = perform(&turn, its_arguments, &made, ITEM(kept, ITS_OTHERWISE), &left);
+        }
+        Py_XDECREF(results);
+        found = release(ITEM(kept, ITS_SHARED), found);
+    }
+    Py_XDECREF(calls);
+    Py_XDECREF(key);
+    Py_XDECREF(kept);
+    Py_XDECREF(call);
+    return none_unless(found, entered && !left);
+}
+
+/* know(ndarray, array): the type of NumPy's arrays, if that one lies as NDArray says. */
+static PyObject *know(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    (void)module;
+    if (count != 2 || !PyType_Check(given[0]) || Py_TYPE(given[1]) != (PyTypeObject *)given[0] ||
+        ((PyTypeObject *)given[0])->tp_basicsize < (Py_ssize_t)sizeof(NDArray)) {
+        PyErr_SetString(PyExc_TypeError, "know(ndarray, an array)");
+        return NULL;
+    }
+    Py_buffer memory;
+    if (PyObject_GetBuffer(given[1], &memory, PyBUF_STRIDES) < 0)
+        return NULL;
+    const NDArray *x = (NDArray *)given[1];
+    int same = x->data == memory.buf && x->axes == memory.ndim;
+    for (int i = 0; same && i < memory.ndim; i++)
+        same = x->shape[i] == memory.shape[i] && x->strides[i] == memory.strides[i];
+    PyBuffer_Release(&memory);
+    if (same && is(given[1], s_dtype, x->dtype))
+        ndarray = (PyTypeObject *)Py_NewRef(given[0]);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"direct", (PyCFunction)(void (*)(void))direct, METH_FASTCALL,
      "Make a call that was made before; None where it is another, and nothing was done."},
+    {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, "Make what the user calls, as it was made before."},
+    {"look", (PyCFunction)(void (*)(void))look_at, METH_FASTCALL, "What a call is recognised by as the user makes it."},
+    {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Tell which type is NumPy's arrays."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL, "Where a call is kept."},
     {NULL, NULL, 0, NULL},
 };
@@ -677,8 +992,16 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    rounds = PyCapsule_Import(ROUNDS, 0);
-    if (module != NULL && (rounds == NULL || PyModule_AddIntConstant(module, "INTERFACE", 5) < 0)) /* see compiled.py */
+    PyObject *board = PyImport_ImportModule("shardmath.symmetric._board");
+    PyObject *capsule = board == NULL ? NULL : PyObject_GetAttrString(board, "ROUNDS");
+    rounds = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, ROUNDS); /* which its module keeps */
+    Py_XDECREF(capsule);
+    Py_XDECREF(board);
+    if (rounds == NULL) {
+        PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", ROUNDS);
+        Py_CLEAR(module);
+    }
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 5) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

@@ -88,7 +88,9 @@ class Driver:
         self.performer = _performer(context, operation, kept=kept)
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
-        self._compiled = self.performer.direct and CompiledCalls.of(context, self._known.looks)
+        self._compiled = self.performer.direct and CompiledCalls.of(
+            context, self._known.looks, self._otherwise
+        )
         self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
         self._options: LRUCache[Any, Any] = LRUCache(_KEPT)  # that are equal
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
@@ -112,7 +114,7 @@ class Driver:
             arguments = arguments._replace(options=options)
         fixed = options is None or (type(options) is self.operation.options and not options.logger)
         if fixed and self._compiled is not None:
-            results = self._compiled.make(arguments, self._otherwise)
+            results = self._compiled.make(arguments)
             if results is not None:
                 return results
         operation = self.operation.names.operation
@@ -163,7 +165,7 @@ class Driver:
             turn.payloads = payloads
             results = self.performer.perform(turn, agreement, agreement.plan)
         if self._compiled is not None and turn.known.direct != (agreement, turn.prepared):
-            self._keep(turn, agreement)
+            self._keep(turn, agreement, results)
         return results[0] if len(results) == 1 else results
 
     def again(self, arguments: Arguments) -> Any:
@@ -171,14 +173,14 @@ class Driver:
         done. Collective where there are any.
         """
         compiled = self._compiled
-        return None if compiled is None else compiled.make(arguments, self._otherwise)
+        return None if compiled is None else compiled.make(arguments)
 
     def forget(self) -> None:
         """Let compiled code make no call that was made before."""
         if self._compiled is not None:
             self._compiled.forget()
 
-    def _keep(self, turn: Turn, agreement: Agreement[Plan]) -> None:
+    def _keep(self, turn: Turn, agreement: Agreement[Plan], results: tuple[Any, ...]) -> None:
         """Let compiled code make calls like this one."""
         known, performer = turn.known, self.performer
         known.direct = agreement, turn.prepared
@@ -186,12 +188,12 @@ class Driver:
             return
         direct = performer.direct(turn, agreement)
         if direct is not None and (direct.receive is not None or not any(turn.payloads)):
-            self._compiled.keep(turn, agreement, direct)
+            self._compiled.keep(turn, agreement, direct, results)
 
     def _otherwise(
         self,
         begun: tuple[Any, ...],
-        arguments: Arguments,
+        arguments: tuple[Any, ...],
         result: Any,
         payload: bytes,
         texts: tuple[bytes, ...],

@@ -76,6 +76,7 @@ class Context:
         self._shared_ids = itertools.count()
         self.closed: str | None = None
         self.caches: dict[Any, Any] = {}
+        self.again: dict[bytes, Any] = {}  # calls that come again, as users make them: direct.c
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         dropped = None if team is None else team.drop
@@ -538,6 +539,7 @@ class DistributedContext(Context):
         self._dropping.detach()
         self.heap.groups.leave(self.number, self.board.ended)
         self.caches.clear()
+        self.again.clear()
         self.repeats = None
 
 

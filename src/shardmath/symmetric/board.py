@@ -478,6 +478,8 @@ class Board:
                 raise self._second_thread(operation)
         if call is not None:
             call.thread = threading.get_ident()
+            if not call.boards:
+                call.rounds = self.rounds
             call.boards.append(self)
         self.call = call
 
