@@ -117,7 +117,7 @@ def test_memory_that_was_freed_is_noticed(contexts):
     assert contexts.run(free_and_call, ranks=2) == [[True, True]] * 2
 
 
-MOST = 40 if is_built("shardmath.handles._fingerprint") else 60
+MOST = 5 if is_built("shardmath.call._direct") else 60
 FIRST = {"all_reduce": "reduce_local", "all_gather": "copyto", "redistribute": "copyto"}
 
 

@@ -331,6 +331,53 @@ def test_a_sum_that_is_not_as_it_was(way):
         assert wanted in said, (wanted, said)
 
 
+def looked_at(group):
+    """Arguments that changed where they are, and contexts: what came in place of the result."""
+    context, wrong = startup.initialize("cpu", group), []
+    rank, x = context.rank, np.arange(4.0 * RANKS)
+    counts, splits = [4] * RANKS, [Slab.X, Slab.X, Slab.Y]
+    a, b = np.ones((2, 2 * RANKS)), np.ones((2, 4 * RANKS))
+
+    def scattered():
+        start = sum(counts[:rank])
+        found = reduce_scatter(x, counts=counts)
+        return np.array_equal(found, RANKS * x[start : start + counts[rank]])
+
+    def product_of():
+        return matmul(a, b, distributions=splits).shape
+
+    def number():
+        return float(all_reduce(x[:1]).sum())
+
+    for _ in range(4):
+        assert scattered() and product_of() == (2 * RANKS, 4) and number() == 0.0
+    counts[:] = [3, *[4] * (RANKS - 2), 5]
+    wrong += [] if scattered() else ["counts"]
+    splits[2] = Slab.X
+    wrong += [] if product_of() == (2, 4 * RANKS) else ["distributions"]
+    x[:1] = 7.0
+    wrong += [] if number() == 7.0 * RANKS else ["elements"]
+    with context.split(rank) as alone:
+        wrong += [] if number() == 7.0 else ["the context"]
+    alone.close()
+    wrong += [] if number() == 7.0 * RANKS else ["the context, afterwards"]
+    x.shape = 2, -1
+    wrong += [] if all_reduce(x[:1]).shape == (1, 2 * RANKS) else ["the shape"]
+    startup.finalize()
+    try:
+        number()
+    except RuntimeError:
+        return wrong
+    return [*wrong, "after the end"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_are_looked_at_each_time(way):
+    with Job(RANKS, looked_at, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert outcomes == [[]] * RANKS
+
+
 def count(group):
     context = startup.initialize("cpu", group)
     calls, steps = Calls(context), []

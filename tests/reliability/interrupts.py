@@ -543,9 +543,12 @@ class Trials:
             if index != position:
                 found.append(once())
             else:
+                board, rounds = self.context.board, self.context.board.rounds
                 with trace if trace and self.context.rank == INTERRUPTED else nullcontext():
                     found.append(once())
-                if found[-1] in ("Interrupted", "Alarm") and self.context.board.failure is None:
+                if found[-1] in ("Interrupted", "Alarm") and board.failure is None:
+                    if board.rounds != rounds:
+                        continue  # it had come to its end, on all ranks
                     found[-1] = once()  # it had not begun
             if found[-1] != "right":
                 break  # later steps need what this one gives

@@ -11,6 +11,7 @@ from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, run_trials
 import started
 from mortal import Job, Raised
 from ranks import Pool
+from shardmath.call.driver import Driver
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
@@ -157,6 +158,37 @@ def test_compiled_code_goes_on_after_no_exception():
             assert found[7].startswith("RankFailure")
         else:
             assert all("rank 1" in text and "by a handler" in text for text in found[6:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_where_a_peer_calls_otherwise_is_heard_by_all(way):
+    """Rank 0 gives an array for the result, after calls without; an exception strikes in rank 1."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        x, given = np.ones(3), np.zeros(3) if context.rank == 0 else None
+        for _ in range(4):
+            assert all_reduce(x)[0] == RANKS
+        if context.rank == 1:
+            plain = Driver.perform
+
+            def ring(*_):
+                Driver.perform = plain
+                raise Interrupted("by a handler")
+
+            Driver.perform = ring
+        found = []
+        for out in (given, None):
+            try:
+                found.append(float(all_reduce(x, out=out).sum()))
+            except (Interrupted, RankFailure) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    with Job(RANKS, body, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert outcomes[1][0] == "Interrupted: by a handler"
+    assert all("by a handler" in found[1] and "RankFailure" in found[1] for found in outcomes)
 
 
 def test_a_rank_that_refuses_a_split_while_peers_await_its_memory():

@@ -245,14 +245,14 @@ static int enter(PyObject *shared) {
 typedef struct {
     PyObject *shared, *call, *results; /* its own, those that were given */
     PyObject *record;                  /* of what the user called, if it was made here */
-    int is_noted, is_published;        /* with the board, and there */
+    int is_noted;                      /* with the board */
     PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there */
     PyObject *payload, *met;           /* an object that has it, and one that has all ranks' messages */
     Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
     Py_ssize_t size;
 } Turn;
 
-/* Note the user's call with the board, before a line of Python runs that an exception may leave. What the user
+/* Note the user's call with the board, before a line of Python runs after a word is published. What the user
  * called does so at once; a call that `again` makes, where it comes to that. No line of Python runs here. */
 static int note(Turn *turn) {
     if (turn->is_noted)
@@ -273,11 +273,11 @@ static int note(Turn *turn) {
     return turn->is_noted ? 0 : -1;
 }
 
-/* End the call that was noted here: as base/collective_call.py does, by which all ranks hear of an error. */
+/* End a call that `again` makes as base/collective_call.py does: by an error, all ranks are to hear of it. */
 static PyObject *end(Turn *turn, PyObject *given) {
     PyObject *kind = NULL, *value = NULL, *trace = NULL;
     PyErr_Fetch(&kind, &value, &trace);
-    if (kind != NULL && turn->is_published && note(turn) < 0)
+    if (kind != NULL && note(turn) < 0)
         PyErr_Clear();
     if (turn->record != NULL) {
         PyObject *boards = PyObject_GetAttr(turn->record, names[s_boards]), *done = NULL;
@@ -387,7 +387,6 @@ static int exchange(Turn *turn) {
     uint64_t number = next_number(board, s_rounds);
     if (number == 0 || pack(turn, &own) < 0 || hook(ITEM(shared, MEET)) < 0)
         return -1;
-    turn->is_published = 1;
     int done = rounds->exchange(ITEM(shared, PAGE), number, &own, turn->mail);
     if (done < 0)
         PyErr_SetString(PyExc_ValueError, "a text that no mailbox holds");
@@ -459,7 +458,7 @@ static int run(Turn *turn, PyObject *steps) {
                 return -1;
             continue;
         }
-        if (turn->is_published && !turn->is_noted && !is_plain(step) && note(turn) < 0)
+        if (!turn->is_noted && !is_plain(step) && note(turn) < 0)
             return -1;
         PyObject *done = PyObject_CallNoArgs(step);
         if (done == NULL)
