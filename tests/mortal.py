@@ -29,7 +29,7 @@ from shardmath.context import startup
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
-from shardmath.handles.rendezvous_state import change_pad_setting, pad_setting
+from shardmath.handles.rendezvous_state import PadSetting, change_pad_setting
 from started import LAUNCHER
 
 __all__ = ["ENDLESS", "Job", "Raised", "left_behind", "limit_waits", "on_ranks"]
@@ -144,7 +144,7 @@ def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = PATIENCE) -
 
 def run_body(group: Any, body: bytes) -> Any:
     """`body(context)` on this rank of a pool, as on a new one: with its own default context."""
-    setting = pad_setting()
+    setting = PadSetting.setting
     context = startup.initialize("cpu", group)
     result = shipped.unpack(body)(context)
     startup.finalize()

@@ -43,7 +43,7 @@ from shardmath.handles.rendezvous import (
     register_group,
     rendezvous,
 )
-from shardmath.handles.rendezvous_state import change_pad_setting, pad_setting
+from shardmath.handles.rendezvous_state import PadSetting, change_pad_setting
 from shardmath.transport.choice import transport_named
 
 __all__ = [
@@ -191,7 +191,7 @@ def is_symm_mem_enabled_for_group(group_name: str) -> bool:
 
 def get_signal_pad_size() -> int:
     """Bytes of the signal pad that this rank brings to its next rendezvous; 9216 at first."""
-    return pad_setting()
+    return PadSetting.setting
 
 
 def set_signal_pad_size(size: int) -> None:
@@ -241,7 +241,7 @@ def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool
 
 def is_nvshmem_available() -> bool:
     """Whether GPUs of several hosts can be reached: NVSHMEM and its bindings are installed."""
-    return transport_named("cuda", "nvshmem").probe().available
+    return not transport_named("cuda", "nvshmem").probe()
 
 
 def get(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:

@@ -27,7 +27,7 @@ from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
-from shardmath.transport.wires import Deliver, RankChannel
+from shardmath.transport.wires import Channel, Deliver
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -219,7 +219,7 @@ class Context:
         else:
             np.asarray(buffer)[:] = 0
 
-    def channel(self, number: int, deliver: Deliver) -> RankChannel:
+    def channel(self, number: int, deliver: Deliver) -> Channel:
         """Messages between this context's ranks of different hosts: see `wires.Channel`.
 
         `number` is 1 or more, and rises from one channel to the next. `deliver` gets ranks of this
@@ -227,7 +227,7 @@ class Context:
         """
         wires = self._runtime.mesh.wires
         assert wires is not None, "there are ranks on other hosts"
-        return RankChannel(wires, self._name, number, self._ranks, deliver)
+        return wires.open(self._name, number, deliver, self._ranks)
 
     def next_shared_id(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""

@@ -88,7 +88,7 @@ class Runtime:
     def _obstacle(self, transport: type[Transport], group: ProcessGroup) -> str:
         """Why a transport cannot be used, as far as this rank sees; empty where it can."""
         why = transport.unreached(self.mesh, group)
-        return why or transport.probe(0 if self.device is None else self.device.ordinal).reason
+        return why or transport.probe(0 if self.device is None else self.device.ordinal)
 
     def _create(self, transport: type[Transport]) -> None:
         self.transport = transport.create(self.mesh, self.device, self.settings)

@@ -1,13 +1,22 @@
-"""Ordinary memory of a GPU, which no peer reaches."""
+"""Memory of a GPU that no peer reaches, and data in it that nobody changes."""
 
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import beside_captures, call, call_for_memory
+from shardmath.cuda.driver import beside_captures, bindings, call, call_for_memory
+from shardmath.cuda.fence import DeferredReuse
 from shardmath.errors import CudaError
+
+_KEPT_BYTES = 64 << 20  # of memory that is free, from the driver
 
 
 class Allocation:
@@ -31,8 +40,70 @@ class Allocation:
         weakref.finalize(self, _free, device, self.address).atexit = False
 
 
+class Constant:
+    """The bytes of an array, written to the device once, at `address`; they go with this object.
+
+    It can be made and dropped while a stream is being captured into a CUDA graph. Dropping it waits
+    for nothing: kernels that were launched before may still read it.
+    """
+
+    def __init__(self, device: Device, array: npt.NDArray[np.generic]) -> None:
+        """Raises HeapExhausted where the device has no memory."""
+        data = np.ascontiguousarray(array)
+        self.address = 0
+        if not data.nbytes:
+            return
+        device.activate()
+        with beside_captures(), _waited_for() as stream:
+            pool = _pool(device)
+            self.address = pool.take(data.nbytes, stream)
+            weakref.finalize(self, pool.left.leave, self.address).atexit = False
+            call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)
+
+
 def _free(device: Device, address: int) -> None:
     with suppress(CudaError):
         device.activate()
         with beside_captures():
             call("cuMemFree", address)
+
+
+@contextmanager
+def _waited_for() -> Iterator[Any]:
+    """A stream of its own, which does not wait for the default stream, and is waited for."""
+    stream = call("cuStreamCreate", 1)
+    try:
+        yield stream
+        call("cuStreamSynchronize", stream)
+    finally:
+        call("cuStreamDestroy", stream)
+
+
+class _Pool:
+    """Memory of one device for constants. What is dropped returns here behind a fence.
+
+    The driver's own free waits for all that the device does.
+    """
+
+    def __init__(self, device: Device) -> None:
+        driver = bindings()
+        props = driver.CUmemPoolProps()
+        props.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        props.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        props.location.id = device.ordinal
+        self._pool = call("cuMemPoolCreate", props)
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        call("cuMemPoolSetAttribute", self._pool, threshold, driver.cuuint64_t(_KEPT_BYTES))
+        self.left: DeferredReuse[int] = DeferredReuse(device)
+
+    def take(self, nbytes: int, stream: Any) -> int:
+        """So much memory, which is there when `stream` has come so far. Raises HeapExhausted."""
+        for address in self.left.free():
+            call("cuMemFreeAsync", address, stream)
+        name = "cuMemAllocFromPoolAsync"
+        return int(call_for_memory(nbytes, name, nbytes, self._pool, stream))
+
+
+@cache
+def _pool(device: Device) -> _Pool:
+    return _Pool(device)

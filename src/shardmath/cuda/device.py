@@ -44,9 +44,10 @@ class Device:
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 
     @staticmethod
+    @cache
     def of(ordinal: int) -> Device:
         """The device, the same object every time. Raises BackendUnavailable when there is none."""
-        return _device(ordinal)
+        return Device(ordinal)
 
     def __repr__(self) -> str:
         return f"Device({self.ordinal}, {self.arch})"
@@ -119,8 +120,3 @@ class Device:
         """Wait until the device has done all that this process asked of it."""
         self.activate()
         call("cuCtxSynchronize")
-
-
-@cache
-def _device(ordinal: int) -> Device:
-    return Device(ordinal)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,11 @@ def _packed(value: Any, device: Device) -> bytes:
 
 @untraced_methods
 class DeviceSymmetricMemory(SymmetricMemory):
-    """A handle whose memory is on GPUs. See SymmetricMemory."""
+    """A handle whose memory is on GPUs. See SymmetricMemory.
+
+    Where these are of several hosts, no kernel is given it: it would find no addresses. Signals
+    travel beside the memory then, so `get_signal_pad` does not show them.
+    """
 
     @property
     def device(self) -> Any:
@@ -174,6 +178,11 @@ class DeviceSymmetricMemory(SymmetricMemory):
         return HandleKernel(self, source, function, options, shared=shared)
 
     def _packed(self, timeout: float | None) -> bytes:
+        if 0 in self._team.pads:
+            raise NotImplementedError(
+                "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, "
+                "get and the signals of the handle, or a handle of the ranks of one host"
+            )
         peers, start = self._state.peers, self._state.buffer_table.tolist()
         starts = [
             address + location.array_offset for address, location in zip(start, peers, strict=True)
@@ -238,18 +247,3 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     def _stream(self) -> int:
         return self._library.stream(self._team.device.ordinal)
-
-
-class FarDeviceSymmetricMemory(DeviceSymmetricMemory):
-    """A handle whose memory is on GPUs of several hosts. See SymmetricMemory.
-
-    No kernel is given it: it would find no addresses. Signals travel beside the memory, so
-    `get_signal_pad` does not show them.
-    """
-
-    def _packed(self, timeout: float | None) -> NoReturn:
-        """Raise NotImplementedError: a kernel would find no addresses."""
-        raise NotImplementedError(
-            "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, get "
-            "and the signals of the handle, or a handle of the ranks of one host"
-        )

@@ -36,10 +36,10 @@ from shardmath.handles.handle import SymmetricMemory
 from shardmath.handles.rendezvous_state import (
     SLOT_BYTES,
     FarSignals,
+    PadSetting,
     PeerLocation,
     RendezvousState,
     pad_bytes,
-    pad_setting,
 )
 from shardmath.symmetric import structs
 from shardmath.symmetric.heap import Block, Buffer, Location
@@ -153,7 +153,7 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
     """The state of a new rendezvous, with the same number on all ranks. Collective."""
 
     def allocate() -> tuple[Buffer, tuple[int, ...]]:
-        slots = pad_setting()
+        slots = PadSetting.setting
         pad = context.heap.allocate(_pad_bytes(context, slots))
         context.zero(pad)
         context.announce(block)
@@ -301,15 +301,12 @@ def _handle_of(
     known = state.handles.get(library.name)
     handle = known() if known is not None else None
     if handle is None:
-        handle = _class_of(state)(context, state, buffer, library)
+        kind: type[SymmetricMemory] = SymmetricMemory
+        if state.team is not None:
+            from shardmath.handles.device_handle import DeviceSymmetricMemory
+
+            kind = DeviceSymmetricMemory
+        handle = kind(context, state, buffer, library)
         made = state.handles[library.name] = weakref.ref(handle)
         buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
     return handle
-
-
-def _class_of(state: RendezvousState) -> type[SymmetricMemory]:
-    if state.team is None:
-        return SymmetricMemory
-    from shardmath.handles.device_handle import DeviceSymmetricMemory, FarDeviceSymmetricMemory
-
-    return FarDeviceSymmetricMemory if 0 in state.team.pads else DeviceSymmetricMemory

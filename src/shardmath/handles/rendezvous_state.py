@@ -38,29 +38,26 @@ _Table = npt.NDArray[np.uint64]
 class PadSetting(type):
     """Makes `signal_pad_size` of the class the setting for later ones, of a handle its own."""
 
-    _setting = 9216  # 32 blocks of 72 ranks' slots, torch's figure
+    # Bytes of slots that this rank brings to its next rendezvous; torch's figure, of 32 blocks of
+    # 72 ranks' slots.
+    setting = 9216
 
     @property
     def signal_pad_size(cls) -> int:
         """Bytes of signal slots that each rank gets at its next rendezvous; equal on all ranks."""
-        return PadSetting._setting
+        return PadSetting.setting
 
     @signal_pad_size.setter
     def signal_pad_size(cls, nbytes: int) -> None:
         change_pad_setting(nbytes)
 
 
-def pad_setting() -> int:
-    """Bytes of signal slots that this rank brings to its next rendezvous."""
-    return PadSetting._setting
-
-
 def change_pad_setting(nbytes: int) -> None:
-    """Set it. Raises ValueError when it is not a positive multiple of 4."""
+    """Set the bytes of later signal pads. Raises ValueError for no positive multiple of 4."""
     size = index(nbytes, "the size of a signal pad")
     if size <= 0 or size % SLOT_BYTES:
         raise ValueError(f"a signal pad has a positive multiple of {SLOT_BYTES} bytes, not {size}")
-    PadSetting._setting = size
+    PadSetting.setting = size
 
 
 @dataclass(frozen=True)

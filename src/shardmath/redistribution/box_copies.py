@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from shardmath.base.lru_cache import LRUCache
-from shardmath.cuda.constant import Constant
+from shardmath.cuda.allocation import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel

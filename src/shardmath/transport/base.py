@@ -61,18 +61,6 @@ class _NonePending(Fence):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Whether a transport works here, and if not, why not."""
-
-    name: str
-    available: bool
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {'available' if self.available else self.reason}"
-
-
-@dataclass(frozen=True)
 class Segment:
     """`nbytes` of memory that one rank exports: its `index`-th segment."""
 
@@ -100,8 +88,11 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def probe(cls, ordinal: int = 0) -> Probe:
-        """Whether it works on this machine, of GPUs on that of this index, found out by trying."""
+    def probe(cls, ordinal: int = 0) -> str:
+        """Why it does not work on this machine, of GPUs on that of this index; empty where it does.
+
+        Found out by trying.
+        """
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:

@@ -38,45 +38,27 @@ _DELIVERY = 1.0  # seconds that the end of a process waits until its last words 
 
 
 class Channel:
-    """Messages under one name and number, which the ranks that use it open alike."""
+    """Messages under one name and number, which the ranks that use it open alike.
 
-    def __init__(self, wires: Wires, key: bytes, number: int) -> None:
+    Where these have numbers of their own, `ranks` are theirs in the mesh, in that order.
+    """
+
+    def __init__(
+        self, wires: Wires, key: bytes, number: int, ranks: Sequence[int] | None = None
+    ) -> None:
         self._wires = wires
         self._head = (key, number)
+        self._ranks = None if ranks is None else tuple(ranks)
 
     def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
         """Send each of `ranks` these (place, data), in order. May be called by a finalizer."""
         frames = [_FRAME.pack(*self._head, place, len(data)) + data for place, data in writes]
-        self._wires.send(ranks, b"".join(frames))
+        peers = ranks if self._ranks is None else [self._ranks[rank] for rank in ranks]
+        self._wires.send(peers, b"".join(frames))
 
     def close(self) -> None:
         """Drop what still comes."""
         self._wires.channels.pop(self._head, None)
-
-
-class RankChannel:
-    """A channel in the numbers of some of the ranks: `ranks` are theirs in the mesh."""
-
-    def __init__(
-        self, wires: Wires, name: str, number: int, ranks: Sequence[int], deliver: Deliver
-    ) -> None:
-        """Open it; see `Wires.open`. What other ranks of the mesh send there is dropped."""
-        self._ranks = tuple(ranks)
-        number_of = {peer: rank for rank, peer in enumerate(ranks)}
-
-        def translated(peer: int, place: int, data: bytes) -> None:
-            if peer in number_of:
-                deliver(number_of[peer], place, data)
-
-        self._channel = wires.open(name, number, translated)
-
-    def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
-        """Send each of `ranks` these (place, data), in order."""
-        self._channel.send([self._ranks[rank] for rank in ranks], writes)
-
-    def close(self) -> None:
-        """Drop what still comes."""
-        self._channel.close()
 
 
 class Wires:
@@ -105,12 +87,18 @@ class Wires:
         for descriptor in self._rank_of:
             self._poll.register(descriptor, select.POLLIN)
 
-    def open(self, name: str, number: int, deliver: Deliver) -> Channel:
+    def open(
+        self, name: str, number: int, deliver: Deliver, ranks: Sequence[int] | None = None
+    ) -> Channel:
         """Channel `number` of `name`; numbers of one name are opened in rising order.
 
         `deliver(rank, place, data)` is called for each message; what it sends goes out after that.
+        With `ranks`, a rank is numbered by its place among them, and the messages of others are
+        dropped.
         """
         key = _key(name)
+        if ranks is not None:
+            deliver = _renumbered(ranks, deliver)
         with self._lock:  # no thread that looks meanwhile finds it half open
             self._opened[key] = max(number, self._opened.get(key, -1))
             self.channels[key, number] = deliver
@@ -118,7 +106,7 @@ class Wires:
                 self._early_bytes -= len(message[2])
                 deliver(*message)
             self._flush()
-        return Channel(self, key, number)
+        return Channel(self, key, number, ranks)
 
     def forget(self, name: str) -> None:
         """Close all channels of `name`, for ever."""
@@ -266,6 +254,17 @@ class Wires:
         except OSError:
             return False
         return bool(struct.unpack("i", raw)[0])
+
+
+def _renumbered(ranks: Sequence[int], deliver: Deliver) -> Deliver:
+    """`deliver` for messages of these ranks alone, numbered by their places."""
+    number_of = {peer: rank for rank, peer in enumerate(ranks)}
+
+    def translated(peer: int, place: int, data: bytes) -> None:
+        if peer in number_of:
+            deliver(number_of[peer], place, data)
+
+    return translated
 
 
 def _key(name: str) -> bytes:

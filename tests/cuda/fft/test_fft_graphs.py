@@ -17,7 +17,7 @@ def check_graphs_outlive_programs(context, back):
     """Capture a transform, do it by so many other programs that its own is dropped, and replay."""
     import torch
 
-    from shardmath.cuda.constant import Constant
+    from shardmath.cuda.allocation import Constant
     from shardmath.operators.fft import chunking
     from shardmath.operators.fft import gpus as fft_gpus
     from shardmath.program import gpu_performing

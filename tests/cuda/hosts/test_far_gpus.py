@@ -46,7 +46,7 @@ def describe(context):
     with context:
         array = allocate_symmetric_memory(5, torch, dtype="float32")
         handle = rendezvous(array)
-    assert type(handle).__name__ == "FarDeviceSymmetricMemory"
+    assert type(handle).__name__ == "DeviceSymmetricMemory"
     return context.heap.transport.name, handle.buffer_ptrs
 
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from shardmath.context.context import Context
-from shardmath.cuda.constant import Constant
+from shardmath.cuda.allocation import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel

@@ -23,7 +23,6 @@ from shardmath.transport.base import (
     Bytes,
     DescriptorTransport,
     Memory,
-    Probe,
     Segment,
     Transport,
     require_within,
@@ -56,12 +55,10 @@ class HostTransport(DescriptorTransport):
         self._bytes: dict[tuple[int, int], Bytes] = {}
 
     @classmethod
-    def probe(cls, ordinal: int = 0) -> Probe:
-        """Available on Linux with memfd and pidfd."""
+    def probe(cls, ordinal: int = 0) -> str:
+        """It works on Linux with memfd and pidfd."""
         missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
-        if missing:
-            return Probe(cls.name, False, f"this system has no {' and no '.join(missing)}")
-        return Probe(cls.name, True)
+        return f"this system has no {' and no '.join(missing)}" if missing else ""
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:

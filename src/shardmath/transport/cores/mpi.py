@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from shardmath.group.base import ProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
-from shardmath.transport.base import Bytes, Probe, Segment
+from shardmath.transport.base import Bytes, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
 
@@ -35,15 +35,14 @@ class MPITransport(MultiHostTransport):
         self._attached: set[int] = set()
 
     @classmethod
-    def probe(cls, ordinal: int = 0) -> Probe:
-        """Available where mpi4py can be imported and MPI runs."""
+    def probe(cls, ordinal: int = 0) -> str:
+        """It works where mpi4py can be imported and MPI runs."""
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # mpi4py may be there without an MPI
-            return Probe(cls.name, False, f"mpi4py cannot be imported: {error}")
-        if not MPI.Is_initialized() or MPI.Is_finalized():
-            return Probe(cls.name, False, "MPI is not running in this process")
-        return Probe(cls.name, True)
+            return f"mpi4py cannot be imported: {error}"
+        running = MPI.Is_initialized() and not MPI.Is_finalized()
+        return "" if running else "MPI is not running in this process"
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:

@@ -26,7 +26,6 @@ from shardmath.transport.base import (
     DeviceBytes,
     Fence,
     Memory,
-    Probe,
     Segment,
     Transport,
     require_within,
@@ -85,8 +84,8 @@ class CudaTransport(DescriptorTransport):
         self.runs_ahead_by = int(call("cuDeviceTotalMem", device.handle)) // _RUNS_AHEAD_BY
 
     @classmethod
-    def probe(cls, ordinal: int = 0) -> Probe:
-        """Available where a small allocation can be exported and mapped again."""
+    def probe(cls, ordinal: int = 0) -> str:
+        """It works where a small allocation can be exported and mapped again."""
         try:
             device = Device.of(ordinal)
             device.activate()
@@ -96,8 +95,8 @@ class CudaTransport(DescriptorTransport):
             Mapping(device, handle, GRANULE)
             Mapping(device, _imported(fd), GRANULE)
         except (BackendUnavailable, CudaError, HeapExhausted) as error:
-            return Probe(cls.name, False, str(error))
-        return Probe(cls.name, True)
+            return str(error)
+        return ""
 
     @classmethod
     def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.cuda.constant import Constant
+from shardmath.cuda.allocation import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
