@@ -32,11 +32,11 @@ def _library_in(name: str) -> Library:
     """The library that the module of that name defines."""
     module = import_module(f"{package.__name__}.{name}")
     [kind] = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type)
-        and issubclass(each, Library)
-        and each.__module__ == module.__name__
+        member
+        for member in vars(module).values()
+        if isinstance(member, type)
+        and issubclass(member, Library)
+        and member.__module__ == module.__name__
     ]
     return kind()
 

@@ -36,8 +36,8 @@ class LRUCache(Generic[K, V]):
         if entry is None:
             return None
         entry[1] = self._uses = self._uses + 1
-        found: V = entry[0]
-        return found
+        value: V = entry[0]
+        return value
 
     def made(self, key: K, make: Callable[[], V]) -> V:
         """The value of that key, kept from now on if `make()` has to give it. A use of it."""
@@ -45,8 +45,8 @@ class LRUCache(Generic[K, V]):
         if entry is None:
             return self.keep(key, make())
         entry[1] = self._uses = self._uses + 1
-        found: V = entry[0]
-        return found
+        value: V = entry[0]
+        return value
 
     def keep(self, key: K, value: V) -> V:
         """Let `key` have that value, which is returned. This is a use of it."""

@@ -134,9 +134,9 @@ class _Blobs:
         taken, self._data = self._data[:raw], self._data[raw:]
         return bytearray(taken)
 
-    def value(self, found: dict[str, Any]) -> Any:
+    def value(self, encoded: dict[str, Any]) -> Any:
         """The value of an object of the JSON, whose contents have been decoded already."""
-        ((kind, body),) = found.items()
+        ((kind, body),) = encoded.items()
         result: Any
         match kind:
             case "tuple":

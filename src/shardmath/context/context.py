@@ -191,15 +191,15 @@ class Context:
 
         Of a copy only the bytes from one end of each piece to the other are filled, if given.
         """
-        found = self.peer_bytes(rank, location, nbytes)
-        if found is None:
-            found = np.empty(nbytes, np.uint8)
+        memory = self.peer_bytes(rank, location, nbytes)
+        if memory is None:
+            memory = np.empty(nbytes, np.uint8)
             transport, peer = self._reach(rank, location)
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
-                    place, part = location.offset + low, found[low:high]
+                    place, part = location.offset + low, memory[low:high]
                     self.board.names.told(transport.get, peer, location.segment, place, part)
-        return found
+        return memory
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""

@@ -24,8 +24,8 @@ class Argument:
     """The bytes of each parameter of a kernel, at an address that the driver can read."""
 
     def __init__(self, *packed: bytes) -> None:
-        self._bytes = [array("B", each) for each in packed]
-        self._pointers = array("Q", [each.buffer_info()[0] for each in self._bytes])
+        self._bytes = [array("B", words) for words in packed]
+        self._pointers = array("Q", [words.buffer_info()[0] for words in self._bytes])
         self.address = self._pointers.buffer_info()[0]  # what the driver calls kernelParams
 
     @property

@@ -52,11 +52,11 @@ def _opened(folder: Path) -> Iterator[int | None]:
         return
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = os.fstat(opened)
-        if found.st_uid != os.geteuid():
-            _warn(folder, f"belongs to user {found.st_uid}", "name a folder of your own")
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid():
+            _warn(folder, f"belongs to user {status.st_uid}", "name a folder of your own")
             yield None
-        elif found.st_mode & _WRITABLE_BY_OTHERS:
+        elif status.st_mode & _WRITABLE_BY_OTHERS:
             _warn(folder, "can be written by other users", f"chmod go-w {folder}, or name another")
             yield None
         else:
@@ -69,9 +69,9 @@ def _read(opened: int, name: str) -> bytes | None:
     """The contents of a file of this user's; None where it is anything else. Raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
     with os.fdopen(os.open(name, flags, dir_fd=opened), "rb") as file:
-        found = os.fstat(file.fileno())
-        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        return file.read() if is_own and not found.st_mode & _WRITABLE_BY_OTHERS else None
+        status = os.fstat(file.fileno())
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return file.read() if is_own and not status.st_mode & _WRITABLE_BY_OTHERS else None
 
 
 def _placed(opened: int, name: str, code: bytes) -> bytes:

@@ -25,7 +25,7 @@ EXTRAS = {
 def unavailable(what: str, error: Exception, extra: str = "cu13") -> BackendUnavailable:
     """The error where `error` says that `what` lacks a package, or a library of one."""
     extras = list(dict.fromkeys(["cu13", extra]))
-    missing = [name for each in extras for name in EXTRAS[each] if not _is_installed(name)]
+    missing = [name for group in extras for name in EXTRAS[group] if not _is_installed(name)]
     reason = f"not installed: {', '.join(missing)}" if missing else str(error).partition("\n")[0]
     return BackendUnavailable(
         f'{what} ({reason}): pip install "shardmath[{",".join(extras)}]"; with device_id "cpu" '

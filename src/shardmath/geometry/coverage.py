@@ -52,22 +52,22 @@ def _zone(spans: Sequence[Spans], held: int, lo: int, hi: int) -> Iterator[Atom]
     mask = held - sum(1 << j for j in cyclic if lo not in spans[j])
     cuts = [(cut, j) for j in cyclic if (cut := spans[j].cut_after(lo)) is not None]
     heapq.heapify(cuts)
-    at = lo
-    while at < end:
+    start = lo
+    while start < end:
         upto = min(end, cuts[0][0]) if cuts else end
-        length = upto - at
-        count, rest = divmod(hi - at, common)
+        length = upto - start
+        count, rest = divmod(hi - start, common)
         if rest >= length:
             count, rest = count + 1, 0
         if count:
-            yield Atom(at, length, count, common if count > 1 else 0, mask)
+            yield Atom(start, length, count, common if count > 1 else 0, mask)
         if rest:
-            yield Atom(at + count * common, rest, 1, 0, mask)
-        at = upto
-        while cuts and cuts[0][0] == at < end:  # a block of span j starts or ends
+            yield Atom(start + count * common, rest, 1, 0, mask)
+        start = upto
+        while cuts and cuts[0][0] == start < end:  # a block of span j starts or ends
             j = cuts[0][1]
             mask ^= 1 << j
-            following = spans[j].cut_after(at)
+            following = spans[j].cut_after(start)
             assert following is not None, "no span stops within a zone"
             heapq.heapreplace(cuts, (following, j))
 
@@ -89,7 +89,7 @@ def owner_sets(
     """
     if 0 in global_shape:
         return {}
-    found: dict[int, tuple[int, ...]] = {(1 << len(parts)) - 1: ()}
+    sets: dict[int, tuple[int, ...]] = {(1 << len(parts)) - 1: ()}
     for axis, extent in enumerate(global_shape):
         along: dict[int, int] = {}
         holders: dict[Spans, int] = {}
@@ -100,8 +100,8 @@ def owner_sets(
             mask = sum(ranks[j] for j in bits(atom.mask))
             along.setdefault(mask, atom.start)
         met: dict[int, tuple[int, ...]] = {}
-        for held, index in found.items():
+        for held, index in sets.items():
             for mask, start in along.items():
                 met.setdefault(held & mask, (*index, start))
-        found = met
-    return found
+        sets = met
+    return sets

@@ -142,14 +142,14 @@ class Distribution(ABC):
         of several indices that are dealt in turn.
         """
         part = self._known_part(rank, global_shape, size)
-        found = [spans.slice() for spans in part]
-        if None in found:
-            axis = found.index(None)
+        slices = [spans.slice() for spans in part]
+        if None in slices:
+            axis = slices.index(None)
             raise ValueError(
                 f"rank {rank} owns {part[axis]} along axis {axis}, which is no slice: take them "
                 "from index_ranges, or the part by redistribute(x, Replicated(), distribution)"
             )
-        return tuple(each for each in found if each is not None)
+        return tuple(along_axis for along_axis in slices if along_axis is not None)
 
     def owner(
         self,
@@ -163,11 +163,11 @@ class Distribution(ABC):
         Raises IndexError when the index is outside the global shape, and otherwise as `shape`.
         """
         shape, ranks = self._known_shape(global_shape), self._known_size(size)
-        at = index_within(index, shape)
+        place = index_within(index, shape)
         for rank in range(ranks):
-            if all(i in s for i, s in zip(at, self.part(rank, shape, size=ranks), strict=True)):
+            if all(i in s for i, s in zip(place, self.part(rank, shape, size=ranks), strict=True)):
                 return rank
-        raise AssertionError(f"{self!r} leaves index {at} of {shape} without an owner")
+        raise AssertionError(f"{self!r} leaves index {place} of {shape} without an owner")
 
     def draw(self, global_shape: Sequence[int] | None = None, *, size: int | None = None) -> str:
         """A text drawing of the ranks on the global array. Errors as `shape`.
@@ -260,9 +260,8 @@ class Distribution(ABC):
 
         Raises ConvertDistributionError when that cannot be known.
         """
-        return next(
-            (each for each in cls._candidates(given, size) if _same(given, each, size)), None
-        )
+        same = (one for one in cls._candidates(given, size) if _same(given, one, size))
+        return next(same, None)
 
     def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
         """`part` of arguments that are known to fit."""
@@ -469,11 +468,11 @@ def _convert(given: Distribution, cls: type[D]) -> D:
             f"the number of ranks of {given!r} is not known: bind it with size=, "
             "or call shardmath.initialize"
         )
-    found = cls._converted(given, size)
-    if not isinstance(found, cls):
+    alike = cls._converted(given, size)
+    if not isinstance(alike, cls):
         raise refuse_conversion(given, cls, f"no {cls.__name__} describes the same layout")
     held = given.binding
-    return found if held is None else found.bind(held.global_shape, size=size, rank=held.rank)
+    return alike if held is None else alike.bind(held.global_shape, size=size, rank=held.rank)
 
 
 def refuse_conversion(

@@ -149,14 +149,14 @@ class Box(Distribution):
         """
         held = self.binding.global_shape if self.binding else None
         shape = held if global_shape is None else integers(global_shape, "global_shape", least=0)
-        at = integers(index, "index") if shape is None else index_within(index, shape)
+        place = integers(index, "index") if shape is None else index_within(index, shape)
         rank = known_rank(self)
         if rank is None:
             raise RuntimeError(f"{self!r} does not know its rank: bind it with rank=")
-        if len(at) != self.ndim or not all(
-            lo <= i < hi for i, lo, hi in zip(at, self.lower, self.upper, strict=True)
+        if len(place) != self.ndim or not all(
+            lo <= i < hi for i, lo, hi in zip(place, self.lower, self.upper, strict=True)
         ):
-            raise RuntimeError(f"{self!r} of rank {rank} does not know which rank owns {at}")
+            raise RuntimeError(f"{self!r} of rank {rank} does not know which rank owns {place}")
         return rank
 
     def draw(self, global_shape: Sequence[int] | None = None, *, size: int | None = None) -> str:

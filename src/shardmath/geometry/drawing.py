@@ -52,12 +52,12 @@ def _along(
         return [(i, 1) for i in range(extent)]
     column = {part[axis] for part in parts.values()}
     blocks: list[tuple[int, int]] = []
-    at = 0
-    while at < extent and len(blocks) < limit:
-        cuts = [cut for s in column if (cut := s.cut_after(at)) is not None]
+    start = 0
+    while start < extent and len(blocks) < limit:
+        cuts = [cut for s in column if (cut := s.cut_after(start)) is not None]
         upto = min([extent, *cuts])
-        blocks.append((at, upto - at))
-        at = upto
+        blocks.append((start, upto - start))
+        start = upto
     return blocks
 
 

@@ -68,8 +68,8 @@ class ProcessGrid:
         write(self, "shape", extents)
         write(self, "ranks", ranks)
         write(self, "_layout", layout)
-        at = dict(zip(ranks, itertools.product(*map(range, extents)), strict=True))
-        write(self, "_coordinates", tuple(at[rank] for rank in range(len(ranks))))
+        coordinates = dict(zip(ranks, itertools.product(*map(range, extents)), strict=True))
+        write(self, "_coordinates", tuple(coordinates[rank] for rank in range(len(ranks))))
 
     @property
     def ndim(self) -> int:
@@ -105,11 +105,12 @@ class ProcessGrid:
 
     def rank(self, coordinate: Sequence[int]) -> int:
         """The rank at `coordinate`. Raises ValueError when that is outside the grid."""
-        at = integers(coordinate, "coordinate")
-        if len(at) != self.ndim or not all(0 <= c < p for c, p in zip(at, self.shape, strict=True)):
-            raise ValueError(f"coordinate {at} is outside a grid of shape {self.shape}")
+        cell = integers(coordinate, "coordinate")
+        inside = all(0 <= c < p for c, p in zip(cell, self.shape, strict=False))
+        if len(cell) != self.ndim or not inside:
+            raise ValueError(f"coordinate {cell} is outside a grid of shape {self.shape}")
         place = 0
-        for c, p in zip(at, self.shape, strict=True):
+        for c, p in zip(cell, self.shape, strict=True):
             place = place * p + c
         return self.ranks[place]
 
@@ -147,8 +148,8 @@ def _fill(shape: tuple[int, ...], layout: ProcessGrid.Layout | None) -> tuple[in
         return tuple(range(prod(shape)))
     steps = [prod(shape[:axis]) for axis in range(len(shape))]
     return tuple(
-        sum(c * step for c, step in zip(at, steps, strict=True))
-        for at in itertools.product(*map(range, shape))
+        sum(c * step for c, step in zip(coordinate, steps, strict=True))
+        for coordinate in itertools.product(*map(range, shape))
     )
 
 

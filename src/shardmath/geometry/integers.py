@@ -44,10 +44,10 @@ def integers(values: object, name: str, *, least: int | None = None) -> tuple[in
 
 def index_within(values: object, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of an element of an array of `shape`. Raises IndexError when it is outside."""
-    at = integers(values, "index")
-    if len(at) != len(shape) or not all(0 <= i < n for i, n in zip(at, shape, strict=True)):
-        raise IndexError(f"index {at} of an array of shape {tuple(shape)}")
-    return at
+    place = integers(values, "index")
+    if len(place) != len(shape) or not all(0 <= i < n for i, n in zip(place, shape, strict=True)):
+        raise IndexError(f"index {place} of an array of shape {tuple(shape)}")
+    return place
 
 
 def up(extent: int, multiple: int) -> int:

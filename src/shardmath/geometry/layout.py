@@ -121,11 +121,11 @@ class Layout:
 
         Raises IndexError when the index is outside the global shape.
         """
-        at = index_within(index, self.global_shape)
+        place = index_within(index, self.global_shape)
         return tuple(
             rank
             for rank, part in enumerate(self.parts)
-            if all(i in s for i, s in zip(at, part, strict=True))
+            if all(i in s for i, s in zip(place, part, strict=True))
         )
 
     def transposed(self, axes: Sequence[int] | None = None) -> Layout:

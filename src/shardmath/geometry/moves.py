@@ -80,10 +80,10 @@ def moves(
 
 def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move, ...]:
     """The moves of all that `dst` needs and `src` holds, whoever else may hold it too."""
-    found: list[Move] = [Move(src, dst, ())]
+    boxes: list[Move] = [Move(src, dst, ())]
     for one, two in zip(held.spans(src), need.spans(dst), strict=True):
-        found = [Move(src, dst, (*m.runs, run)) for m in found for run in one.intersect(two)]
-    return tuple(found)
+        boxes = [Move(src, dst, (*m.runs, run)) for m in boxes for run in one.intersect(two)]
+    return tuple(boxes)
 
 
 def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
@@ -138,20 +138,20 @@ def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
     shared = common_elements(src, dst)
     turns = [0] * len(groups)
     for d in range(dst.size):
-        found = 0
-        for at, group in enumerate(groups):
+        owned = 0
+        for number, group in enumerate(groups):
             count = shared[group[0]][d]
             if not count:
                 continue
-            found += count
+            owned += count
             if d in group:
                 yield d, d, count
             else:
-                yield group[turns[at] % len(group)], d, count  # the turn that `_choose` finds
-                turns[at] += 1
+                yield group[turns[number] % len(group)], d, count  # the turn that `_choose` finds
+                turns[number] += 1
         need = prod(s.length for s in dst.spans(d))
-        if found != need:
-            raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
+        if owned != need:
+            raise ValueError(f"rank {d} needs {need} elements of which {owned} have an owner")
 
 
 def common_elements(one: Layout, two: Layout) -> list[list[int]]:
@@ -160,12 +160,12 @@ def common_elements(one: Layout, two: Layout) -> list[list[int]]:
     for axis in range(one.ndim):
         ours, theirs = one.column(axis), two.column(axis)
         # Ranks share few distinct spans: these are compared, rather than all pairs of ranks.
-        place = {spans: at for at, spans in enumerate(dict.fromkeys(theirs))}
+        place = {spans: number for number, spans in enumerate(dict.fromkeys(theirs))}
         columns = [place[spans] for spans in theirs]
         rows = {spans: [spans.shared(other) for other in place] for spans in dict.fromkeys(ours)}
         for counts, spans in zip(table, ours, strict=True):
             row = rows[spans]
-            counts[:] = [count * row[at] for count, at in zip(counts, columns, strict=True)]
+            counts[:] = [count * row[number] for count, number in zip(counts, columns, strict=True)]
     return table
 
 
@@ -203,7 +203,7 @@ def _sources(
     if src.groups is None:
         yield from _overlapping_sources(src, dst, d, only)
         return
-    found = 0
+    owned = 0
     for group in src.groups if only is None else src.groups_of(only):
         columns = _meet(src.spans(group[0]), part)
         if columns is None:
@@ -211,9 +211,9 @@ def _sources(
         s = group[0] if len(group) == 1 else _choose(group, src.spans(group[0]), dst, d)
         if only is None or s == only:
             yield s, columns
-        found += prod(sum(run.elements for run in runs) for runs in columns)
-    if only is None and found != need:
-        raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
+        owned += prod(sum(run.elements for run in runs) for runs in columns)
+    if only is None and owned != need:
+        raise ValueError(f"rank {d} needs {need} elements of which {owned} have an owner")
 
 
 def _meet(src: Sequence[Spans], dst: Sequence[Spans]) -> list[tuple[Run, ...]] | None:

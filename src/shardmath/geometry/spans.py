@@ -251,8 +251,8 @@ def _periodic(coarse: Spans, fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
     pattern = common // period
     for i in range(min(full, pattern)):
         repeats = 1 + (full - 1 - i) // pattern
-        at = start + (first + i) * period
-        for piece in _within(fine, at, at + block):
+        block_start = start + (first + i) * period
+        for piece in _within(fine, block_start, block_start + block):
             yield from _repeat(piece, repeats, common)
     if 0 < rest < block and last >= first:
         yield from _within(fine, start + last * period, hi)

@@ -120,12 +120,12 @@ class Link:
         """How many bytes the frame still lacks, as far as is known."""
         if len(self._incoming) < _HEADER.size:
             return _HEADER.size - len(self._incoming)
-        magic, kind, found, length = _HEADER.unpack_from(self._incoming)
+        magic, kind, theirs, length = _HEADER.unpack_from(self._incoming)
         if magic != _MAGIC or kind not in (_DATA, _FAILURE) or length > FRAME_LIMIT:
             raise BootstrapError(f"rank {self.rank}: rank {self.peer} sent a malformed frame")
-        if kind == _DATA and found != number & 0xFFFFFFFF:
+        if kind == _DATA and theirs != number & 0xFFFFFFFF:
             raise BootstrapError(
-                f"rank {self.rank}: rank {self.peer} is at exchange {found}, this rank at {number}"
+                f"rank {self.rank}: rank {self.peer} is at exchange {theirs}, this rank at {number}"
             )
         return int(_HEADER.size + length - len(self._incoming))
 

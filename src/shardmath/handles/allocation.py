@@ -128,10 +128,10 @@ def block_of(context: Context, array: Any, what: str = "an operand") -> _Place |
     None for ordinary memory, which includes the memory of peers, and arrays that reach beyond their
     block. Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
     """
-    found = _find(context.heap, library_of(array), array)
-    if found is not None and found[0].freed:
+    place = _find(context.heap, library_of(array), array)
+    if place is not None and place[0].freed:
         raise UseAfterFree(f"{what} {_FREED}")
-    return found
+    return place
 
 
 def empty_on_heap(
@@ -295,9 +295,9 @@ def allocate_on_all_ranks(
         location = buffer.block.location
         return location.segment, location.offset, buffer.block.nbytes, note
 
-    def checked(found: list[tuple[int, int, int, Any]]) -> list[tuple[int, int, int, Any]]:
-        check([note for *_, note in found])
-        return found
+    def checked(places: list[tuple[int, int, int, Any]]) -> list[tuple[int, int, int, Any]]:
+        check([note for *_, note in places])
+        return places
 
     segments, offsets, sizes, notes = zip(*context.agree(operation, describe, checked), strict=True)
     return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
@@ -439,9 +439,9 @@ def _owner_of(position: int, tensor: Any) -> tuple[Heap, Block]:
     try:
         library = library_of(tensor)
         for context in open_contexts():
-            found = _find(context.heap, library, tensor)
-            if found is not None:
-                return context.heap, found[0]
+            place = _find(context.heap, library, tensor)
+            if place is not None:
+                return context.heap, place[0]
     except ValueError as error:
         raise TypeError(f"argument {position} is not on the symmetric heap: {error}") from None
     raise TypeError(

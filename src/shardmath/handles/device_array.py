@@ -122,13 +122,13 @@ def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: s
     key = spec, library.pointer(x)
     known: LRUCache[tuple[ArraySpec, int], Operand]
     known = context.cache("arrays that were read", _LATEST)
-    found = known.find(key)
-    if found is None or not found.is_there(context):
+    operand = known.find(key)
+    if operand is None or not operand.is_there(context):
         require_device(context, spec, name)
-        found = _seen(context, *key, x)
+        operand = _seen(context, *key, x)
         if spec.size:  # else it has no address
-            known.keep(key, found.without_memory())
-    return found
+            known.keep(key, operand.without_memory())
+    return operand
 
 
 def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:

@@ -63,10 +63,10 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
     def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
         """The key of such a call; None for arrays that take a closer look. Local."""
         try:
-            found = self.looks(*arrays)
+            seen = self.looks(*arrays)
         except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory
             return None
-        return None if found is None else (found, words)
+        return None if seen is None else (seen, words)
 
     def find(self, key: Hashable) -> V | None:
         """The value of that key, or None, also where an array was freed, or lies otherwise."""
@@ -96,9 +96,9 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
                 return None
             library, spec, address, block = inspected
             blocks.append((address if spec.size else library.anchor(x), block))
-        found = InBlocks(version, blocks)
-        self.keep(key, (found, value))
-        return found
+        in_blocks = InBlocks(version, blocks)
+        self.keep(key, (in_blocks, value))
+        return in_blocks
 
 
 class InBlocks:
@@ -146,13 +146,13 @@ def _looks() -> Looks:
 
 
 def _look_at_all(*arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    found: list[Hashable] = []
-    for x in (x for each in arrays for x in each):
+    looks: list[Hashable] = []
+    for x in (x for group in arrays for x in group):
         look = None if x is None else _look(x)
         if x is not None and look is None:
             return None
-        found.append(look)
-    return tuple(found)
+        looks.append(look)
+    return tuple(looks)
 
 
 def _look(x: Any) -> Hashable | None:

@@ -42,8 +42,8 @@ class Exposed:
 
     def pack(self) -> bytes:
         """The bytes that `unpack` takes."""
-        at = self.location
-        head = _HEAD.pack(at.segment, at.offset, self.nbytes, self.origin)
+        location = self.location
+        head = _HEAD.pack(location.segment, location.offset, self.nbytes, self.origin)
         return head + struct.pack(f"<{len(self.strides)}q", *self.strides)
 
     @classmethod

@@ -92,11 +92,11 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
 
 
 def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
-    found: list[tuple[Block, int, Buffer]] = []
+    located: list[tuple[Block, int, Buffer]] = []
 
     def describe() -> tuple[int | None, list[int]]:
         block, offset, buffer = _located(context, tensor)
-        found.append((block, offset, buffer))
+        located.append((block, offset, buffer))
         state = buffer.rendezvous_states.get((context.number, offset))
         return None if state is None else state.number, context.heap.marks(context.number)
 
@@ -106,7 +106,7 @@ def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
 
     known, marks = context.agree("rendezvous", describe, check)
     context.heap.apply_marks(context.number, marks)
-    block, offset, buffer = found.pop()
+    block, offset, buffer = located.pop()
     if not known:
         buffer.rendezvous_states[context.number, offset] = _established(context, block, offset)
     state: RendezvousState = buffer.rendezvous_states[context.number, offset]
@@ -139,14 +139,14 @@ def names_a_group(name: str) -> bool:
 
 def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
     library_of(tensor, "tensor")
-    found = block_of(context, tensor)
-    buffer = None if found is None else found[0].buffer()
-    if found is None or buffer is None:
+    place = block_of(context, tensor)
+    buffer = None if place is None else place[0].buffer()
+    if place is None or buffer is None:
         raise ValueError(
             "the tensor is in ordinary memory, which peers cannot reach; make it with "
             "shardmath.allocate_symmetric_memory or shardmath.symmetric_memory.empty"
         )
-    return *found, buffer
+    return *place, buffer
 
 
 def _established(context: Context, block: Block, offset: int) -> RendezvousState:
@@ -157,8 +157,8 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
         pad = context.heap.allocate(_pad_bytes(context, slots))
         context.zero(pad)
         context.announce(block)
-        at = block.location
-        return pad, (at.segment, at.offset, block.nbytes, offset, slots)
+        location = block.location
+        return pad, (location.segment, location.offset, block.nbytes, offset, slots)
 
     def check(notes: Sequence[tuple[int, ...]]) -> None:
         require_equal("the size of the signal pad", [slots for *_, slots in notes])
@@ -166,8 +166,8 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
     memory = allocate_on_all_ranks(context, "rendezvous, places", allocate, check)
     pad_buffer = memory.buffer
     peers = [
-        PeerLocation(segment, start, nbytes, at, pad.segment, pad.offset, pad_size)
-        for (segment, start, nbytes, at, pad_size), pad in zip(
+        PeerLocation(segment, start, nbytes, array_offset, pad.segment, pad.offset, pad_size)
+        for (segment, start, nbytes, array_offset, pad_size), pad in zip(
             memory.notes, memory.locations, strict=True
         )
     ]
@@ -232,7 +232,9 @@ def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None
     assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
     far = [rank for rank, pad in enumerate(team.pads) if not pad]
     peers = {rank: state.peers[rank] for rank in far}
-    pads = {rank: Location(at.pad_segment, at.pad_offset + start) for rank, at in peers.items()}
+    pads = {
+        rank: Location(peer.pad_segment, peer.pad_offset + start) for rank, peer in peers.items()
+    }
     team.locate(whole.transport, whole.numbers, pads)
 
 
@@ -243,10 +245,10 @@ def _group_at_allocation(tensor: Any) -> str | None:
     """The group that the tensor was allocated for; errors are for the agreement to report."""
     context = require_context()
     try:
-        found = block_of(context, tensor)
+        place = block_of(context, tensor)
     except (ValueError, UseAfterFree):
         return None
-    buffer = None if found is None else found[0].buffer()
+    buffer = None if place is None else place[0].buffer()
     return None if buffer is None else buffer.group
 
 
@@ -276,9 +278,9 @@ def _named(context: Context, name: str) -> Any:
     names: dict[str, Any] = context.cache("group names", dict)
     if name in names:
         return names[name]
-    found = _torch_group(name)
-    if found is not None:
-        return found
+    group = _torch_group(name)
+    if group is not None:
+        return group
     raise ValueError(
         f"no group is called {name!r}: pass the group itself, tell its ranks with set_group_info, "
         "or leave it out for all ranks"

@@ -183,9 +183,9 @@ def _weakly(signals: FarSignals) -> Callable[[int, int, bytes], None]:
     known = weakref.ref(signals)
 
     def deliver(src: int, place: int, data: bytes) -> None:
-        found = known()
-        if found is not None:
-            found.deliver(src, place, data)
+        signals = known()
+        if signals is not None:
+            signals.deliver(src, place, data)
 
     return deliver
 

@@ -130,12 +130,12 @@ def share_cores(size: int, threads: int | None = None) -> dict[str, str]:
     Libraries that a rank loads read them; those that it has already are limited by `initialize`.
     Without `threads`, what the user has set stays as it is.
     """
-    each = threads or max(1, len(os.sched_getaffinity(0)) // size)
+    share = threads or max(1, len(os.sched_getaffinity(0)) // size)
     ours, common = config.PREFIX + "THREADS", _THREAD_VARIABLES[0]
     present = () if threads else config.environment()
     if ours in present or common in present:
         return {}
-    return {name: str(each) for name in (ours, *_THREAD_VARIABLES) if name not in present}
+    return {name: str(share) for name in (ours, *_THREAD_VARIABLES) if name not in present}
 
 
 def _fork_one(

@@ -41,8 +41,8 @@ def dequantize(x: HostArray, scales: HostArray, blocks: Blocks, out: HostArray) 
     rows, columns = x.shape
     assert scales.shape == blocks.shape(rows, columns), (scales.shape, blocks, x.shape)
     for top, bottom in _strips(rows, columns):
-        at = np.arange(top, bottom) // (blocks.rows or max(rows, 1))
-        strip = scales[at]
+        block_rows = np.arange(top, bottom) // (blocks.rows or max(rows, 1))
+        strip = scales[block_rows]
         if blocks.columns is not None:
             strip = np.repeat(strip, blocks.columns, axis=1)[:, :columns]
         np.multiply(x[top:bottom].astype(np.float32), strip, out=out[top:bottom])

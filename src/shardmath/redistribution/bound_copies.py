@@ -92,13 +92,13 @@ def pairs(
     """
     copies, windows = _lowered(moves, source, destination)
     dtype, own = destination.dtype, Window.of(destination)
-    found = []
+    arrays = []
     for copy in copies:
         step, shape = (dtype.itemsize,), (*copy.shape, copy.unit // dtype.itemsize)
         src = _array(windows[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
         dst = _array(own, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
-        found.append((src, dst))
-    return found
+        arrays.append((src, dst))
+    return arrays
 
 
 def _lowered(
@@ -309,4 +309,4 @@ def _scratch(extents: Sequence[int], dense: int, dtype: np.dtype[Any]) -> HostAr
 def _tiles(shape: Sequence[int], extents: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     starts = [range(0, n, step) for n, step in zip(shape, extents, strict=True)]
     for corner in product(*starts):
-        yield tuple(slice(at, at + step) for at, step in zip(corner, extents, strict=True))
+        yield tuple(slice(start, start + step) for start, step in zip(corner, extents, strict=True))

@@ -82,8 +82,8 @@ class BoxCopies:
         self, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> tuple[Kernel, Argument]:
         """The kernel for memories at these addresses, and its argument."""
-        found = self._prepared_for.find((sources, targets))
-        if found is None:
+        prepared = self._prepared_for.find((sources, targets))
+        if prepared is None:
             used, into = self._memories
             bases = [*sources[:used], *targets[:into]]
             assert len(bases) == used + into, "an address for every memory of the boxes"
@@ -91,9 +91,9 @@ class BoxCopies:
             function = _kernels(self.device)[unaligned]
             bases += [0] * (BASES - len(bases))
             words = (self._tiles.address, self._boxes.address, self._count, *bases)
-            found = function, Argument(struct.pack(f"{len(words)}Q", *words))
-            self._prepared_for.keep((sources, targets), found)
-        return found
+            prepared = function, Argument(struct.pack(f"{len(words)}Q", *words))
+            self._prepared_for.keep((sources, targets), prepared)
+        return prepared
 
 
 @cache

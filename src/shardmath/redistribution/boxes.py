@@ -263,7 +263,7 @@ def _interleaved(links: Sequence[tuple[int, int]], counts: Sequence[int]) -> npt
     tiles = np.empty((total, 2), np.uint32)
     tiles[:, 0] = box
     tiles[:, 1] = np.arange(total) - np.repeat(starts, counts)
-    number = {link: at for at, link in enumerate(dict.fromkeys(links))}
+    number = {link: place for place, link in enumerate(dict.fromkeys(links))}
     lane = np.array([number[link] for link in links], int)[box]
     order = np.argsort(lane, kind="stable")  # by link, each in its own order
     sizes = np.bincount(lane, minlength=len(number))

@@ -72,8 +72,8 @@ def window_on(
     """
     pieces = None
     if transfer is not None and not context.same_host(rank):
-        found = transfer.pieces(context.rank, rank, exposed.strides)
-        pieces = [(exposed.origin + low, exposed.origin + high) for low, high in found]
+        ranges = transfer.pieces(context.rank, rank, exposed.strides)
+        pieces = [(exposed.origin + low, exposed.origin + high) for low, high in ranges]
     view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
     address = int(view.__array_interface__["data"][0]) + exposed.origin
     return Window(address, exposed.strides, view)

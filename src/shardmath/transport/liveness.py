@@ -48,8 +48,8 @@ class PeerWatch:
     def await_readable(self, descriptor: int, seconds: float) -> bool:
         """Whether there was anything to read, or a peer of a known process ended, in that time."""
         own = select.poll()  # which, unlike `select.select`, takes descriptors above 1023
-        for each in (descriptor, *self._pidfds):
-            own.register(each, select.POLLIN)
+        for watched in (descriptor, *self._pidfds):
+            own.register(watched, select.POLLIN)
         return bool(own.poll(max(0.0, seconds) * 1000))
 
     def mark_dead(self, rank: int) -> None:

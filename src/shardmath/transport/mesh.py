@@ -102,7 +102,11 @@ class Mesh:
     def neighbour_pids(self) -> list[int]:
         """The processes of the ranks on this rank's machine, itself included."""
         own = self._identities[self.rank]
-        return [pid for pid, at in zip(self.pids, self._identities, strict=True) if at == own]
+        return [
+            pid
+            for pid, identity in zip(self.pids, self._identities, strict=True)
+            if identity == own
+        ]
 
     def same_host(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""
@@ -230,14 +234,14 @@ class Mesh:
         """
         wanted = tag.encode()
         arrived = self._arrived.setdefault(rank, {})
-        while (found := arrived.pop(wanted, None)) is None:
+        while (outcome := arrived.pop(wanted, None)) is None:
             with self._reading[rank]:
                 if wanted not in arrived:
                     self._read(rank, tag, arrived)
-        if isinstance(found, str):
-            arrived[wanted] = found  # for good: it is not sent again, but after a recovery
-            raise HeapExhausted(found)
-        return found
+        if isinstance(outcome, str):
+            arrived[wanted] = outcome  # for good: it is not sent again, but after a recovery
+            raise HeapExhausted(outcome)
+        return outcome
 
     def arrived(self, prefix: str) -> list[tuple[int, int]]:
         """(rank, number) of the descriptors under `prefix` and a number that no call has received.
@@ -253,8 +257,8 @@ class Mesh:
         start = prefix.encode()
         return [
             (rank, int(tag[len(start) :]))
-            for rank, found in self._arrived.items()
-            for tag, outcome in list(found.items())
+            for rank, outcomes in self._arrived.items()
+            for tag, outcome in list(outcomes.items())
             if tag.startswith(start) and not isinstance(outcome, str)
         ]
 

@@ -54,16 +54,16 @@ class Torch(Library):
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
         try:
-            found = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
+            spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
         except RuntimeError:  # it has no strides
             _require_strided(x.layout, x.device)
             raise
-        if _address(x) == 0 and found.size:
+        if _address(x) == 0 and spec.size:
             raise ValueError(
                 "this torch tensor has no memory of its own, as under torch.func and torch.vmap: "
                 "make the call outside of what is transformed"
             )
-        return found
+        return spec
 
     def pointer(self, x: Any) -> int:
         """The address of the first element, on its device."""
@@ -313,8 +313,8 @@ def _multiplies_bfloat16() -> bool:
     """Whether these cores have instructions for it, and torch has oneDNN."""
     import torch
 
-    found = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(found and found() and torch.backends.mkldnn.is_available())
+    is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(is_supported and is_supported() and torch.backends.mkldnn.is_available())
 
 
 def _native(dtype: DType) -> Any:

@@ -172,7 +172,7 @@ class Product:
         """
         self._device.activate()
         events = [call("cuEventCreate", 0) for _ in range(_TIMED + 1)]
-        found = []
+        medians = []
         for algorithm in range(len(self._algorithms)):
             launch(algorithm)  # loads its kernel
             for event in events:
@@ -180,10 +180,10 @@ class Product:
                 launch(algorithm)
             call("cuEventSynchronize", events[-1])
             taken = [float(call("cuEventElapsedTime", *two)) for two in pairwise(events)]
-            found.append(statistics.median(taken) * 1e-3)
+            medians.append(statistics.median(taken) * 1e-3)
         for event in events:
             call("cuEventDestroy", event)
-        return found
+        return medians
 
     @cached_property
     def signature(self) -> bytes:
@@ -225,7 +225,7 @@ class Product:
                 which = getattr(names, name)
                 text = np.array([value], lt.get_matmul_preference_attribute_dtype(which))
                 lt.matmul_preference_set_attribute(preference, which, text.ctypes.data, text.nbytes)
-            found = np.zeros(_CANDIDATES, lt.matmul_heuristic_result_dtype)
+            results = np.zeros(_CANDIDATES, lt.matmul_heuristic_result_dtype)
             count = np.zeros(1, np.int32)
             try:
                 lt.matmul_algo_get_heuristic(
@@ -234,7 +234,7 @@ class Product:
                     *self._layouts,
                     preference,
                     _CANDIDATES,
-                    found.ctypes.data,
+                    results.ctypes.data,
                     count.ctypes.data,
                 )
             except Exception as error:  # of a class of the bindings' own
@@ -243,7 +243,7 @@ class Product:
                 raise
         finally:
             lt.matmul_preference_destroy(preference)
-        self._algorithms = found[: int(count[0])]
+        self._algorithms = results[: int(count[0])]
         return bool(count[0])
 
     def _set(self, name: str, value: int) -> None:

@@ -72,8 +72,8 @@ def combine(
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
     text += b"".join(x.argument for x in parts) + NO_MATRIX * (room - len(parts))
     if runs:
-        each = _RUN * _THREADS * (4 if dtypes.of(part).itemsize == 2 else 1)
-        blocks = min(-(-d.size // each), device.processors * _WAVES)
+        elements = _RUN * _THREADS * (4 if dtypes.of(part).itemsize == 2 else 1)
+        blocks = min(-(-d.size // elements), device.processors * _WAVES)
         launched = kernel(device, "epilog", "epilog_runs", defines)
         launched.launch(stream, blocks, _THREADS, Argument(text), early=True)
         return

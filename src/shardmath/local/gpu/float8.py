@@ -73,11 +73,11 @@ def quantize(
     launched.launch(stream, _blocks(device, out.size // _RUN + 1), _THREADS, Argument(text))
 
 
-def amax(device: Device, stream: int, out: int, each: Sequence[int]) -> None:
+def amax(device: Device, stream: int, out: int, addresses: Sequence[int]) -> None:
     """Put at address `out` the greatest of the numbers at some addresses, none of them negative."""
-    assert len(each) <= MOST_RANKS, "addresses for which there is room"
-    text = struct.pack("Qq", out, len(each))
-    text += struct.pack(f"{MOST_RANKS}Q", *each, *[0] * (MOST_RANKS - len(each)))
+    assert len(addresses) <= MOST_RANKS, "addresses for which there is room"
+    text = struct.pack("Qq", out, len(addresses))
+    text += struct.pack(f"{MOST_RANKS}Q", *addresses, *[0] * (MOST_RANKS - len(addresses)))
     kernel(device, "float8", "amax").launch(stream, 1, 32, Argument(text))
 
 

@@ -88,11 +88,11 @@ def multiply(
     """
     matrices = a, b, d if c is None else c, d
     shape = _problem(matrices, (conj_a, conj_b))
-    found = _found(device, shape._replace(compute=compute, extras=extras, processors=processors))
-    if found is None:
+    planned = _found(device, shape._replace(compute=compute, extras=extras, processors=processors))
+    if planned is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
     (algorithms or Algorithms()).run(
-        found,
+        planned,
         stream,
         *_places(matrices),
         alpha=alpha,
@@ -142,10 +142,10 @@ def _places(matrices: _Four) -> tuple[int, int, int, int]:
 
 def _found(device: Device, shape: MatmulProblem) -> Product | None:
     """The product; where a faster way to sum is not there for these operands, the usual one."""
-    found = product(device, shape)
-    if found is None and shape.compute is not None:
-        found = product(device, shape._replace(compute=None))
-    return found
+    planned = product(device, shape)
+    if planned is None and shape.compute is not None:
+        planned = product(device, shape._replace(compute=None))
+    return planned
 
 
 def _swaps(d: Matrix) -> bool:

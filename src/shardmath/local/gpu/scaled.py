@@ -86,14 +86,14 @@ def multiply(
         d, c = d.transposed(), None if c is None else c.transposed()
     c = d if c is None else c
     shape = _problem((first, second, c, d), scales, quantized)._replace(processors=processors)
-    found = product(device, shape)
-    if found is None:
+    planned = product(device, shape)
+    if planned is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
     last = (0, 0) if quantized is None else quantized
     places = first.address, second.address, workspace if quantized else c.address, d.address
     addresses = scales[0].address, scales[1].address, *last
     (algorithms or Algorithms()).run(
-        found,
+        planned,
         stream,
         *places,
         alpha=alpha,

@@ -162,8 +162,8 @@ class CudaTransport(DescriptorTransport):
         return segment
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        found = self._at(rank, index, offset, nbytes)
-        return found if self._mesh.same_host(rank) else None
+        address = self._at(rank, index, offset, nbytes)
+        return address if self._mesh.same_host(rank) else None
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         assert isinstance(into, DeviceBytes), "memory of the device"
