@@ -17,7 +17,7 @@ from shardmath.base.compiled import extension
 from shardmath.call.agreement import Agreement, Plans
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import Looks
-from shardmath.operators.lifecycle import LOGGER
+from shardmath.operators.arguments import LOGGER
 from shardmath.program.offers import DoubleBuffer
 from shardmath.program.performing import Arguments, Direct, Turn
 

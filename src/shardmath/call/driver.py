@@ -27,7 +27,7 @@ from shardmath.call.compiled import CompiledCalls, turn_of
 from shardmath.context.context import Context, require_context
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
-from shardmath.operators.lifecycle import LOGGER, check_stream, log_plan, options_of
+from shardmath.operators.arguments import LOGGER, check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn

@@ -1,13 +1,15 @@
 """Objects that are planned once and executed many times: the class that operators' classes extend.
 
-All methods but `reset_operand_unchecked`, `release_operand` and `free` are collective, and an error
-on one rank is raised on all.
+An object is made with operands, planned, executed, reset, freed. It owns what its plan needs, never
+its operands: it only refers to them until they are reset or released. All methods but
+`reset_operand_unchecked`, `release_operand` and `free` are collective, and an error on one rank is
+raised on all: checks of state run inside the agreement that the call begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 from weakref import WeakMethod
 
 from shardmath.arrays import ArraySpec, library_of
@@ -17,19 +19,26 @@ from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import Driver, Operation
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import require_context
-from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
+from shardmath.errors import ShardmathError
+from shardmath.operators.arguments import check_stream, options_of
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.program.steps import LocalArray, SplitArray
 
 
 @untraced_methods
-class Planned(Lifecycle):
+class Planned:
     """An operation on arrays like those that it was made with.
 
-    They have to be `alike` in these facts; what else is the same, an execution's spec says. It is
-    the object's number, where its plan is the only one.
+    A subclass names itself (`noun`) and its `invalid` error. `context` is the one it was made in,
+    `number` its name there, the same on all ranks, and `_operands` the operands by name, None where
+    there is none (released, or never given).
+
+    Later operands have to be `alike` in these facts; what else is the same, an execution's spec
+    says: the object's number, where its plan is the only one.
     """
 
+    noun: ClassVar[str]
+    invalid: ClassVar[type[ShardmathError]]
     alike: ClassVar[tuple[str, ...]] = ("memory space", "dtype", "shape")
     keeps_workspace: ClassVar[bool] = True  # of its own, until it is released
 
@@ -40,7 +49,12 @@ class Planned(Lifecycle):
         self._driver.agreed = WeakMethod(self._agreed_plan)
         turn, agreement, _ = agree(context, self.noun, self._described, self._build, arguments)
         names = operation.names.operands
-        super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
+        # The ranks have agreed on the object: from now on it exists on all of them.
+        self.context = context
+        self.number = context.next_shared_id()
+        self._operands: dict[str, Any] = dict(zip(names, arguments.operands, strict=True))
+        self._has_operands = True
+        self._planned = self._freed = False
         self._like = {
             name: library_of(x).spec(x)
             for name, x in zip(names, arguments.operands, strict=True)
@@ -53,6 +67,24 @@ class Planned(Lifecycle):
         self._own_spec = HashedSpec((self.number,))
         if agreement.plan is not None:
             self._use(agreement.plan, self._spec_as(turn.spec))
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "planned" if self._planned else "not planned"
+        return f"<{self.noun} #{self.number}, {state}>"
+
+    def __enter__(self) -> Self:
+        self._require_alive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Give back what the plan holds. Local. A second call does nothing; other methods raise."""
+        if not self._freed:
+            self._freed = True
+            self._release()
+            self._release_operands()
 
     def _build(self, specs: list[Any]) -> Plan | None:
         """The plan that all ranks' first specs make, None where that takes another method."""
@@ -186,8 +218,51 @@ class Planned(Lifecycle):
             raise ValueError(f"reset_operand needs an {name}; release_operand drops the old one")
 
     def _release(self) -> None:
+        """Give back what the plan holds."""
         self._driver.forget()
         self._driver.performer.release()
+
+    def _release_operands(self) -> None:
+        """Drop the references to the operands."""
+        self._operands = dict.fromkeys(self._operands)
+        self._has_operands = False
+
+    def _set_operands(self, **operands: Any) -> None:
+        """Refer to these operands from now on."""
+        self._operands.update(operands)
+        self._has_operands = True
+
+    def _gather(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
+        """All ranks' `describe()` for a method. Collective. Raises if this object was freed."""
+        self._require_open()
+
+        def described() -> bytes:
+            self._require_alive()
+            return describe() or b""
+
+        return self.context.gather(f"{self.noun}.{method} #{self.number}", described)
+
+    def _require_open(self) -> None:
+        """Raise unless the context is open. To be called before an agreement."""
+        try:
+            self.context.require_open()
+        except RuntimeError:
+            self._require_alive()  # what was freed says so, even when its context has ended
+            raise
+
+    def _require_alive(self) -> None:
+        if self._freed:
+            raise self.invalid(f"this {self.noun} was freed; make a new one")
+
+    def _require_ready(self) -> None:
+        """Raise unless it can be executed."""
+        self._require_alive()
+        if not self._planned:
+            raise RuntimeError(f"this {self.noun} is not planned yet; call plan() before execute()")
+        if not self._has_operands:
+            raise RuntimeError(
+                f"this {self.noun} has no operands: they were released; reset them first"
+            )
 
 
 def misfit(

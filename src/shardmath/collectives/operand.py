@@ -19,15 +19,12 @@ from shardmath.context.context import (
     open_contexts,
     require_context,
 )
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.geometry import Spans
+from shardmath.handles.allocation import require_live
 from shardmath.symmetric.heap import Block
 
 Shape = tuple[int, ...]
-_FREED = (
-    "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
-    "the garbage collector"
-)
 ON_GPUS = " on GPUs"  # in a kind
 OutputSpec = tuple[str, str, Shape] | None
 
@@ -35,8 +32,8 @@ OutputSpec = tuple[str, str, Shape] | None
 def live_block(context: Context, address: int) -> Block | None:
     """The block of this rank's heap in which `address` lies, if any; UseAfterFree if freed."""
     block = context.heap.find(address)
-    if block is not None and block.freed:
-        raise UseAfterFree(f"an operand {_FREED}")
+    if block is not None:
+        require_live(block)
     return block
 
 

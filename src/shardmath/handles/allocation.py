@@ -34,10 +34,6 @@ from shardmath.transport.base import Memory
 _Place = tuple[Block, int]
 
 _LOGGER = logging.getLogger(__name__)
-_FREED = (
-    "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
-    "the garbage collector"
-)
 
 
 @collective_call
@@ -129,9 +125,18 @@ def block_of(context: Context, array: Any, what: str = "an operand") -> _Place |
     block. Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
     """
     place = _find(context.heap, library_of(array), array)
-    if place is not None and place[0].freed:
-        raise UseAfterFree(f"{what} {_FREED}")
+    if place is not None:
+        require_live(place[0], what)
     return place
+
+
+def require_live(block: Block, what: str = "an operand") -> None:
+    """Raise UseAfterFree where the block, in which `what` lies, was freed."""
+    if block.freed:
+        raise UseAfterFree(
+            f"{what} lies in symmetric memory that has been freed; free it after its last use, or "
+            "leave that to the garbage collector"
+        )
 
 
 def empty_on_heap(

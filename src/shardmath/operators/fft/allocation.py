@@ -20,10 +20,10 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.context.context import require_context
 from shardmath.handles.allocation import array_on
+from shardmath.operators.arguments import check_logger
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.operators.in_place import room_for_operand
-from shardmath.operators.lifecycle import check_logger
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from shardmath.context.agreement import require_equal
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
+from shardmath.operators.arguments import check_stream
 from shardmath.operators.fft.operation import FFT_OF_ANY_KIND, OPERATIONS
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.lifecycle import check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 
 Options = FFTOptions | dict[str, Any] | None

@@ -10,7 +10,7 @@ from enum import IntEnum
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath.operators.lifecycle import check_blocking, check_logger
+from shardmath.operators.arguments import check_blocking, check_logger
 
 FFTType = Literal["C2C", "C2R", "R2C"]
 

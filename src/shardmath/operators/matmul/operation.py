@@ -13,7 +13,7 @@ from shardmath.context.context import Context
 from shardmath.geometry import Distribution
 from shardmath.local.epilog import INPUTS, OUTPUTS, MatmulEpilog
 from shardmath.machine import CORES, Machine
-from shardmath.operators.lifecycle import options_of
+from shardmath.operators.arguments import options_of
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Problem, check, check_operands, describe
 from shardmath.operators.matmul.program import SCALES, output, product_program

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
-from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
+from shardmath.operators.arguments import check_blocking, check_logger, options_of
 
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]

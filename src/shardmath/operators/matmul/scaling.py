@@ -25,7 +25,7 @@ from shardmath.arrays import ArraySpec, library_of
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Layout
 from shardmath.local.float8 import BLOCK, Blocks
-from shardmath.operators.lifecycle import options_of
+from shardmath.operators.arguments import options_of
 from shardmath.operators.matmul.options import MatmulQuantizationScales
 
 TENSOR, OUTER, VECTORS, SQUARES = "tensor", "outer", "1 x 128", "128 x 128"

@@ -15,8 +15,8 @@ from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution
 from shardmath.machine import Machine
+from shardmath.operators.arguments import check_blocking, check_logger
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
-from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.program.performing import Names
 from shardmath.program.steps import Move, Program, Reason, SplitArray, Step, Synchronise
 from shardmath.redistribution import TransferPlan

@@ -1,0 +1,92 @@
+"""Arguments that all operators take: options, streams, loggers; and what a logger is told."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from logging import Logger
+from typing import Any, Protocol, TypeVar
+
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
+
+T = TypeVar("T")
+
+LOGGER = logging.getLogger(__name__)
+_LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
+
+
+def check_stream(stream: Any) -> None:
+    """Raise TypeError unless `stream` is None, a stream's address, or a stream object.
+
+    Operands in host memory have no stream: what is accepted here is not used.
+    """
+    known = ("__cuda_stream__", "cuda_stream", "ptr")
+    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+        return
+    if not any(hasattr(stream, name) for name in known):
+        raise TypeError(
+            f"stream is None, an integer or a CUDA stream object, not {type(stream).__name__}"
+        )
+
+
+def check_logger(logger: Any) -> None:
+    """Raise TypeError unless `logger` is None or a logging.Logger."""
+    if logger is not None and not isinstance(logger, Logger):
+        raise TypeError(f"logger is a logging.Logger or None, not {logger!r}")
+
+
+class _Explained(Protocol):
+    """A plan that says in words what it is."""
+
+    def explain(self) -> str: ...
+
+
+def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
+    """Tell the user's logger what was planned. Local.
+
+    Without one the package's is told, whose records reach the handlers of the root logger: of each
+    plan once, so that a program whose root logger is at INFO is not told the same at each call.
+    """
+    if logger is None:
+        if not LOGGER.isEnabledFor(logging.INFO):
+            return
+        logged: LRUCache[int, weakref.ref[Any]] = context.cache("plans in the log", _LOGGED)
+        seen = logged.find(id(plan))
+        if seen is not None and seen() is plan:
+            return
+        logged.keep(id(plan), weakref.ref(plan))
+    (logger or LOGGER).info("%s", plan.explain())
+
+
+def check_blocking(blocking: Any) -> None:
+    """Raise ValueError unless `blocking` is True or "auto"."""
+    if blocking is not True and not (isinstance(blocking, str) and blocking == "auto"):
+        raise ValueError(f'blocking is True or "auto", not {blocking!r}')
+
+
+def options_of(kind: type[T], value: Any, name: str = "options") -> T:
+    """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
+
+    Raises TypeError, naming the argument, for anything else and for unknown fields.
+    """
+    if value is None:
+        default: T = _default(kind)  # type: ignore[arg-type]
+        return default
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Mapping):
+        known: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
+        unknown = sorted(str(name) for name in set(value) - set(known))
+        if unknown:
+            raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")
+        return kind(**value)
+    raise TypeError(f"{name} is a {kind.__name__}, a dictionary or None, not {value!r}")
+
+
+@lru_cache(maxsize=32)
+def _default(kind: type[Any]) -> Any:
+    """The one object of a kind of frozen options that has no field set."""
+    return kind()
