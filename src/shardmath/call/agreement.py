@@ -169,8 +169,8 @@ def _agreed(
     if plan is None:
         own = spec.encoded if isinstance(spec, HashedSpec) else wire.encode(spec)
         specs = context.board.exchange(operation, own)
-        decoded = {each: wire.decode(each) for each in set(specs)}
-        built = checked(context.board, build, [decoded[each] for each in specs])
+        decoded = {spec: wire.decode(spec) for spec in set(specs)}
+        built = checked(context.board, build, [decoded[spec] for spec in specs])
         plan = plans.keep(key, (built,))
         return Agreement(plan[0], notes, key, texts)
     return plans.repeated.keep(texts, Agreement(plan[0], notes, key, texts))

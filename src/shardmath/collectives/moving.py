@@ -54,9 +54,9 @@ def broadcast(
     context = context_of("broadcast", context)
     if context.repeats is not None and type(root) is int:
         given = out if x is None and context.rank != root else x
-        found = context.repeats.make(("broadcast", root), given, out)
-        if found is not None:
-            return found
+        result = context.repeats.make(("broadcast", root), given, out)
+        if result is not None:
+            return result
     return perform(context, BROADCAST, (root,), x, out)
 
 
@@ -124,9 +124,9 @@ def all_gather(
     """
     context = context_of("all_gather", context)
     if context.repeats is not None and type(axis) is int:
-        found = context.repeats.make(("all_gather", axis), x, out)
-        if found is not None:
-            return found
+        result = context.repeats.make(("all_gather", axis), x, out)
+        if result is not None:
+            return result
     return perform(context, ALL_GATHER, (axis,), x, out)
 
 
@@ -196,11 +196,11 @@ def all_to_all(
     words = axis, _plain(send_counts), _plain(receive_counts)
     if context.repeats is not None and type(axis) is int:
         if send_counts is not None:
-            found = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
+            result = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
         else:
-            found = context.repeats.make(("all_to_all", *words), x, out)
-        if found is not None:
-            return found
+            result = context.repeats.make(("all_to_all", *words), x, out)
+        if result is not None:
+            return result
     return perform(context, ALL_TO_ALL, words, x, out)
 
 
@@ -211,11 +211,11 @@ def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
 def _arguments_of_all_to_all(
     spec: ArraySpec, size: int, axis: Any, send_counts: Any, receive_counts: Any
 ) -> tuple[Hashable, ...]:
-    at = as_axis(axis, spec.ndim)
-    extent = spec.shape[at]
+    along = as_axis(axis, spec.ndim)
+    extent = spec.shape[along]
     sent = as_counts("send_counts", send_counts, size, extent)
     expected = as_counts("receive_counts", receive_counts, size, None)
-    return at, slab_counts(extent, size) if sent is None else sent, expected
+    return along, slab_counts(extent, size) if sent is None else sent, expected
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
     dtype, axis = _require_one_kind(specs)
     results = []
     for rank, counts in enumerate(expected):
-        arriving = tuple(each[rank] for each in sent)
+        arriving = tuple(row[rank] for row in sent)
         if counts is not None and counts != arriving:
             raise CollectiveMismatch(
                 f"rank {rank} expects receive_counts {list(counts)}, and the ranks send it "
@@ -289,7 +289,7 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
 
 def _but_for(axis: int, shape: Shape) -> str:
     """A shape, without its extent along the axis."""
-    return f"({', '.join('_' if each == axis else str(n) for each, n in enumerate(shape))})"
+    return f"({', '.join('_' if number == axis else str(n) for number, n in enumerate(shape))})"
 
 
 def _described(kind: tuple[str, str, Shape]) -> str:

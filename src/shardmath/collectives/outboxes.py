@@ -126,8 +126,8 @@ class FarCollectives:
         size, rank, item = self.team.size, self.team.rank, dtype.itemsize
         if count == 0:
             return
-        counts = [Spans.even(count, size, each).length for each in range(size)]
-        sizes = [each * item for each in counts]
+        counts = [Spans.even(count, size, number).length for number in range(size)]
+        sizes = [number * item for number in counts]
         starts, sums = bounds(sizes)[:-1], _aligned(count * item)  # where an outbox has its sums
         with self._packed(source, count * item, sums + max(sizes), stream):
             assert self._outbox is not None, "shown"
@@ -160,10 +160,10 @@ class FarCollectives:
         defines = (f"ELEMENT={element}", f"OPERATION={operation}")
         for first in range(0, count, most):
             some = min(most, count - first)
-            at = start + first * item
+            offset = start + first * item
             for rank in self.team.ring_order:
                 here = staging + rank * stride
-                self._fetch(rank, at, here, some * item, source + at, stream)
+                self._fetch(rank, offset, here, some * item, source + offset, stream)
             blocks = min(8 * self.team.device.processors, -(-some // _THREADS))
             argument = Argument(struct.pack("QQQQ", staging, stride, target + first * item, some))
             self.team.kernel("reduce_local", "reduce_local", defines).launch(
@@ -207,7 +207,9 @@ class FarCollectives:
         memory = allocate_on_all_ranks(context, "collectives, outbox", allocate)
         self._outbox, self._outboxes, self._capacity = memory.buffer, memory.locations, nbytes
 
-    def _fetch(self, rank: int, at: int, target: int, nbytes: int, own: int, stream: int) -> None:
+    def _fetch(
+        self, rank: int, offset: int, target: int, nbytes: int, own: int, stream: int
+    ) -> None:
         """Bytes of `rank`, from `at` on of its outbox; this rank's own are at `own`."""
         if rank == self.team.rank:
             self._copy(target, own, nbytes, stream)
@@ -221,7 +223,7 @@ class FarCollectives:
         for start in range(0, nbytes, max(step, 1)):
             some = min(step, nbytes - start)
             here = target + start if direct else staging
-            place = Location(where.segment, where.offset + at + start)
+            place = Location(where.segment, where.offset + offset + start)
             into = DeviceBytes(here, some, self.team.device.name)
             context.get(rank, place, into, stream)
             self._copy(target + start, here, some, stream)

@@ -53,9 +53,9 @@ def all_reduce(
     """
     context = context_of("all_reduce", context)
     if context.repeats is not None:
-        found = context.repeats.make(("all_reduce", op), x, out)
-        if found is not None:
-            return found
+        result = context.repeats.make(("all_reduce", op), x, out)
+        if result is not None:
+            return result
     return perform(context, ALL_REDUCE, (op,), x, out)
 
 
@@ -124,19 +124,19 @@ def reduce_scatter(
     context = context_of("reduce_scatter", context)
     words = op, axis, tuple(counts) if isinstance(counts, list) else counts
     if context.repeats is not None and counts is None and type(axis) is int:
-        found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
-        if found is not None:
-            return found
+        result = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
+        if result is not None:
+            return result
     return perform(context, REDUCE_SCATTER, words, x, out)
 
 
 def _arguments_of_reduce_scatter(
     spec: ArraySpec, size: int, op: Any, axis: Any, counts: Any
 ) -> tuple[Hashable, ...]:
-    reduction, at = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
-    extent = spec.shape[at]
+    reduction, along = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
+    extent = spec.shape[along]
     given = as_counts("counts", counts, size, extent)
-    return reduction.op, at, slab_counts(extent, size) if given is None else given
+    return reduction.op, along, slab_counts(extent, size) if given is None else given
 
 
 @dataclass(frozen=True)

@@ -26,4 +26,4 @@ def chunked(nbytes: int, size: int, most: int) -> list[tuple[Slice, ...]]:
     width = -(-nbytes // (count * size * UNIT)) * UNIT
     cuts = [min(rank * width, nbytes) for rank in range(count * size + 1)]
     slices = [Slice(start, end - start) for start, end in pairwise(cuts)]
-    return [tuple(slices[at : at + size]) for at in range(0, count * size, size)]
+    return [tuple(slices[first : first + size]) for first in range(0, count * size, size)]

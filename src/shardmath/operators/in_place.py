@@ -88,9 +88,9 @@ def _memory_of(
 
     Raises UseAfterFree.
     """
-    found = block_of(context, operand)
-    if found is not None:
-        block, offset = found
+    place = block_of(context, operand)
+    if place is not None:
+        block, offset = place
         known = offset == 0 and block in _operand_blocks(context)
         return (block.buffer(), block.nbytes) if known else (None, 0)
     if spec.device != "cpu":

@@ -31,13 +31,13 @@ def bind_layout(what: str, encoded: Sequence[Any], global_shape: Sequence[int]) 
 # only once what follows from it.
 @lru_cache(maxsize=1024)
 def _inferred(encoded: tuple[Any, ...], shapes: tuple[Sequence[int], ...]) -> Layout:
-    distributions = [geometry.decode(each) for each in encoded]
+    distributions = [geometry.decode(distribution) for distribution in encoded]
     return _bound(encoded, tuple(geometry.infer_global_shape(distributions, shapes)))
 
 
 @lru_cache(maxsize=1024)
 def _bound(encoded: tuple[Any, ...], global_shape: tuple[int, ...]) -> Layout:
-    return Layout.bind([geometry.decode(each) for each in encoded], global_shape)
+    return Layout.bind([geometry.decode(distribution) for distribution in encoded], global_shape)
 
 
 def result_order(orders: Sequence[str]) -> Literal["C", "F"]:

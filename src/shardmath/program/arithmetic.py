@@ -200,8 +200,8 @@ class Binding:
     def between(self, hosts: Mapping[str, HostArray]) -> Binding:
         """The same, where these buffers are elsewhere."""
         factors = {
-            multiply: found
-            for multiply, found in self._factors.items()
+            multiply: pair
+            for multiply, pair in self._factors.items()
             if not {multiply.left, multiply.right} & set(hosts)
         }
         hosts = {**self._hosts, **hosts}
@@ -237,13 +237,13 @@ class Binding:
     ) -> ArrayOf:
         """Every rank's array in a buffer, of which `shape` says each one's shape."""
         own = self._hosts[name]
-        found = {self._context.rank: own}
+        hosts = {self._context.rank: own}
 
         def array(rank: int) -> HostArray:
-            if rank not in found:
+            if rank not in hosts:
                 window = self._offers.window(name, rank, transfer)
-                found[rank] = window.array(shape(rank), own.dtype)
-            return found[rank]
+                hosts[rank] = window.array(shape(rank), own.dtype)
+            return hosts[rank]
 
         return array
 
@@ -281,7 +281,7 @@ class Binding:
         array, rank = self._reached(step.source, step.held.local_shape), self._context.rank
         spans = step.needed.spans(rank)
         cut: tuple[Any, ...] = (
-            *(slice(each.start, each.start + each.length) for each in spans),
+            *(slice(span.start, span.start + span.length) for span in spans),
             ...,
         )
         return [array(src)[cut] for src in step.sources(rank)]
@@ -305,8 +305,8 @@ class Binding:
         bound: Calls = [partial(sums.fill, 0)] if weight is None else []
         array = self._reached(step.source, step.held.local_shape)
         for src in step.sources(rank):
-            found = shared_part(step.held, step.needed, src=src, dst=rank)
-            for theirs, own in pairs(found, array, sums):
+            boxes = shared_part(step.held, step.needed, src=src, dst=rank)
+            for theirs, own in pairs(boxes, array, sums):
                 if weight is not None:
                     bound.append(partial(add_times, own, weight, theirs))
                 else:
@@ -324,14 +324,14 @@ class Binding:
         return Factor.moved(rank, move, array, self._hosts[move.source].dtype, axis)
 
     def _factors_of(self, step: Product) -> tuple[Factor, Factor]:
-        found = self._factors.get(step.multiply)
-        if found is None:
+        factors = self._factors.get(step.multiply)
+        if factors is None:
             left = self._factor(step.multiply.left, step.moves[0], 1)
             right = self._factor(step.multiply.right, step.moves[1], 0)
-            found = left, right
+            factors = left, right
             if all(self._offers.has_address(name, src) for name, src in self._read_by(step)):
-                self._factors[step.multiply] = found
-        return found
+                self._factors[step.multiply] = factors
+        return factors
 
     def _product(self, step: Product) -> Calls:
         """What multiplies, in panels that are gathered each time, and rounds if that is all."""
@@ -339,7 +339,7 @@ class Binding:
         left, right = self._factors_of(step)
         numbers = self._known.numbers
         rounding = [
-            each for one in step.rounding for each in bind_arithmetic(one, self._hosts, numbers)
+            call for one in step.rounding for call in bind_arithmetic(one, self._hosts, numbers)
         ]
         if not left.source.extent or not out.size:
             return [partial(out.fill, 0), *rounding]
@@ -366,9 +366,9 @@ class Binding:
             return None
         scaled, finished = step.rounding
         assert isinstance(scaled, Axpby) and isinstance(finished, Finish)
-        found = self._hosts[finished.target]
-        narrow = left.dtype == right.dtype == found.dtype
-        return found if narrow and self._known.numbers[scaled.alpha] == 1 else None
+        target = self._hosts[finished.target]
+        narrow = left.dtype == right.dtype == target.dtype
+        return target if narrow and self._known.numbers[scaled.alpha] == 1 else None
 
 
 def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Calls:

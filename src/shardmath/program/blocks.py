@@ -74,13 +74,13 @@ class Blocks:
         held = self._copies.get(number)
         if held is None or held[0] != key:
             itemsize, rank = self.transfer.itemsize, self.rank
-            found = [
+            copies = [
                 lowered(move, itemsize, src_strides[move.src], dst_strides)
                 for whole in self.transfer.into(rank)
                 for move in clipped(whole, self[number])
             ]
-            found.sort(key=lambda copy: (copy.src < rank, copy.src))
-            held = self._copies[number] = (key, found)
+            copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+            held = self._copies[number] = (key, copies)
         return held[1]
 
     def _cut(self, shape: tuple[int, ...], itemsize: int) -> Iterator[Block]:
@@ -113,7 +113,7 @@ def _clip(run: Run, lo: int, hi: int) -> list[Run]:
     """What of a run is written to lo, ..., hi - 1: whole blocks as one run, cut blocks alone."""
     step, length = max(run.dst_step, 1), run.length
     first = max(0, -(-(lo - run.dst_start) // step)) if run.count > 1 else 0
-    found: list[Run] = []
+    clipped: list[Run] = []
     singles: list[int] = []
     if run.count == 1:
         singles.append(0)
@@ -124,7 +124,7 @@ def _clip(run: Run, lo: int, hi: int) -> list[Run]:
             src = run.src_start + first * run.src_step
             dst = run.dst_start + first * run.dst_step - lo
             several = last - first > 1
-            found.append(
+            clipped.append(
                 Run(last - first, length, src, run.src_step * several, dst, step * several)
             )
             singles += [first - 1, last]
@@ -138,5 +138,5 @@ def _clip(run: Run, lo: int, hi: int) -> list[Run]:
         begin, end = max(lo, start), min(hi, start + length)
         if begin < end:
             src = run.src_start + index * run.src_step + begin - start
-            found.append(Run(1, end - begin, src, 0, begin - lo, 0))
-    return found
+            clipped.append(Run(1, end - begin, src, 0, begin - lo, 0))
+    return clipped

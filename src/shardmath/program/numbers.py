@@ -35,9 +35,9 @@ def number(name: str, value: Any) -> Number:
 
 def real(numbers: Numbers, name: str) -> float:
     """A number that is known and has no imaginary part."""
-    found = numbers[name]
-    assert isinstance(found, float), name
-    return found
+    number = numbers[name]
+    assert isinstance(number, float), name
+    return number
 
 
 def numbers_bytes(names: Sequence[str]) -> int:
@@ -66,12 +66,12 @@ def agree_on_numbers(
         return
 
     def compare(notes: Sequence[bytes]) -> None:
-        found = [list(_NUMBER.iter_unpack(note[:length])) for note in notes]
+        numbers_by_rank = [list(_NUMBER.iter_unpack(note[:length])) for note in notes]
         for index, name in enumerate(names):
             if name not in equal:
                 continue
-            known = [own[index] for own in found if own[index][0]]
-            values = [own[index] if own[index][0] else known[0] for own in found if known]
+            known = [own[index] for own in numbers_by_rank if own[index][0]]
+            values = [own[index] if own[index][0] else known[0] for own in numbers_by_rank if known]
             require_equal(name, [_plain(real, imaginary) for _, real, imaginary in values])
 
     checked(board, compare, notes)

@@ -16,7 +16,7 @@ def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> l
     one, and by no peer, is none.
     """
     steps = [step for step in program.steps if not isinstance(step, Synchronise)]
-    found = []
+    names = []
     for name, operand in arrays.items():
         if name in program.results or not _is_read(name, steps, rank):
             continue
@@ -30,9 +30,9 @@ def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> l
             if target is not None:
                 same = _lie_alike(operand, target)
             if not _read_at_once(name, steps, result, rank, in_place=same):
-                found.append(name)
+                names.append(name)
                 break
-    return found
+    return names
 
 
 def _lie_alike(one: Operand, other: Operand) -> bool:
@@ -76,8 +76,8 @@ def _read_at_once(
 
 
 def _read_by(steps: Sequence[Step]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for step in steps:
         for what in ("source", "left", "right"):
-            found.add(getattr(step, what, ""))
-    return found
+            names.add(getattr(step, what, ""))
+    return names

@@ -53,12 +53,12 @@ class Source:
         extent, width = shape[axis], shape[1 - axis]
         if not extent or not width:
             return cls(axis, extent, width, (), (), 0)
-        found = transfer.into(rank)
-        pieces = _pieces(found, axis, width)
+        moves = transfer.into(rank)
+        pieces = _pieces(moves, axis, width)
         if len(pieces) == 1 or (pieces and extent >= _THIN * len(pieces)):
             return cls(axis, extent, width, pieces, (), 0)
         panel = min(extent, max(_THIN, panel_elements // width))
-        return cls(axis, extent, width, (), found, panel)
+        return cls(axis, extent, width, (), moves, panel)
 
     @classmethod
     def own(cls, shape: tuple[int, int], rank: int, *, axis: int) -> Source:
@@ -135,10 +135,10 @@ def _block(run: Run, index: int) -> Run:
     )
 
 
-def _pieces(found: Sequence[Move], axis: int, width: int) -> tuple[Piece, ...]:
+def _pieces(moves: Sequence[Move], axis: int, width: int) -> tuple[Piece, ...]:
     """The moves as pieces in the order of k; none when one of them is not a dense box across."""
     pieces = []
-    for move in found:
+    for move in moves:
         k, other = move.runs[axis], move.runs[1 - axis]
         if k.count != 1 or other.count != 1 or other.length != width:
             return ()

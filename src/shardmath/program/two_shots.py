@@ -110,27 +110,27 @@ class _Peer:
         """Elements `low` to `high` of block `number`, which begins at `start`."""
         item = self.layout.source.itemsize
         if self.operand is not None:
-            found = self._read(self.operand, (start + low) * item, (high - low) * item)
+            memory = self._read(self.operand, (start + low) * item, (high - low) * item)
         else:
             stage = (number & 1) * self.layout.block
-            found = self._read(self.staging, (stage + low) * item, (high - low) * item)
-        return found.view(self.layout.source)
+            memory = self._read(self.staging, (stage + low) * item, (high - low) * item)
+        return memory.view(self.layout.source)
 
     def reduced(self, number: int, count: int) -> HostArray:
         """The peer's `count` elements of block `number` of the result."""
         layout = self.layout
-        at = 2 * layout.block * layout.source.itemsize
-        at += (number & 1) * layout.part * layout.target.itemsize
-        return self._read(self.staging, at, count * layout.target.itemsize).view(layout.target)
+        offset = 2 * layout.block * layout.source.itemsize
+        offset += (number & 1) * layout.part * layout.target.itemsize
+        return self._read(self.staging, offset, count * layout.target.itemsize).view(layout.target)
 
     @cached_property
     def result_view(self) -> HostArray:
         """The peer's result, to be written."""
         assert self.result is not None and self.writes_result
         nbytes = self.count * self.layout.target.itemsize
-        found = self.context.peer_bytes(self.rank, self.result, nbytes)
-        assert found is not None, "it is on this host"
-        return found.view(self.layout.target)
+        memory = self.context.peer_bytes(self.rank, self.result, nbytes)
+        assert memory is not None, "it is on this host"
+        return memory.view(self.layout.target)
 
     def _read(self, where: Location, start: int, nbytes: int) -> HostArray:
         place = Location(where.segment, where.offset + start)
@@ -260,9 +260,7 @@ class _Pipeline:
                 fetched = True
         if fetched:
             outputs.append(self.slots[number & 1][: high - low])
-        reduce_local(
-            self.reduction, [each[None] for each in inputs], [each[None] for each in outputs]
-        )
+        reduce_local(self.reduction, [row[None] for row in inputs], [row[None] for row in outputs])
 
     def stage(self, number: int) -> None:
         """Copy a block to where peers read it, but for the part that this rank reduces."""
@@ -313,8 +311,8 @@ def _location(context: Context, array: Operand | None) -> Location | None:
 def _peer(context: Context, rank: int, note: bytes, count: int, layout: Layout) -> _Peer:
     words = _NOTE.unpack(note)
     operand, result, staging = (
-        None if words[at : at + 2] == _NOWHERE else Location(*words[at : at + 2])
-        for at in (0, 2, 4)
+        None if words[place : place + 2] == _NOWHERE else Location(*words[place : place + 2])
+        for place in (0, 2, 4)
     )
     assert staging is not None, "every rank has published a staging buffer"
     return _Peer(context, rank, layout, count, operand, result, staging)
@@ -322,8 +320,8 @@ def _peer(context: Context, rank: int, note: bytes, count: int, layout: Layout) 
 
 def _part(block: int, size: int) -> int:
     """How many elements of a block each rank reduces; the last ones may have fewer, or none."""
-    each = -(-block // size)
-    return -(-each // _LINE_ELEMENTS) * _LINE_ELEMENTS
+    share = -(-block // size)
+    return -(-share // _LINE_ELEMENTS) * _LINE_ELEMENTS
 
 
 def _words(location: Location | None) -> tuple[int, int]:

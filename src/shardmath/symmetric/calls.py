@@ -94,7 +94,7 @@ class Calls:
         """So many words of each rank's call of that number."""
         place = self._first + _WORDS + self.made % WINDOW * MOST_WORDS
         places = range(place, place + count)
-        return [tuple([words[each] for each in places]) for words in self._rows.words]
+        return [tuple([words[word] for word in places]) for words in self._rows.words]
 
     def _listed(self) -> int:
         """The calls that all peers have listed."""
@@ -140,7 +140,7 @@ class Calls:
     def next_words_of(self, rank: int, count: int) -> tuple[int, ...]:
         """So many words of that call."""
         place = self._first + _WORDS + (self.made + 1) % WINDOW * MOST_WORDS
-        return tuple([self._rows.words[rank][each] for each in range(place, place + count)])
+        return tuple([self._rows.words[rank][number] for number in range(place, place + count)])
 
 
 def packed(words: Sequence[int]) -> bytes:

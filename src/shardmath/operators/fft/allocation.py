@@ -88,7 +88,7 @@ def _place(library: Library, space: str | None, device: str) -> str:
     if space is None:
         space = computes if computes in library.spaces else library.spaces[0]
     if space not in library.spaces:
-        names = " or ".join(f'"{each}"' for each in library.spaces)
+        names = " or ".join(f'"{name}"' for name in library.spaces)
         raise ValueError(f"memory_space of {library.name} arrays is {names}, not {space!r}")
     if space == "cuda" and computes == "cpu":
         raise ValueError(
@@ -127,16 +127,16 @@ def _problems(specs: list[tuple[Any, ...]]) -> list[Problem]:
     """What may be asked of the operand: there may be no transposed slab, and no even or no odd
     result. Raises ValueError, as the default transform does, where nothing may be.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     refused: list[ValueError] = []
     for option in range(len(specs[0])):
         try:
-            found.append(check([each[option] for each in specs]))
+            problems.append(check([spec[option] for spec in specs]))
         except ValueError as error:
             refused.append(error)
-    if not found:
+    if not problems:
         raise refused[0]
-    return found
+    return problems
 
 
 def _bytes(problem: Problem, rank: int) -> int:

@@ -263,7 +263,7 @@ class FFT(Planned):
     def _similar_plan(self, specs: list[Any]) -> Plan:
         """The plan of these specs, if it is for the same global array as the present one."""
         plan = self._agreed_plan(specs)
-        given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
+        given, expected = (one.problem.source.global_shape for one in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")
         return plan

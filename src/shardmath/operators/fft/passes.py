@@ -61,8 +61,8 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         workspace[target] = SplitArray(problem.target, wide, problem.order)
     memories = _memories(passes)
     read = False  # whether peers may still be reading what this rank wrote
-    for number, (each, memory) in enumerate(zip(passes, memories, strict=True)):
-        crosses = each.transfer.crosses
+    for number, (one, memory) in enumerate(zip(passes, memories, strict=True)):
+        crosses = one.transfer.crosses
         reuses = read and memory not in ("", memories[number - 1])
         if crosses or reuses:
             steps.append(_WRITTEN_AND_READ if reuses else _WRITTEN)
@@ -70,8 +70,8 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         made = target
         if memory:
             made = f"pass {number + 1}"
-            workspace[made] = SplitArray(each.result, each.made, problem.order, memory=memory)
-        steps.append(each.step(computed, source, made))
+            workspace[made] = SplitArray(one.result, one.made, problem.order, memory=memory)
+        steps.append(one.step(computed, source, made))
         source = made
     if read:
         steps.append(_READ)
@@ -111,11 +111,11 @@ class _Pass:
 def _passes(strategy: Strategy) -> list[_Pass]:
     """The passes that perform a strategy; at least one."""
     problem = strategy.problem
-    found: list[_Pass] = []
-    at, dtype = problem.source, problem.dtype
+    passes: list[_Pass] = []
+    held, dtype = problem.source, problem.dtype
 
     def transfer(layout: Layout) -> TransferPlan:
-        return TransferPlan(at, layout, dtypes.of(dtype).itemsize)
+        return TransferPlan(held, layout, dtypes.of(dtype).itemsize)
 
     for step in strategy.steps:
         if not isinstance(step, LocalTransforms):
@@ -129,24 +129,24 @@ def _passes(strategy: Strategy) -> list[_Pass]:
             real = (halving and index == 0) or (doubling and index == len(groups) - 1)
             result, made = (step.result, problem.result) if real else (layout, dtype)
             kind = problem.kind if real else "C2C"
-            found.append(_Pass(transfer(layout), group, kind, result, made))
-            at, layout, dtype = result, result, made
-    if not at.same_as(problem.target):
-        found.append(_Pass(transfer(problem.target), (), "C2C", problem.target, dtype))
-    return found
+            passes.append(_Pass(transfer(layout), group, kind, result, made))
+            held, layout, dtype = result, result, made
+    if not held.same_as(problem.target):
+        passes.append(_Pass(transfer(problem.target), (), "C2C", problem.target, dtype))
+    return passes
 
 
 def _memories(passes: Sequence[_Pass]) -> list[str]:
     """Where each pass writes: the memory of one of two buffers, or "" for the result."""
-    found: list[str] = []
-    for number, each in enumerate(passes):
+    memories: list[str] = []
+    for number, one in enumerate(passes):
         if all(later.stays and later.kind == "C2C" for later in passes[number + 1 :]):
-            found.append("")
-        elif number and each.stays and each.kind == "C2C":
-            found.append(found[-1])
+            memories.append("")
+        elif number and one.stays and one.kind == "C2C":
+            memories.append(memories[-1])
         else:
-            found.append("passes 1" if found and found[-1] == "passes 0" else "passes 0")
-    return found
+            memories.append("passes 1" if memories and memories[-1] == "passes 0" else "passes 0")
+    return memories
 
 
 def _groups(

@@ -94,10 +94,10 @@ def describe(
 ) -> Description:
     """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
     given, wanted = _distribution_pair(distribution)
-    for each in (given, wanted):
-        if each is not None and each.ndim not in (None, operand.ndim):
+    for side in (given, wanted):
+        if side is not None and side.ndim not in (None, operand.ndim):
             raise ValueError(
-                f"distribution: {each!r} has ndim {each.ndim}, the operand has ndim {operand.ndim}"
+                f"distribution: {side!r} has ndim {side.ndim}, the operand has ndim {operand.ndim}"
             )
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
@@ -130,7 +130,7 @@ def _distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | 
             raise ValueError(
                 f"distribution is one, or a pair (input, output), not {len(distribution)}"
             )
-        if all(isinstance(each, Distribution) for each in distribution):
+        if all(isinstance(one, Distribution) for one in distribution):
             return distribution[0], distribution[1]
     raise TypeError(
         "distribution is one such as Slab.X, or a pair such as (Box, Box) for input and output, "
@@ -175,7 +175,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("axes", axes),
         ("norm", norms),
         *zip((f"options.{name}" for name in COMPARED), zip(*options, strict=True), strict=True),
-        ("whether a pair of distributions is given", [each is not None for each in outputs]),
+        ("whether a pair of distributions is given", [output is not None for output in outputs]),
     ):
         require_equal(what, values)
     source = infer_layout("distribution", inputs, [operand[3] for operand in operands])
@@ -278,8 +278,8 @@ def _default_output(
     inputs: Sequence[Any], source: Layout, axes: Sequence[int], kind: Kind, redistribute: bool
 ) -> Sequence[Any]:
     """The output's distributions where only the input's are given, encoded."""
-    given = [geometry.decode(each) for each in inputs]
-    if any(each.per_rank for each in given):
+    given = [geometry.decode(distribution) for distribution in inputs]
+    if any(distribution.per_rank for distribution in given):
         if kind != "C2C":
             raise BindDistributionError(
                 f"distribution: a box of the operand does not fit a {kind} result; give a pair of "
@@ -287,7 +287,7 @@ def _default_output(
             )
         return inputs
     if redistribute or not set(source.partitioned_axes) & set(axes):
-        return [(*each.encode()[:-1], None) for each in given]
+        return [(*distribution.encode()[:-1], None) for distribution in given]
     split = _slab_axis(source)
     if split is None or source.ndim == 1:
         raise BindDistributionError(

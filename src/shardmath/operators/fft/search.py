@@ -147,7 +147,7 @@ class _Search:
             return None
         axis, extent = self._real, layout.global_shape[self._real]
         whole = Spans.interval(0, shape[axis])
-        columns = [layout.column(each) for each in range(layout.ndim)]
+        columns = [layout.column(number) for number in range(layout.ndim)]
         columns[axis] = tuple(
             whole if spans.length == extent else Spans.interval(0, 0) for spans in columns[axis]
         )

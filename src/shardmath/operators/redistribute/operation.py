@@ -83,7 +83,7 @@ class Redistribution:
         for name, given in zip(("input_distribution", "output_distribution"), words, strict=True):
             if not isinstance(given, Distribution):
                 raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
-        source, target = (each.encode() for each in words)
+        source, target = (distribution.encode() for distribution in words)
         facts = None if out is None else _facts(out)
         return _facts(operand), source, target, options.blocking, facts
 
