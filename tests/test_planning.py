@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from shardmath.call.agreement import HashedSpec, agree_plan
+from shardmath.call.agreement import HashedSpec, agree
 from shardmath.context.agreement import require_equal
+
+
+def agree_plan(context, operation, describe, build):
+    """The plan and the notes, where ranks describe a spec and a note, and nothing else."""
+
+    def described():
+        spec, note = describe()
+        return SimpleNamespace(spec=spec, note=note, payload=b"", last=None)
+
+    _, agreement, _ = agree(context, operation, described, build)
+    return agreement.plan, agreement.notes
 
 
 class Counted:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
@@ -174,26 +174,6 @@ def _agreed(
         plan = plans.keep(key, (built,))
         return Agreement(plan[0], notes, key, texts)
     return plans.repeated.keep(texts, Agreement(plan[0], notes, key, texts))
-
-
-def agree_plan(
-    context: Context,
-    operation: str,
-    describe: Callable[[], tuple[Hashable | HashedSpec, bytes]],
-    build: Callable[[list[Any]], Plan],
-) -> tuple[Plan, list[bytes]]:
-    """As `agree`, for operators that have found out nothing else. Collective."""
-    _, agreement, _ = agree(context, operation, lambda: Statement(*describe()), build)
-    return agreement.plan, agreement.notes
-
-
-class Statement(NamedTuple):
-    """A description with nothing else."""
-
-    spec: Hashable | HashedSpec
-    note: bytes
-    payload: bytes = b""
-    last: None = None
 
 
 class Plans:

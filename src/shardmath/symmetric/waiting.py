@@ -81,22 +81,8 @@ def wait_until(
         os.sched_yield()
         if arrived():
             return
-    _wait_asleep(arrived, policy, missing, peer_error, doing, named, timeout)
-
-
-def _wait_asleep(
-    arrived: Callable[[], bool],
-    policy: WaitPolicy,
-    missing: Callable[[], Sequence[int]],
-    peer_error: Callable[[Sequence[int]], Exception | None],
-    doing: Callable[[], str],
-    named: Callable[[Sequence[int]], str],
-    timeout: float | None,
-) -> None:
     limit = policy.timeout if timeout is None else timeout
-    start = time.monotonic()
-    noticed = False
-    pause = _FIRST_SLEEP
+    start, noticed, pause = time.monotonic(), False, _FIRST_SLEEP
     while not arrived():
         waited = time.monotonic() - start
         missing_ranks = missing()
@@ -115,11 +101,8 @@ def _wait_asleep(
             )
         if waited > policy.notice and not noticed:
             noticed = True
-            print(
-                f"shardmath: {doing()}: waiting for {named(missing_ranks)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            words = f"shardmath: {doing()}: waiting for {named(missing_ranks)}"
+            print(words, file=sys.stderr, flush=True)
         time.sleep(min(pause, max(limit - waited, _FIRST_SLEEP)))
         pause = min(2 * pause, _LAST_SLEEP)
 

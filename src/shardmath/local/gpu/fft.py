@@ -49,9 +49,10 @@ class CuFFT:
         self._outgrown: list[Allocation] = []  # a graph may still work there
 
     @staticmethod
+    @cache
     def of(device: Device) -> CuFFT:
         """The one of a device."""
-        return _of(device)
+        return CuFFT(device)
 
     def prepare(self, kind: Kind, *, double: bool, plan: PlanMany, stream: int) -> None:
         """Make the plan and its work area. Raises BackendUnavailable, CudaError, HeapExhausted."""
@@ -220,11 +221,6 @@ def _vectorized(
         if any(start % (vector * size) for start in starts):
             return 1, dims
     return vector, [*outer, (extent // vector, vector * sizes[0], vector * sizes[1])]
-
-
-@cache
-def _of(device: Device) -> CuFFT:
-    return CuFFT(device)
 
 
 @cache
