@@ -21,6 +21,7 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import StreamOrder
 from shardmath.geometry import Spans
+from shardmath.geometry.integers import up
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
@@ -126,9 +127,10 @@ class FarCollectives:
         size, rank, item = self.team.size, self.team.rank, dtype.itemsize
         if count == 0:
             return
-        counts = [Spans.even(count, size, number).length for number in range(size)]
-        sizes = [number * item for number in counts]
-        starts, sums = bounds(sizes)[:-1], _aligned(count * item)  # where an outbox has its sums
+        counts = [Spans.even(count, size, peer).length for peer in range(size)]
+        sizes = [length * item for length in counts]
+        starts = bounds(sizes)[:-1]
+        sums = up(count * item, _ALIGNED)  # where an outbox has its sums
         with self._packed(source, count * item, sums + max(sizes), stream):
             assert self._outbox is not None, "shown"
             own_sums = self._outbox.block.address + sums
@@ -181,7 +183,7 @@ class FarCollectives:
         """
         self.team.require_usable()
         if most > self._capacity:
-            self._grow(-(-most // _GRANULE) * _GRANULE)
+            self._grow(up(most, _GRANULE))
         assert self._outbox is not None, "made together"
         with self._order.section(stream):
             self._copy(self._outbox.block.address, source, nbytes, stream)
@@ -240,7 +242,3 @@ class FarCollectives:
 
     def _barrier(self, stream: int) -> None:
         self.team.barrier(stream, channel=RESERVED)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED

@@ -19,6 +19,7 @@ from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
+from shardmath.geometry.integers import up
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import RESERVED, Team
@@ -92,7 +93,7 @@ class Pushes:
         self.team.require_usable()
         aligned = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
-        pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
+        pitch = up(chunks[0][0].nbytes, UNIT)
         inboxes = self._scratch("parts", pitch * self.team.size)
         rank, own = self.team.rank, inboxes[self.team.rank]
         with self._order.section(stream):

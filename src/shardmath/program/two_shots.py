@@ -29,6 +29,7 @@ import numpy as np
 from shardmath.arrays import dtypes, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.context.context import Context
+from shardmath.geometry.integers import up
 from shardmath.handles.operand import Operand
 from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.program.steps import Combine
@@ -321,7 +322,7 @@ def _peer(context: Context, rank: int, note: bytes, count: int, layout: Layout) 
 def _part(block: int, size: int) -> int:
     """How many elements of a block each rank reduces; the last ones may have fewer, or none."""
     share = -(-block // size)
-    return -(-share // _LINE_ELEMENTS) * _LINE_ELEMENTS
+    return up(share, _LINE_ELEMENTS)
 
 
 def _words(location: Location | None) -> tuple[int, int]:
