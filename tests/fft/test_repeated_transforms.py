@@ -10,7 +10,7 @@ import scipy.fft
 
 from counted import calls_before
 from shardmath.arrays import library_named
-from shardmath.base.compiled import is_built
+from shardmath.base.compiled import extension
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, fft
 from shardmath.handles.allocation import empty_on_heap
@@ -79,4 +79,4 @@ def calls(context):
 def test_little_is_done_before_the_first_byte_moves(contexts):
     """It was 291 calls; those that wait for peers are not counted."""
     for names in contexts.run(calls, ranks=2):
-        assert len(names) <= (15 if is_built("shardmath.call._direct") else 70), names
+        assert len(names) <= (15 if extension("shardmath.call._direct") is not None else 70), names

@@ -90,24 +90,26 @@ class CompiledCalls:
                 if len(calls) >= _KEPT:
                     calls.clear()
                 calls[self._compiled.key(looks, words)] = made_so
-        call, given = this_thread.call, results[0] if len(results) == 1 else results
+        call = this_thread.call
         if call is not None:
-            call.repeat = partial(self._remember, made_so, direct.half, arguments, given)
+            call.repeat = partial(self._remember, made_so, direct.half, arguments, results)
 
     def _remember(
         self,
         made_so: tuple[Any, ...],
         half: int | None,
         arguments: Arguments,
-        given: Any,
+        given: tuple[Any, ...],
         call: Call,
         rounds: int,
     ) -> None:
         """Make the public call that has returned so from now on, without the function that makes
-        `arguments` of its own, if it is this one call of the driver and nothing else.
+        `arguments` of its own, if it is this one call of the driver and nothing else: it returned
+        what was `given` then, or one of that.
         """
         seen = self._compiled.look(*call[:3])
-        if seen is None or call[3] is not given or self._context.board.rounds != rounds + 1:
+        which = next((number for number, x in enumerate(given) if x is call[3]), None)
+        if seen is None or which is None or self._context.board.rounds != rounds + 1:
             return
         key, arrays, objects = seen
         numbers = {id(x): number for number, x in enumerate(arrays)}
@@ -131,7 +133,7 @@ class CompiledCalls:
             key,
             (
                 *(self._shared, self._otherwise, self._turn, [None, None]),
-                *(operands, results, words, objects),
+                *(operands, results, None if len(given) == 1 else which, words, objects),
             ),
         )
         entry[3][:] = [

@@ -858,8 +858,9 @@ enum {
     ITS_CALLS, /* by that half, None where it is not known */
     ITS_OPERANDS,
     ITS_RESULTS, /* numbers of its arrays, None for what was left out */
+    ITS_GIVEN,   /* which of the results is returned, None for the only one */
     ITS_WORDS,   /* words, options and numbers */
-    ITS_OBJECTS,
+    ITS_OBJECTS
 };
 
 static PyObject *those(const Look *look, PyObject *numbers) {
@@ -915,6 +916,16 @@ static PyObject *its_call(PyObject *kept) {
     return call == Py_None ? NULL : Py_XNewRef(call);
 }
 
+/* Of the results of the driver's call the one that the user's returns. */
+static PyObject *the_given(PyObject *kept, PyObject *results) {
+    if (results == NULL || ITEM(kept, ITS_GIVEN) == Py_None)
+        return results;
+    PyObject *one = PyTuple_GetItem(results, PyLong_AsSsize_t(ITEM(kept, ITS_GIVEN)));
+    Py_XINCREF(one);
+    Py_DECREF(results);
+    return one;
+}
+
 /* again(stack, standard, function, arguments, named): what the function would return; None where it is to be
  * called, and nothing was done. The current context is the last of `stack`, or else in `standard`. */
 static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count) {
@@ -940,7 +951,7 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
             found = perform(&turn, its_arguments, &made, ITEM(kept, ITS_OTHERWISE), &left);
         }
         Py_XDECREF(results);
-        found = release(ITEM(kept, ITS_SHARED), found);
+        found = the_given(kept, release(ITEM(kept, ITS_SHARED), found));
     }
     Py_XDECREF(calls);
     Py_XDECREF(key);
@@ -1000,7 +1011,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
         PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", ROUNDS);
         Py_CLEAR(module);
     }
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 5) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 6) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }
