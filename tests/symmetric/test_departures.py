@@ -109,6 +109,10 @@ class Ending:
     def gave_up(self):
         return True
 
+    def finish(self):
+        self.words[SIZE] = 1
+        self.departures.look()
+
 
 @pytest.mark.parametrize("how", ENDS)
 def test_for_whom_kernels_wait_no_more(how):
@@ -121,6 +125,52 @@ def test_for_whom_kernels_wait_no_more(how):
             assert each.look()
             assert each.gone() == [r for r in gone if r != rank], (step, rank)
     module._settle()
+
+
+@pytest.mark.parametrize(
+    ("acts", "working"),
+    [
+        ([], [True]),
+        ([lambda it: it.dead.add(LAST)], [False]),
+        ([lambda it: it.board.fail("out of memory"), lambda it: it.finish()], [True, False]),
+        ([lambda it: it.board.leave(), lambda it: it.departures.leave()], [True, True]),
+        (
+            [lambda it: it.departures.leave(), lambda it: it.finish(), lambda it: it.finish()],
+            [True, False, False],
+        ),
+        (
+            [
+                lambda it: it.departures.ask(it.gave_up),
+                lambda it: it.departures._words.__setitem__(0, 1),
+                lambda it: it.departures.look(),  # it sends no more, and may write
+                lambda it: it.finish(),
+            ],
+            [True, True, True, False],
+        ),
+    ],
+)
+def test_whose_kernels_may_be_at_work(acts, working):
+    made, dead = boards()
+    ending = Ending(made[LAST], dead)
+    for act, expected in zip(acts or [lambda it: None], working, strict=True):
+        act(ending)
+        for rank in OTHERS:
+            assert made[rank].at_work() == [r for r in range(LAST) if r != rank] + [LAST] * expected
+    module._settle()
+
+
+def test_who_leaves_waits_for_the_kernels_of_all():
+    made, _ = boards()
+    endings = [Ending(board, Dead()) for board in made]
+    for ending in endings:
+        ending.departures.leave()
+    assert not endings[0].departures.wait(0.01)
+    for ending in endings[1:]:
+        ending.finish()
+    assert not endings[0].departures.wait(0.01), "its own are at work"
+    assert not endings[1].departures.wait(0.01)
+    endings[0].words[SIZE] = 1
+    assert all(ending.departures.wait(60.0) for ending in endings)
 
 
 def test_a_mark_that_cannot_be_set_now_is_set_when_the_next_group_is_left():

@@ -112,7 +112,7 @@ def test_a_freed_block_gives_its_memory_back_and_keeps_its_address(heap):
     assert heap.used == 0
 
 
-def test_what_a_late_peer_may_write_is_never_reused(heap):
+def test_what_a_late_peer_may_write_is_reused_when_the_group_has_ended(heap):
     failed = []
     heap.groups.watch(1, lambda: bool(failed))
     heap.groups.watch(2, lambda: False)
@@ -129,13 +129,16 @@ def test_what_a_late_peer_may_write_is_never_reused(heap):
     del kept, other
     heap.recycle()
     assert [heap.find(block.address) for block in blocks] == [blocks[0], None]
-    heap.groups.leave(1, lambda: True)
+    ended = []
+    heap.groups.leave(1, lambda: bool(ended))
     heap.groups.leave(2, lambda: True)
     assert heap.used == blocks[0].reserved
     later = heap.allocate(100)
     later.block.announced_to.add(1)
     del later
     assert heap.used > blocks[0].reserved, "its ranks may still be at work"
+    ended.append(True)
+    assert heap.used == 0
 
 
 def test_reference_cycles_are_collected(heap):
@@ -202,23 +205,44 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.find(block.address) is None
 
 
-def test_a_group_may_fail_when_all_its_ranks_have_left(heap):
-    failed, fence = [], Pending()
-    buffer, other = heap.allocate(100), heap.allocate(100)
-    for group, each in enumerate((buffer, other)):
-        each.block.announced_to.add(group)
-        heap.groups.watch(group, lambda group=group: bool(failed) and group == 0)
-    block, before = buffer.block, heap.used
+@pytest.mark.parametrize("small", [True, False])
+def test_what_was_dropped_before_its_group_failed_waits_too(heap, small):
+    """Among blocks of one size that take turns, and among those that share fences."""
+    failed, ended = [], []
+    heap.groups.watch(1, lambda: bool(failed))
+    heap.groups.leave(1, lambda: bool(ended))
+    nbytes = 100 if small else 64 * MIB
+    with patch.object(heap.transport, "drops_at_once", 2):
+        told = [heap.allocate(nbytes) for _ in range(6)]
+        blocks = [each.block for each in told]
+        for block in blocks:
+            block.announced_to.add(1)
+        failed.append(True)
+        del told
+        others = [heap.allocate(nbytes) for _ in range(12)]
+        assert not {each.block.address for each in others} & {each.address for each in blocks}
+        ended.append(True)
+        del others
+        assert heap.used == 0
+
+
+def test_what_is_kept_for_kernels_comes_back_when_their_group_has_ended(heap):
+    fence, ended = Pending(), []
+    for group in (1, 2):
+        heap.groups.watch(group, lambda: False)
+        heap.groups.keep(group, heap.allocate(100))
+    assert heap.used == 512
+    heap.groups.leave(1, lambda: bool(ended))
+    assert heap.used == 512
+    ended.append(True)
     with patch.object(heap.transport, "fence", lambda: fence):
-        for group in range(2):
-            heap.groups.leave(group, lambda: True)
-        del buffer, other, each
-        assert heap.used == before, "kernels of theirs may be at work here"
-        failed.append(True)  # at the end of one
+        assert heap.used == 512, "kernels of this rank's own may use it"
         fence.done = True
-        assert heap.used == before - block.reserved and heap.find(block.address) is block
-    failed.clear()
-    assert heap.groups.may_write([1]) is False
+        assert heap.used == 256
+    heap.groups.keep(1, heap.allocate(100))
+    assert heap.used == 256, "nobody writes to it any more"
+    heap.groups.forget_all()
+    assert heap.used == 0
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,10 @@ class Context:
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         dropped = None if team is None else team.drop
-        self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number, dropped)
+        # Whether nobody waits for this context's memory, and no kernel of a peer writes there.
+        self._ended = board.ended if team is None else board.kernels_have_ended
+        leaving = self.heap, self.number, self._ended
+        self._dropping = weakref.finalize(self, _leave, board, dropped, *leaving)
         self._dropping.atexit = False
         self._announced: set[int] = set()  # the segments that all its ranks can attach
         if team is not None:
@@ -240,11 +243,11 @@ class Context:
         return self.caches[name]
 
     def keep_for_kernels(self, buffer: Buffer) -> None:
-        """Keep heap memory until this context and all that it was split from have ended.
+        """Keep heap memory until this context has ended, and all its ranks' kernels.
 
         For what kernels write while no array refers to it: they may run on after a `close`.
         """
-        self._runtime.kept.append(buffer)
+        self.heap.groups.keep(self.number, buffer)
 
     def keep_for_readers(self, memory: Any) -> None:
         """Let `memory`, of which this rank does not wait for the readers, outlive this context.
@@ -467,8 +470,9 @@ class DistributedContext(Context):
         the others have gone on without this rank; then it can be called again.
         """
         self.require_open()
-        if self.team is not None:
-            self.team.abort()  # kernels of a call that was given up may wait for ever
+        team = self.team
+        if team is not None:
+            team.abort()  # kernels of a call that was given up may wait for ever
         while True:
             ranks = self.board.survivors()
             try:
@@ -480,6 +484,9 @@ class DistributedContext(Context):
         if current.default() is self:
             current.set_default(made)
         self._leave_to(made)
+        if team is not None:
+            team.wait_for_kernels()  # then what they write can go to other arrays, else later
+            self.heap.recycle()
         return made
 
     def _successor(self, ranks: Sequence[int]) -> DistributedContext:
@@ -537,7 +544,7 @@ class DistributedContext(Context):
             self.team.leave()
         self.team = None
         self._dropping.detach()
-        self.heap.groups.leave(self.number, self.board.ended)
+        self.heap.groups.leave(self.number, self._ended)
         self.caches.clear()
         self.again.clear()
         self.repeats = None
@@ -562,11 +569,17 @@ def require_context() -> DistributedContext:
     return context
 
 
-def _leave(board: Board, heap: Heap, number: int, dropped: Callable[[], None] | None) -> None:
+def _leave(
+    board: Board,
+    dropped: Callable[[], None] | None,
+    heap: Heap,
+    number: int,
+    ended: Callable[[], bool],
+) -> None:
     board.leave()
     if dropped is not None:
         dropped()
-    heap.groups.leave(number, board.ended)
+    heap.groups.leave(number, ended)
 
 
 def open_contexts() -> list[DistributedContext]:

@@ -46,7 +46,6 @@ class Runtime:
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
         self._job: Board | None = None  # the board of all ranks, once it is made
-        self.kept: list[Buffer] = []  # what kernels may write at any time, until all contexts end
         self.mesh = Mesh(
             group,
             settings.startup_timeout,
@@ -189,7 +188,6 @@ class Runtime:
             transport.address(peer, segment, offset, nbytes) or 0
             for peer, (segment, offset, _) in zip(ranks, places, strict=True)
         ]
-        self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
         if all(map(self.mesh.same_host, ranks)):
             team = Team(device, board, pads[0], addresses)
             team.meets = any(check for *_, check in places)
@@ -203,7 +201,7 @@ class Runtime:
         """Drop transport and connections; mappings that arrays still use stay."""
         if hasattr(self, "transport"):
             self.transport.close()  # waits for what runs on the GPU
+            self.heap.groups.forget_all()
         if self._limit is not None:
             self._limit.end()
-        self.kept.clear()
         self.mesh.close()

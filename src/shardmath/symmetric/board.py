@@ -10,7 +10,8 @@ reads the others'. A row holds
     word 8  operation  the name of the operation under way, for other ranks' messages
     word 3  recovery   the last recovery of the group that this rank has asked for
     word 4  decision   the last one for which this rank has said who goes on
-    word 5  kernels    not 0 once no kernel of this rank sends the others anything more
+    word 5  kernels    1: no kernel of this rank sends the others anything more; 2: it has left, and
+                       all its kernels have ended
     word 6  refused    which board of some of the ranks it could not have, last
     reason, written before the state becomes FAILED, or before `refused`: why, and which ranks are
     to blame
@@ -75,6 +76,7 @@ _CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
 _CALLS = _MAIL + 2 * _MAIL_BYTES
 ROW_BYTES = _CALLS + LIST_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
+_SILENT, _ENDED = 1, 2
 _MESSAGE_LIMIT = 64 << 20
 _LOOKS = 10  # of compiled code, in the time of one of Python's
 _NAME = "shardmath.symmetric._board"  # of the module that board.c makes
@@ -535,7 +537,7 @@ class Board:
             words=(_RECOVERY, _DECISION),
             place=_MAIL,
             gone=self._gone,
-            wait=self._await_recovery,
+            wait=self.await_ranks,
         )
         try:
             return recovery.survivors()
@@ -547,7 +549,8 @@ class Board:
         states = [words[_STATE] for words in self._words]
         return {r for r in self._peers if states[r] == _LEFT} | set(self.dead())
 
-    def _await_recovery(self, awaited: Callable[[], list[int]]) -> None:
+    def await_ranks(self, awaited: Callable[[], list[int]], timeout: float | None = None) -> None:
+        """Wait until `awaited()` names no rank, whatever has failed. Raises OpTimeout."""
         wait_until(
             self._arrivals.polling(lambda: not awaited()),
             policy=self.policy,
@@ -555,6 +558,7 @@ class Board:
             peer_error=lambda _: None,
             doing=self.names.where,
             named=self.names.described,
+            timeout=timeout,
         )
 
     # -- states --------------------------------------------------------------------------------
@@ -676,9 +680,28 @@ class Board:
         """The watch over the peers' processes."""
         return self._watch
 
-    def end_kernels(self) -> None:
+    def silence_kernels(self) -> None:
         """Tell the peers that no kernel of this rank sends them anything more. From any thread."""
-        self._rows.announce(_KERNELS, 1)
+        self._rows.announce(_KERNELS, _SILENT)
+
+    def end_kernels(self) -> None:
+        """Tell the peers that all kernels of this rank have ended. From any thread."""
+        if self._own[_KERNELS] != _ENDED:
+            self._rows.announce(_KERNELS, _ENDED)
+
+    def at_work(self) -> list[int]:
+        """The peers of which kernels may write to this rank's memory. From any thread; never waits.
+
+        Those whose kernels and processes have not ended.
+        """
+        self._rows.receive()
+        working = [rank for rank in self._peers if self._words[rank][_KERNELS] != _ENDED]
+        dead = self._watch.dead() if working and self._watch is not None else frozenset()
+        return [rank for rank in working if self._watch_ranks[rank] not in dead]
+
+    def kernels_have_ended(self) -> bool:
+        """Whether no peer is `at_work`."""
+        return not self.at_work()
 
     def silent(self) -> list[int]:
         """The peers for which no kernel is to wait any more. From any thread; never waits.

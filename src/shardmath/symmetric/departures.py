@@ -34,7 +34,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.fence import DeferredReuse
-from shardmath.errors import CudaError
+from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric.board import Board
 
 PERIOD = 0.1  # seconds from one look at the boards to the next
@@ -109,16 +109,35 @@ class Departures:
     def look(self) -> bool:
         """Tell the kernels who has gone, and the peers when this rank's kernels have ended.
 
-        Whether there is more to come. Never waits, and calls no driver; by one thread at a time.
+        Whether there is more to come. Never waits, and calls no driver; what it does can be done
+        again, and by two threads at once.
         """
         board, words = self.board, self._words
         for rank in board.silent():
             words[rank] = 1
-        ended = bool(words[board.size])
-        if not self._told and (ended or (self.gone() and self._gave_up())):
-            self._told = True
+        if words[board.size]:
             board.end_kernels()
-        return not ended
+            return False
+        if not self._told and self.gone() and self._gave_up():
+            self._told = True
+            board.silence_kernels()
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the GPUs of all ranks, which leave, do all that they were asked to in that time.
+
+        `timeout` is in seconds.
+        """
+
+        def at_work() -> list[int]:
+            _settle()
+            return [self.board.rank] * self.look() + self.board.at_work()
+
+        try:
+            self.board.await_ranks(at_work, timeout)
+        except OpTimeout:
+            return False
+        return True
 
 
 _left: deque[Departures] = deque()  # groups that this rank has left, without a mark as yet

@@ -1,15 +1,15 @@
-"""Groups of ranks that know where blocks of this rank's heap lie.
+"""Groups of ranks that know where blocks of this rank's heap lie, and whose kernels write there.
 
-A group in which an operation was given up may have kernels of late ranks at work that write to what
-they were told of, at any time until their processes end: that memory goes to no other array.
+After an operation of a group was given up, kernels of late ranks may write to what they were told
+of; and the last signals of kernels arrive when nobody waits for them any more. So that memory goes
+to no other array before the group has ended: every other rank's GPU has done what it had been asked
+to do when the rank left the group, or the rank's process has ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-
-from shardmath.transport.base import Fence
+from collections.abc import Callable, Collection, Iterable
 
 
 class Groups:
@@ -17,12 +17,16 @@ class Groups:
 
     def __init__(self) -> None:
         self._left: deque[tuple[int, Callable[[], bool]]] = deque()
-        self._gave_up: dict[int, Callable[[], bool]] = {}
-        self._ending: list[tuple[list[int], Fence]] = []  # kernels of theirs run before the fence
+        self._watched: dict[int, tuple[Callable[[], bool], list[object]]] = {}
 
     def watch(self, group: int, gave_up: Callable[[], bool]) -> None:
         """`gave_up()` says whether an operation of the group did not come to its end here."""
-        self._gave_up[group] = gave_up
+        self._watched[group] = gave_up, []
+
+    def keep(self, group: int, memory: object) -> None:
+        """Keep memory until a watched group has ended. The garbage collector may call it."""
+        if group in self._watched:
+            self._watched[group][1].append(memory)
 
     def leave(self, group: int, ended: Callable[[], bool]) -> None:
         """This rank has left `group`, of which nothing is awaited once `ended()`.
@@ -31,31 +35,22 @@ class Groups:
         """
         self._left.append((group, ended))
 
-    def ended(self, fence: Callable[[], Fence | None]) -> list[int]:
-        """The groups that have ended since this was last asked.
+    def ended(self) -> set[int]:
+        """The groups that were left and have ended, until they are forgotten."""
+        return {group for group, ended in tuple(self._left) if ended()} if self._left else set()
 
-        One in which all went well is watched until its last kernels are done here: `fence()` is
-        behind what the device does, None while none can be set.
-        """
-        if not self._left and not self._ending:
-            return []
-        left = [self._left.popleft() for _ in range(len(self._left))]
-        over = [group for group, ended in left if ended()]
-        self._left.extend(group for group in left if group[0] not in over)
-        watched = [group for group in over if group in self._gave_up]
-        last = fence() if watched else None
-        if last is not None:
-            self._ending.append((watched, last))
-        self._ending, ending = [], self._ending
-        for groups, behind in ending:
-            if not behind.passed():
-                self._ending.append((groups, behind))
-                continue
-            for group in groups:
-                if not self._gave_up[group]():
-                    del self._gave_up[group]
-        return over
+    def forget(self, groups: Collection[int]) -> None:
+        """Keep nothing for groups that have ended, and watch them no more."""
+        for group in groups:
+            self._watched.pop(group, None)
+        for left in tuple(self._left):
+            if left[0] in groups:
+                self._left.remove(left)
+
+    def forget_all(self) -> None:
+        """Keep nothing for any group: their memory is used no more."""
+        self._watched.clear()
 
     def may_write(self, told: Iterable[int]) -> bool:
         """Whether late ranks of one of these groups may write to what they were told of."""
-        return any(self._gave_up[group]() for group in told if group in self._gave_up)
+        return any(self._watched[group][0]() for group in told if group in self._watched)

@@ -15,7 +15,8 @@ dropped first is used again where it lies, while a few that were dropped later w
 is behind, a small array takes more memory rather than wait for it, up to a limit; large ones follow
 each other in a few places.
 
-Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
+Timeouts. Where an operation of GPUs was given up, what its peers were told of is used again only
+when their group has ended: see `groups`.
 
 Interrupts. An exception can leave any of these methods half way. `_blocks` alone says which memory
 is taken, and changes in one step; everything else is worked out from it again by the next call.
@@ -309,8 +310,9 @@ class Heap:
             if block in self._retired and not (block.shared or block.handles):
                 if not self._is_due(block, len(turn) * block.reserved, collects):
                     return None
-                del self._retired[block], turn[place]
+                del turn[place]
                 if not self.groups.may_write(block.announced_to):
+                    del self._retired[block]
                     block.unused, block.fence = False, None
                     return block
             else:
@@ -401,6 +403,7 @@ class Heap:
         busy = False  # a fence has not passed, nor then have those that were set after it
         for block in self._retired:
             kept = block.shared or block.reserved <= larger_than
+            kept = kept or self.groups.may_write(block.announced_to)
             busy = busy or not (kept or block.idle)
             if kept or busy:
                 waiting[block] = None
@@ -415,9 +418,11 @@ class Heap:
 
         What has been retired since gets its fence.
         """
-        for group in self.groups.ended(self.transport.fence):
+        ended = self.groups.ended()
+        if ended:
             for block in self._blocks.values():
-                block.shared = {mark for mark in block.shared if mark[0] != group}
+                block.shared = {mark for mark in block.shared if mark[0] not in ended}
+            self.groups.forget(ended)  # which drops what was kept for them
         while self._dropped:
             block = self._dropped.popleft()
             if self._blocks.get(block.address) is not block:
@@ -440,9 +445,7 @@ class Heap:
         self._fresh = []
 
     def _reuse(self, block: Block) -> None:
-        """Give memory to other arrays, unless a late peer may write there: then to nobody."""
-        if self.groups.may_write(block.announced_to):
-            return
+        """Give memory to other arrays."""
         self.version += 1
         self.freed.discard(block)
         del self._blocks[block.address]
@@ -489,6 +492,8 @@ class Heap:
             return
         reusable = [b for b in self._retired if b.unused and b.fence and not b.shared]
         for block in [b for b in reusable if b.reserved <= _SMALL][:-many]:
+            if self.groups.may_write(block.announced_to):
+                continue
             if not block.idle:
                 break
             del self._retired[block]

@@ -34,6 +34,7 @@ CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
 _WORD = 8
 _LAUNCHES = 512  # that are kept ready
+_LAST_KERNELS = 2.0  # seconds that recover() gives GPUs to end what they do
 _LONGEST_NAP = 2e-3  # seconds, between two looks at a stream
 _OPERATIONS = {
     structs.OF_BARRIER: "barrier",
@@ -283,6 +284,14 @@ class Team:
         """Tell the peers, once this rank's kernels have ended, that they have. See Departures."""
         if self._departures is not None:
             self._departures.leave()
+
+    def wait_for_kernels(self) -> None:
+        """Wait, when all ranks leave, until their kernels have ended, but not for what is behind.
+
+        These end soon, since none waits any more.
+        """
+        if self._departures is not None:
+            self._departures.wait(min(_LAST_KERNELS, self._board.policy.timeout))
 
     @property
     def drop(self) -> Callable[[], None] | None:

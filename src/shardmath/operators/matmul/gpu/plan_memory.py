@@ -30,7 +30,7 @@ class PlanMemory:
         self.team: Team = context.team
         self.bases = tuple(bases)
         self._buffer: Buffer | None = buffer
-        self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
+        self._kept = weakref.finalize(self, context.heap.groups.keep, context.number, buffer)
         self._kept.atexit = False
 
     @classmethod
@@ -91,9 +91,3 @@ class PlanMemory:
         self._kept.detach()
         self._buffer = None
         return True
-
-
-def _keep(context: weakref.ref[Context], buffer: Buffer) -> None:
-    living = context()
-    if living is not None:
-        living.keep_for_kernels(buffer)
