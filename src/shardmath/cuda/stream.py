@@ -71,14 +71,32 @@ def any_capturing(device: Device) -> bool:
     return any(status or int(state) for status, state in answers)
 
 
+def new_stream(owner: object, device: Device, *, first: bool = False) -> Any:
+    """A stream that does not wait for the default one, and goes when it is done and `owner` gone.
+
+    Where it is to be `first`, its kernels come before what is left of kernels of other streams.
+    """
+    device.activate()
+    greatest = call("cuCtxGetStreamPriorityRange")[1] if first else 0
+    stream = call("cuStreamCreateWithPriority", 1, greatest)
+    weakref.finalize(owner, _destroy, "cuStreamDestroy", stream).atexit = False
+    return stream
+
+
+def new_event(owner: object) -> Any:
+    """An event without times, which goes with `owner`. The device's context is the thread's."""
+    event = call("cuEventCreate", 2)
+    weakref.finalize(owner, _destroy, "cuEventDestroy", event).atexit = False
+    return event
+
+
 class SideStream:
     """A second stream, forked from the user's and joined to it again."""
 
     def __init__(self, device: Device) -> None:
-        device.activate()
         self._device = device
-        self._stream = call("cuStreamCreate", 1)  # it does not wait for the default stream
-        self._event = call("cuEventCreate", 2)  # without times
+        self._stream = new_stream(self, device)
+        self._event = new_event(self)
 
     @contextmanager
     def forked(self, stream: int) -> Iterator[Any]:
@@ -102,8 +120,7 @@ class StreamOrder:
     def __init__(self, device: Device) -> None:
         device.activate()
         self._device = device
-        self._done = call("cuEventCreate", 2)  # no timing; see `_mark`
-        weakref.finalize(self, _destroy, self._done).atexit = False
+        self._done = new_event(self)  # see `_mark`
         self._stream: int | None = None  # of the last section
         self.captured = False  # whether a CUDA graph has ever been told of such work
         self._last_captured: tuple[int, int] | None = None  # the capture, and the stream in it
@@ -169,8 +186,7 @@ class StreamOrder:
     def _end_captured(self, stream: int) -> None:
         """Remember where in the capture the section has ended. It waits for no earlier capture."""
         if self._captured_done is None:
-            self._captured_done = call("cuEventCreate", 2)
-            weakref.finalize(self, _destroy, self._captured_done).atexit = False
+            self._captured_done = new_event(self)
         call("cuEventRecord", self._captured_done, stream)
         self._last_captured = _capture_of(stream), stream
 
@@ -209,9 +225,9 @@ def _capture_of(stream: int) -> int:
     return int(call("cuStreamGetCaptureInfo", stream)[1])
 
 
-def _destroy(event: Any) -> None:
-    with suppress(CudaError):
-        call("cuEventDestroy", event)
+def _destroy(function: str, handle: Any) -> None:
+    with suppress(CudaError), beside_captures():
+        call(function, handle)
 
 
 def _handle(stream: Any) -> int:

@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import beside_captures, call
 from shardmath.cuda.graph import Graph
-from shardmath.cuda.stream import OrderedSection, StreamOrder
+from shardmath.cuda.stream import OrderedSection, StreamOrder, new_event, new_stream
 from shardmath.errors import HeapExhausted
 from shardmath.handles.device_array import Copy
 from shardmath.symmetric.heap import Block, Buffer
@@ -76,9 +76,7 @@ class Lane:
         may be kernels, and would come after a product that they are to run beside.
         """
         if name not in self._streams:
-            self.team.device.activate()
-            _, greatest = call("cuCtxGetStreamPriorityRange")
-            self._streams[name] = call("cuStreamCreateWithPriority", 1, greatest)
+            self._streams[name] = new_stream(self, self.team.device, first=True)
         return self._streams[name]
 
     @property
@@ -91,7 +89,7 @@ class Lane:
     def event(self, name: str) -> Any:
         """An event of the lane's own."""
         if name not in self._events:
-            self._events[name] = call("cuEventCreate", 2)  # no timing
+            self._events[name] = new_event(self)
         return self._events[name]
 
     def barrier(self, stream: int) -> None:

@@ -19,6 +19,7 @@ from shardmath.cuda.allocation import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
+from shardmath.cuda.stream import new_event, new_stream
 from shardmath.operators.fft.pushes import Start, tables
 from shardmath.symmetric.team import Team
 
@@ -73,10 +74,8 @@ class PushStream:
         device.zero(counters.block.address, _COUNTERS)
         context.keep_for_kernels(counters)
         self._counters = counters.block.address
-        _, highest = call("cuCtxGetStreamPriorityRange")
-        # It does not wait for the default stream, and its kernel starts before others' next blocks.
-        self.stream = call("cuStreamCreateWithPriority", 1, highest)
-        self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
+        self.stream = new_stream(self, device, first=True)
+        self._fork, self._join = new_event(self), new_event(self)
         # None is loaded while another waits for it.
         for name in ("push", "signal_ready", "wait_for_chunk"):
             self._kernel(name).load()
