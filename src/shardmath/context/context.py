@@ -25,7 +25,8 @@ from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import Board, OperationGuard
-from shardmath.symmetric.heap import Block, Buffer, Heap, Location
+from shardmath.symmetric.groups import Groups
+from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Channel, Deliver
 
@@ -79,11 +80,9 @@ class Context:
         self.again: dict[bytes, Any] = {}  # calls that come again, as users make them: direct.c
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
-        dropped = None if team is None else team.drop
-        # Whether nobody waits for this context's memory, and no kernel of a peer writes there.
-        self._ended = board.ended if team is None else board.kernels_have_ended
-        leaving = self.heap, self.number, self._ended
-        self._dropping = weakref.finalize(self, _leave, board, dropped, *leaving)
+        drop = None if team is None else team.drop
+        leaving = board, drop, self.heap.groups, self.number
+        self._dropping = weakref.finalize(self, _leave, *leaving)
         self._dropping.atexit = False
         self._announced: set[int] = set()  # the segments that all its ranks can attach
         if team is not None:
@@ -539,12 +538,10 @@ class DistributedContext(Context):
     def _end(self, why: str) -> None:
         """Take no part any more; what this context shares with others stays."""
         self.closed = why
-        self.board.leave()
+        self._dropping()
         if self.team is not None:
-            self.team.leave()
+            self.team.leave()  # which the garbage collector puts off
         self.team = None
-        self._dropping.detach()
-        self.heap.groups.leave(self.number, self._ended)
         self.caches.clear()
         self.again.clear()
         self.repeats = None
@@ -569,17 +566,14 @@ def require_context() -> DistributedContext:
     return context
 
 
-def _leave(
-    board: Board,
-    dropped: Callable[[], None] | None,
-    heap: Heap,
-    number: int,
-    ended: Callable[[], bool],
-) -> None:
+def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number: int) -> None:
+    """Leave a context. Peers' kernels may write to its memory for longer than they wait for it."""
     board.leave()
-    if dropped is not None:
-        dropped()
-    heap.groups.leave(number, ended)
+    if drop is None:
+        groups.leave(number, board.ended)
+    else:
+        drop()
+        groups.leave(number, board.kernels_have_ended)
 
 
 def open_contexts() -> list[DistributedContext]:
