@@ -203,16 +203,16 @@ class Board:
             if calls is not None:
                 calls.meet()
             page, number = self._page, self.rounds + 1
-            found: Texts | None = None
+            texts: Texts | None = None
             published = page is not None and len(text) + len(payload) <= _CHUNK
             if published:
-                found = page.exchange(number, text, payload, expected)
-            if found is None:
-                found = self._gather(text, payload, expected, published=published)
+                texts = page.exchange(number, text, payload, expected)
+            if texts is None:
+                texts = self._gather(text, payload, expected, published=published)
             else:
                 self.rounds = number
             self.require_level()
-            return found
+            return texts
         finally:
             self._lock.release()
 
@@ -220,9 +220,9 @@ class Board:
         """The texts and payloads, where compiled code has published all that this rank has, and
         a peer was late.
         """
-        found = self._gather(text, payload, expected, published=True)
+        texts = self._gather(text, payload, expected, published=True)
         self.require_level()
-        return found
+        return texts
 
     def meet_calls(self) -> None:
         """Let no rank run further ahead: the ranks meet now. For compiled code."""
@@ -287,11 +287,11 @@ class Board:
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return heads, chunks
 
-    def _stale(self, found: int, number: int) -> RankFailure:
+    def _stale(self, other: int, number: int) -> RankFailure:
         """The error for a mailbox of another round than the one that was published."""
         error = RankFailure(
             f"{self.names.where()}: a peer published round {number} with the message of round "
-            f"{found}"
+            f"{other}"
         )
         self._fail_with(error)
         return error
@@ -339,7 +339,7 @@ class Board:
         assert calls is not None, "ranks may run ahead"
 
         def missing() -> list[int]:
-            meets = any(words[each] > own[each] for each in (_EXCHANGE, _BARRIER))
+            meets = any(words[word] > own[word] for word in (_EXCHANGE, _BARRIER))
             return [] if meets or calls.ahead([rank]) else [rank]
 
         self._await_ranks(missing)
@@ -711,14 +711,14 @@ class Board:
         """
         self._rows.receive()
         dead = self._watch.dead() if self._watch is not None else frozenset()
-        found = []
+        silent = []
         for rank in self._peers:
             died, state = self._watch_ranks[rank] in dead, self._words[rank][_STATE]
             if state in (_FAILED, _MISMATCHED) or (died and state == _RUNNING):
                 return list(self._peers)
             if died or self._words[rank][_KERNELS]:
-                found.append(rank)
-        return found
+                silent.append(rank)
+        return silent
 
     def silent_peer_error(self, late: Sequence[int]) -> Exception | None:
         """As `ended_peer_error`, where kernels have waited for these ranks.

@@ -76,13 +76,13 @@ class Departures:
 
     def ask(self, gave_up: Callable[[], bool]) -> None:
         """`gave_up()`, a method, says whether kernels here have given up what peers count on."""
-        found = weakref.WeakMethod(gave_up)
+        living = weakref.WeakMethod(gave_up)
 
-        def asked() -> bool:
-            method = found()
+        def gave_up_while_living() -> bool:
+            method = living()
             return method is not None and method()
 
-        self._gave_up = asked
+        self._gave_up = gave_up_while_living
 
     def gone(self) -> list[int]:
         """The ranks for which kernels wait no more."""
@@ -189,8 +189,9 @@ class _Watch:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the program
         while watched := self._look():
             poll = select.poll()
-            for board in {id(each.board.watch): each.board for each in watched}.values():
-                for descriptor, events in board.watch.pending() if board.watch else ():
+            boards = [departures.board for departures in watched]
+            for peers in {id(board.watch): board.watch for board in boards}.values():
+                for descriptor, events in peers.pending() if peers else ():
                     poll.register(descriptor, events)
             poll.poll(PERIOD * 1000)
 
@@ -198,9 +199,9 @@ class _Watch:
         """Look at all; what is still watched. The thread is to end where that is nothing."""
         with self._lock:
             watched = list(self._watched)
-        done = [each for each in watched if not each.look()]
+        done = [departures for departures in watched if not departures.look()]
         with self._lock:
-            self._watched = [each for each in self._watched if each not in done]
+            self._watched = [left for left in self._watched if left not in done]
             if not self._watched:
                 self.thread = None
             return list(self._watched)

@@ -103,10 +103,10 @@ class Recovery:
     def _decision_of(self, rank: int) -> list[int]:
         data = self._rows.bytes[rank][self._place : self._place + self._mask_bytes].tobytes()
         mask = int.from_bytes(data, "little")
-        found = [each for each in self._ranks if mask >> each & 1]
-        if self._rank not in found:
-            raise RankFailure(f"rank {self._rank}: the other ranks went on without it", found)
-        return found
+        survivors = [rank for rank in self._ranks if mask >> rank & 1]
+        if self._rank not in survivors:
+            raise RankFailure(f"rank {self._rank}: the other ranks went on without it", survivors)
+        return survivors
 
     @property
     def _mask_bytes(self) -> int:

@@ -218,8 +218,8 @@ class Team:
         launch = self._launches.find(key)
         if launch is None:
             argument = Argument(self.packed(timeout) + tail)
-            found, early = self.kernel(file, function), file == "signals"
-            launch = self._launches.keep(key, found.ready(1, threads, argument, early=early))
+            made, early = self.kernel(file, function), file == "signals"
+            launch = self._launches.keep(key, made.ready(1, threads, argument, early=early))
         launch.put(stream)
 
     @property
@@ -273,7 +273,7 @@ class Team:
         if self.broken:
             return True
         late = self._notes[1:].reshape(self.size, 3)[:, 0]
-        return bool(self._notes[0]) and any(_breaks_counts(int(each)) for each in late)
+        return bool(self._notes[0]) and any(_breaks_counts(int(operation)) for operation in late)
 
     def abort(self) -> None:
         """End what kernels wait for in any team of these ranks: their group is at its end."""
@@ -325,8 +325,8 @@ class Team:
             tags |= {rank: int(late[rank, 2]) for rank in different}
             return self._board.concluded(self._board.verdict(self.explain(tags)))
         if refused[0] & 0xFFFFFFFF == structs.MISFIT and self.explain_misfit is not None:
-            found = self.explain_misfit(refused[1], refused[2])
-            return self._board.concluded(self._board.verdict(found))
+            misfit = self.explain_misfit(refused[1], refused[2])
+            return self._board.concluded(self._board.verdict(misfit))
         gone = self._board.silent_peer_error(ranks)
         if gone is not None:
             return self._board.concluded(gone)
