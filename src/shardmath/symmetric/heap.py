@@ -403,9 +403,8 @@ class Heap:
         busy = False  # a fence has not passed, nor then have those that were set after it
         for block in self._retired:
             kept = block.shared or block.reserved <= larger_than
-            kept = kept or self.groups.may_write(block.announced_to)
             busy = busy or not (kept or block.idle)
-            if kept or busy:
+            if kept or busy or self.groups.may_write(block.announced_to):
                 waiting[block] = None
             elif block.unused:
                 self._reuse(block)

@@ -3,7 +3,8 @@
     rank 0   call, gives up, drops the result ─ new arrays ····················· are as they were
     rank 1   call, on a stream that is busy ························ pushes into rank 0's result
 
-That memory was given back, and must not have gone to one of the new arrays.
+That memory was given back, and must not have gone to one of the new arrays, before the group has
+been recovered and the last kernel has ended.
 """
 
 from __future__ import annotations
@@ -68,8 +69,18 @@ def check(context, kind):
         torch.cuda.synchronize()
         in_time = in_time and group.team.gave_up()
         context.barrier()
-        wrong = [i for i, each in enumerate(new) if not bool((each == 7).all())]
-    return in_time, wrong, place in [each.data_ptr() for each in new]
+        wrong = [i for i, array in enumerate(new) if not bool((array == 7).all())]
+    given = place in [array.data_ptr() for array in new]
+    del new
+    group = group.recover()
+    while any(context.agree("memory", lambda: is_taken(context, place), list)):
+        pass
+    return in_time, wrong, given
+
+
+def is_taken(context, place):
+    """Whether the memory there belongs to an array that has gone."""
+    return context.heap.used and context.heap.find(place) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
