@@ -3,6 +3,9 @@
 Each rank's GPU is a word that says whether it has done what it was asked to.
 """
 
+import gc
+import weakref
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,6 +14,7 @@ from given_up import NBYTES, ROUNDS, give_up, use_below, used_in_each
 
 from heap_use import settled_use
 from mortal import Job
+from shardmath.collectives.ahead import Ahead
 from shardmath.context import startup
 from shardmath.context.runtime import Runtime
 from shardmath.symmetric import departures, structs
@@ -124,8 +128,6 @@ def test_what_is_kept_ends_with_the_job():
     kept = SimpleNamespace()
 
     def body(context, _):
-        import weakref
-
         buffer = context.heap.allocate(NBYTES)
         context.keep_for_kernels(buffer)
         kept.buffer, kept.context = weakref.ref(buffer), context
@@ -133,5 +135,20 @@ def test_what_is_kept_ends_with_the_job():
         startup.finalize()
         assert isinstance(kept.context.heap, Heap)
         return kept.buffer() is None
+
+    assert ranks_with_gpus(2, body) == [True] * 2
+
+
+def test_a_group_that_is_dropped_is_collected_whatever_its_peers_know_of_it():
+    """Calls with which ranks run ahead have plans that refer to the context."""
+
+    def body(context, _):
+        part = context.split(0)
+        ahead, form = Ahead.of(part), SimpleNamespace(counted=False)
+        ahead.keep("all_reduce", form, (1,), None, None, partial(print, part))
+        living = weakref.ref(part)
+        del part, ahead
+        gc.collect()
+        return living() is None
 
     assert ranks_with_gpus(2, body) == [True] * 2

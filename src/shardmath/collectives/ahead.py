@@ -38,6 +38,18 @@ def _tag_of(*what: bytes) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
+def _weakly(method: Callable[..., Exception]) -> Callable[..., Exception]:
+    """The same method, which keeps its object no longer."""
+    living = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Exception:
+        bound = living()
+        assert bound is not None, "its context is in use"
+        return bound(*arguments)
+
+    return call
+
+
 class KnownCall(NamedTuple):
     """A call that all ranks know: what they share of it, what `out` must be, and its plan.
 
@@ -74,8 +86,10 @@ class Ahead:
         # What this rank says in the meeting under way: its spec, or its mistake.
         self._own: Spec | Exception | None = None
         if not self._meets and context.size > 1:
-            team.explain, team.explain_misfit = self._explain, self._explain_misfit
-            self._board.let_run_ahead(self._explain_passed)
+            # Weakly: they outlive a context that is dropped, which the plans of calls refer to.
+            team.explain = _weakly(self._explain)
+            team.explain_misfit = _weakly(self._explain_misfit)
+            self._board.let_run_ahead(_weakly(self._explain_passed))
 
     @classmethod
     def of(cls, context: Context) -> Ahead:

@@ -45,7 +45,8 @@ class DeferredReuse(Generic[T]):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        # An exception that strikes before its release must not keep this thread from going on.
+        self._lock = threading.RLock()
         self._left: deque[T] = deque()
         self._behind: list[tuple[DeviceFence, list[T]]] = []
         self.leave = self._left.append

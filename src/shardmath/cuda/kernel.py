@@ -146,7 +146,9 @@ class ReadyLaunch:
     def put(self, stream: int) -> None:
         """Put it on `stream`. The device's context must be the calling thread's."""
         if stream != self._stream:
-            self._config.hStream = self._stream = stream
+            self._stream = -1  # whatever an exception leaves
+            self._config.hStream = stream
+            self._stream = stream
         call("cuLaunchKernelEx", self._config, self._function, self._argument.address, 0)
 
 
@@ -239,6 +241,6 @@ def _three(extent: Extent) -> tuple[int, int, int]:
     return x, y, z
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _libraries: dict[tuple[int, tuple[str, ...]], Any] = {}
 _kernels: dict[tuple[int, tuple[str, ...], str, int], Kernel] = {}

@@ -163,7 +163,11 @@ def _mark_behind_all(device: Device, report: Report, place: int) -> bool:
 
 
 class _Watch:
-    """The thread, and what it watches."""
+    """The thread, and what it watches.
+
+    There is no lock, which an exception in another thread could leave held: who adds to the list
+    looks for the thread thereafter, and the thread looks at the list after it has taken its leave.
+    """
 
     def __init__(self) -> None:
         self._forget()
@@ -172,18 +176,16 @@ class _Watch:
     def _forget(self) -> None:
         """A forked child has no such thread, and no rank's place: it starts its own if need be."""
         _left.clear()
-        self._lock = threading.Lock()
         self._watched: list[Departures] = []
         self.thread: threading.Thread | None = None
 
     def add(self, departures: Departures) -> None:
-        with self._lock:
-            self._watched.append(departures)
-            if self.thread is None or not self.thread.is_alive():  # an interrupt may have kept it
-                self.thread = threading.Thread(
-                    target=self._run, name="shardmath: departures", daemon=True
-                )
-                self.thread.start()
+        self._watched.append(departures)
+        if self.thread is None or not self.thread.is_alive():  # an interrupt may have kept it
+            self.thread = threading.Thread(
+                target=self._run, name="shardmath: departures", daemon=True
+            )
+            self.thread.start()
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the program
@@ -197,14 +199,15 @@ class _Watch:
 
     def _look(self) -> list[Departures]:
         """Look at all; what is still watched. The thread is to end where that is nothing."""
-        with self._lock:
-            watched = list(self._watched)
-        done = [departures for departures in watched if not departures.look()]
-        with self._lock:
-            self._watched = [left for left in self._watched if left not in done]
-            if not self._watched:
-                self.thread = None
-            return list(self._watched)
+        for departures in list(self._watched):
+            if not departures.look():
+                self._watched.remove(departures)
+        own = threading.current_thread()
+        if not self._watched:
+            self.thread = None
+            if self._watched and self.thread is None:  # who added has seen it alive
+                self.thread = own
+        return list(self._watched) if self.thread is own else []
 
 
 @cache
@@ -261,7 +264,7 @@ class _Reports:
     def __init__(self, device: Device, count: int) -> None:
         self._device = device
         self._count = count
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._free: list[_PinnedWords] = []
         self.left: DeferredReuse[_PinnedWords] = DeferredReuse(device)
 

@@ -159,7 +159,10 @@ class Buffer:
         self.group: str | None = None
 
     def __del__(self) -> None:
-        self._dropped.append(self.block)
+        try:  # noqa: SIM105 - what is dropped in each call is dropped fast
+            self._dropped.append(self.block)
+        except AttributeError:  # an exception has left `__init__`: the heap will find the block
+            pass
 
     @property
     def interface(self) -> str:

@@ -26,7 +26,7 @@ class PeerWatch:
         self._rank_of: dict[int, int] = {}
         self._pidfds: list[int] = []
         self._dead: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         for rank, (pid, socket_fd) in peers.items():
             self._watch(rank, pid, socket_fd)
 

@@ -85,7 +85,7 @@ def product(device: Device, shape: MatmulProblem) -> Product | None:
         return _products.made((device.ordinal, shape), lambda: Product.make(device, shape))
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _products: LRUCache[tuple[int, MatmulProblem], Product | None] = LRUCache(_KEPT)
 
 

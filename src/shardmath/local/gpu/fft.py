@@ -147,6 +147,7 @@ class _Plan:
     def bind(self, stream: int, work_area: int) -> None:
         """Use this stream, and this work area."""
         if self._bound != (stream, work_area):
+            self._bound = (-1, -1)  # whatever an exception leaves
             _checked("set_stream", self._cufft.set_stream, self._handle, stream)
             if self.work_bytes:
                 _checked("set_work_area", self._cufft.set_work_area, self._handle, work_area)
