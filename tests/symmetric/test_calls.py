@@ -27,24 +27,29 @@ TELL = 4  # a call of which this rank wants to know what all say with it,
 QUIET = 5  # and the same call where it does not
 
 
+def board_of(rows, size):
+    return Board(
+        rows,
+        rank=rows.rank,
+        size=size,
+        watch=None,
+        watch_ranks=range(size),
+        names=[f"pid {r}" for r in range(size)],
+        policy=WaitPolicy(LIMIT, notice=100, spins=0),
+    )
+
+
 def boards_of(size, schedule):
     memory = mmap.mmap(-1, board_bytes(size))
     found = []
     for rank in range(size):
         rows = Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
         rows.words = [Word(words, schedule) for words in rows.words]
-        board = Board(
-            rows,
-            rank=rank,
-            size=size,
-            watch=None,
-            watch_ranks=range(size),
-            names=[f"pid {r}" for r in range(size)],
-            policy=WaitPolicy(LIMIT, notice=100, spins=0),
-        )
+        board = board_of(rows, size)
 
         def explain(tags, rank=rank):
-            return CollectiveMismatch(f"{sorted(set(tags.values()))}, where rank {rank} meets")
+            known = {tag for tag in tags.values() if tag is not None}  # of those that have come
+            return CollectiveMismatch(f"{sorted(known)}, where rank {rank} meets")
 
         board.let_run_ahead(explain)
         found.append(board)
@@ -136,3 +141,16 @@ def test_no_rank_is_further_ahead_than_can_be_read(monkeypatch):
     with monkeypatch.context() as patch:
         found, furthest = outcomes(1, [calls, calls], patch)
     assert found == ["out"] * 2 and furthest < WINDOW
+
+
+def test_of_a_rank_that_has_not_come_nothing_is_said():
+    """Rank 0 runs ahead, rank 2 meets, and rank 1 is still on its way to either."""
+    memory, told = mmap.mmap(-1, board_bytes(3)), []
+    rows = [Rows(memory, rank=rank, size=3, row_bytes=ROW_BYTES) for rank in range(3)]
+    boards = [board_of(own, 3) for own in rows]
+    for board in boards:
+        board.let_run_ahead(lambda tags: told.append(tags) or CollectiveMismatch("differ"))
+    boards[0].run_ahead("call", 7)
+    with pytest.raises(CollectiveMismatch, match="differ"):
+        boards[2].exchange("meet", b"")
+    assert told == [{0: 7, 1: None}]

@@ -221,20 +221,26 @@ class Ahead:
         specs = [known.form.of_row(known.common, row) for row in collectives.rows(launch)]
         return self._difference([known.operation], specs, [known])
 
-    def _explain_passed(self, tags: Mapping[int, int]) -> Exception:
-        """What all ranks raise where peers ran ahead by these tags, and this rank meets them."""
+    def _explain_passed(self, tags: Mapping[int, int | None]) -> Exception:
+        """What all ranks raise where peers ran ahead by these tags, and this rank meets them.
+
+        Of a rank without a tag nothing is known; where all specs are compared, it is to agree with
+        the first that ran ahead, so that it is not blamed.
+        """
         operation, own = self._board.operation, self._own
-        calls = [self._by_tag.get(tags[r]) if r in tags else None for r in range(self._size)]
-        names = [
-            operation if rank not in tags else call.operation if call else "something else"
-            for rank, call in enumerate(calls)
-        ]
         if isinstance(own, Exception):
             return refused_by(self._rank, own)
-        specs = [
-            call.whole(self._words_of(rank, call)) if call else None if rank in tags else own
-            for rank, call in enumerate(calls)
-        ]
+        first = min(rank for rank, tag in tags.items() if tag is not None)
+        names: list[str | None] = [operation] * self._size
+        specs: list[Spec | None] = [own] * self._size
+        calls: list[KnownCall | None] = [None] * self._size
+        for rank, tag in tags.items():
+            like = rank if tag is not None else first
+            call = calls[rank] = self._by_tag.get(tags[like] or 0)
+            names[rank] = call.operation if call else "something else"
+            specs[rank] = call.whole(self._words_of(like, call)) if call else None
+            if like != rank:
+                names[rank] = None
         return self._difference(names, specs, calls)
 
     def _words_of(self, rank: int, call: KnownCall) -> Shape:
@@ -244,11 +250,12 @@ class Ahead:
 
     def _difference(
         self,
-        names: Sequence[str],
+        names: Sequence[str | None],
         specs: Sequence[Spec | None],
         calls: Sequence[KnownCall | None],
     ) -> Exception:
-        if len(set(names)) > 1 or None in specs:
+        known = set(names) - {None}
+        if len(known) > 1 or None in specs:
             return CollectiveMismatch(different(names))
         build = next(call.build for call in calls if call is not None)
         try:
@@ -256,6 +263,6 @@ class Ahead:
         except Exception as error:
             return error.with_traceback(None)
         return CollectiveMismatch(
-            f"the ranks called {names[0]} alike, but not at the same place: all ranks must make "
+            f"the ranks called {known.pop()} alike, but not at the same place: all ranks must make "
             "the same calls in the same order"
         )

@@ -142,7 +142,9 @@ class Board:
         self.failure: str | None = None
         self._watch_first: Callable[[], None] = _all_have_it
         self.calls: Calls | None = None  # with which ranks run ahead, if any may
-        self._explain: Callable[[Mapping[int, int]], Exception] = lambda _: CollectiveMismatch()
+        self._explain: Callable[[Mapping[int, int | None]], Exception] = lambda _: (
+            CollectiveMismatch()
+        )
         self._verdict: Exception | None = None  # what all ranks are to raise, in the same words
 
     @staticmethod
@@ -298,11 +300,12 @@ class Board:
 
     # -- calls without a meeting ---------------------------------------------------------------
 
-    def let_run_ahead(self, explain: Callable[[Mapping[int, int]], Exception]) -> None:
+    def let_run_ahead(self, explain: Callable[[Mapping[int, int | None]], Exception]) -> None:
         """From now on ranks may make calls without meeting here: `run_ahead`. Collective, once.
 
         `explain(tags)` is what all ranks are to raise where this rank meets, and peers have gone on
-        with calls of these tags, by rank. None for ranks of several hosts.
+        with calls of these tags, by rank; None is that of a rank that has not come so far. Nothing
+        is done for ranks of several hosts.
         """
         if self.calls is None and not self._rows.needs_polling:
             self.calls, self._explain = Calls(self._rows, _CALLS), explain
@@ -361,8 +364,10 @@ class Board:
         self._await_ranks(lambda: behind)
         raise AssertionError("whoever was passed gives up")
 
-    def _passed_error(self, calls: Calls, ahead: Sequence[int]) -> Exception:
-        return self.verdict(self._explain({rank: calls.next_of(rank) for rank in ahead}))
+    def _passed_error(self, calls: Calls, late: Sequence[int]) -> Exception:
+        ahead = calls.ahead(late)
+        tags = {rank: calls.next_of(rank) if rank in ahead else None for rank in late}
+        return self.verdict(self._explain(tags))
 
     def verdict(self, error: Exception) -> Exception:
         """`error`, which all ranks are to raise in the same words, if this one does."""
@@ -641,9 +646,8 @@ class Board:
         if calls is not None:
             if calls.behind(late):
                 return self.ended_peer_error(late)
-            ahead = calls.ahead(late)
-            if ahead:
-                return self.ended_peer_error(late) or self._passed_error(calls, ahead)
+            if calls.ahead(late):
+                return self.ended_peer_error(late) or self._passed_error(calls, late)
         return self.peer_error(late)
 
     def _mismatch_error(self, late: Sequence[int]) -> Exception | None:

@@ -55,11 +55,15 @@ def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
     return [text[len(prefix) :] for text in texts]
 
 
-def different(names: Sequence[str]) -> str:
-    """Who called which operation, by rank; those together that called the same."""
+def different(names: Sequence[str | None]) -> str:
+    """Who called which operation, by rank; those together that called the same.
+
+    Ranks of which that is not known are left out.
+    """
     callers: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
-        callers.setdefault(name, []).append(rank)
+        if name is not None:
+            callers.setdefault(name, []).append(rank)
     calls = "; ".join(f"{rank_names(ranks)} called {name}" for name, ranks in callers.items())
     return f"the ranks called different operations: {calls}"
 
