@@ -22,6 +22,7 @@ from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
 from shardmath.context.context import Context, require_context
@@ -89,7 +90,7 @@ class Driver:
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._compiled = self.performer.direct and CompiledCalls.of(
-            context, self._known.looks, self._otherwise
+            context, self._known.looks, weakly(self._otherwise)
         )
         self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
         self._options: LRUCache[Any, Any] = LRUCache(_KEPT)  # that are equal

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.weak_method import weakly
 from shardmath.collectives.cells import DeviceCollectives
 from shardmath.collectives.forms import Form, Spec
 from shardmath.collectives.operand import OutputSpec, Shape
@@ -36,18 +37,6 @@ def _tag_of(*what: bytes) -> int:
     """A number of 48 bits that stands for a call, the same on all ranks; never 0."""
     digest = blake2b(b"\0".join(what), digest_size=_TAG_BYTES).digest()
     return int.from_bytes(digest, "little") or 1
-
-
-def _weakly(method: Callable[..., Exception]) -> Callable[..., Exception]:
-    """The same method, which keeps its object no longer."""
-    living = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Exception:
-        bound = living()
-        assert bound is not None, "its context is in use"
-        return bound(*arguments)
-
-    return call
 
 
 class KnownCall(NamedTuple):
@@ -87,9 +76,9 @@ class Ahead:
         self._own: Spec | Exception | None = None
         if not self._meets and context.size > 1:
             # Weakly: they outlive a context that is dropped, which the plans of calls refer to.
-            team.explain = _weakly(self._explain)
-            team.explain_misfit = _weakly(self._explain_misfit)
-            self._board.let_run_ahead(_weakly(self._explain_passed))
+            team.explain = weakly(self._explain)
+            team.explain_misfit = weakly(self._explain_misfit)
+            self._board.let_run_ahead(weakly(self._explain_passed))
 
     @classmethod
     def of(cls, context: Context) -> Ahead:
