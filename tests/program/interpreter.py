@@ -15,7 +15,7 @@ from copying import copy_moves, perform
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import moves, shared_part
 from shardmath.local import epilog, float8
-from shardmath.local.fft import transform
+from shardmath.local.fft import bound_transform
 from shardmath.local.rounding import round_into
 from shardmath.program.steps import (
     Axpby,
@@ -177,7 +177,7 @@ def fourier(step, rank, buffers):
     copy_moves(found, lambda src: buffers[src][step.source], taken, rank=rank)
     if taken.size:
         named = {"kind": step.kind, "forward": step.forward, "norm": step.norm}
-        transform(taken, step.axes, out=target, **named)
+        bound_transform(taken, step.axes, out=target, **named)()
 
 
 def number_or_array(name, own, shape):

@@ -23,25 +23,6 @@ Kind = Literal["C2C", "R2C", "C2R"]
 Norm = Literal["backward", "ortho", "forward"] | None
 
 
-def transform(
-    x: HostArray,
-    axes: Sequence[int],
-    *,
-    out: HostArray,
-    kind: Kind,
-    forward: bool,
-    norm: Norm,
-    engine: str = "scipy",
-) -> None:
-    """Write the transform of `x` along `axes` to `out`, which for C2C may be `x` itself.
-
-    R2C halves the last of `axes`, C2R makes it as long as `out` is, as numpy.fft.rfftn and irfftn
-    do; C2R may overwrite `x`. `norm` None scales neither direction. Halves are transformed as
-    float32.
-    """
-    bound_transform(x, axes, out=out, kind=kind, forward=forward, norm=norm, engine=engine)()
-
-
 def bound_transform(
     x: HostArray,
     axes: Sequence[int],
@@ -52,7 +33,12 @@ def bound_transform(
     norm: Norm,
     engine: str = "scipy",
 ) -> Callable[[], object]:
-    """A call that does `transform`, of what is in `x` then, each time that it is made."""
+    """A call that writes the transform of `x` along `axes` to `out`, of what is in `x` then.
+
+    `out` may for C2C be `x` itself. R2C halves the last of `axes`, C2R makes it as long as `out`
+    is, as numpy.fft.rfftn and irfftn do; C2R may overwrite `x`. `norm` None scales neither
+    direction. Halves are transformed as float32.
+    """
     scale = norm or ("backward" if forward else "forward")
     return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
 

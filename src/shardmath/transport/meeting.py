@@ -84,7 +84,9 @@ def meet(
     when this process may open too few descriptors.
     """
     with ExitStack() as stack:
-        meeting = _Meeting(rank, key, awaited, names, watch, timeout, admits, advice, stack)
+        meeting = _Meeting(
+            rank, key, frozenset(awaited), names, watch, timeout, admits, advice, stack
+        )
         return meeting.run(listeners, [_Caller(peer, call) for peer, call in calls.items()])
 
 
@@ -124,38 +126,30 @@ class _Caller:
         return "; ".join([*self._hopeless, *map(": ".join, self._last.items())])
 
 
+@dataclass(eq=False)
 class _Meeting:
     """The loop and its state. All that it opens is closed with `stack`, but what `run` returns."""
 
-    def __init__(
-        self,
-        rank: int,
-        key: bytes,
-        awaited: Collection[int],
-        names: Sequence[str],
-        watch: PeerWatch,
-        timeout: float,
-        admits: Admits,
-        advice: str,
-        stack: ExitStack,
-    ) -> None:
-        self._rank = rank
-        self._key = key
-        self._awaited = frozenset(awaited)
-        self._names = names
-        self._watch = watch
-        self._timeout = timeout
-        self._admits = admits
-        self._advice = advice
-        self._deadline = time.monotonic() + timeout
+    rank: int
+    key: bytes
+    awaited: frozenset[int]
+    names: Sequence[str]
+    watch: PeerWatch
+    timeout: float
+    admits: Admits
+    advice: str
+    stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout
         self._made: dict[int, socket.socket] = {}
         self._callers: list[_Caller] = []  # that have no connection yet
         self._held: dict[Conversation, None] = {}  # with those who call this rank, the oldest first
         self._nonces: set[bytes] = set()
         self._listeners: list[socket.socket] = []
         self._accepts_from: float | None = 0.0  # when; None while it does
-        self._selector = stack.enter_context(selectors.DefaultSelector())
-        stack.callback(self._close_all)
+        self._selector = self.stack.enter_context(selectors.DefaultSelector())
+        self.stack.callback(self._close_all)
 
     def run(
         self, listeners: Sequence[socket.socket], callers: Sequence[_Caller]
@@ -164,7 +158,7 @@ class _Meeting:
         self._callers = list(callers)
         for caller in callers:
             self._require_places(caller)
-        if self._awaited:
+        if self.awaited:
             self._listeners = list(listeners)
             for listener in listeners:
                 listener.setblocking(False)
@@ -174,8 +168,8 @@ class _Meeting:
                 raise self._late(missing)
             self._do_what_is_due(now)
             wait = self._next_due(now) - time.monotonic()
-            self._watch.await_readable(self._selector.fileno(), wait)
-            self._require_alive(self._watch.dead())
+            self.watch.await_readable(self._selector.fileno(), wait)
+            self._require_alive(self.watch.dead())
             for key, _ in self._selector.select(0):
                 key.data()
         made, self._made = self._made, {}
@@ -183,15 +177,16 @@ class _Meeting:
 
     def _missing(self) -> list[int]:
         called = {caller.peer for caller in self._callers}
-        return sorted((self._awaited - self._made.keys()) | called)
+        return sorted((self.awaited - self._made.keys()) | called)
 
     def _do_what_is_due(self, now: float) -> None:
-        for conversation in [each for each in self._held if each.until <= now]:
+        for conversation in [held for held in self._held if held.until <= now]:
             self._drop(conversation)
         if self._accepts_from is not None and now >= self._accepts_from:
             self._accepts_from = None
-            for each in self._listeners:
-                self._selector.register(each, selectors.EVENT_READ, partial(self._accept, each))
+            for listener in self._listeners:
+                accept = partial(self._accept, listener)
+                self._selector.register(listener, selectors.EVENT_READ, accept)
         for caller in self._callers:
             for place in [place for place, when in caller.due.items() if when <= now]:
                 self._call(caller, place)
@@ -219,7 +214,7 @@ class _Meeting:
                 if not taken and not self._make_room(error):
                     self._rest()
                 return
-            if self._admits(connection, self._awaited):
+            if self.admits(connection, self.awaited):
                 self._hold(connection)
             else:
                 connection.close()
@@ -232,15 +227,15 @@ class _Meeting:
 
     def _hold(self, connection: socket.socket) -> None:
         def expects(rank: int) -> bool:
-            return rank in self._awaited and self._admits(connection, [rank])
+            return rank in self.awaited and self.admits(connection, [rank])
 
-        side = handshake.answer(self._key, expects, self._nonces)
+        side = handshake.answer(self.key, expects, self._nonces)
         conversation = Conversation(connection, side, until=time.monotonic() + _PATIENCE)
         self._held[conversation] = None
         hear = partial(self._hear, conversation)
         self._selector.register(connection, selectors.EVENT_READ, hear)
         hear()
-        strangers = [each for each in self._held if not each.heard]
+        strangers = [held for held in self._held if not held.heard]
         if len(strangers) > _HELD:
             self._drop(strangers[0])
 
@@ -261,7 +256,7 @@ class _Meeting:
 
         Raises `shortage` where waiting does not help: this process itself takes all that it may.
         """
-        stranger = next((each for each in self._held if not each.heard), None)
+        stranger = next((held for held in self._held if not held.heard), None)
         if stranger is not None:
             self._drop(stranger)
             return True
@@ -285,7 +280,7 @@ class _Meeting:
                 self._make_room(error)
             self._failed(caller, place, error.errno or 0)
             return
-        side = handshake.call(caller.key, rank=self._rank, peer=caller.peer)
+        side = handshake.call(caller.key, rank=self.rank, peer=caller.peer)
         conversation = Conversation(connection, side, until=self._deadline)
         code = connection.connect_ex(place.address)
         if code not in (0, errno.EINPROGRESS):
@@ -346,10 +341,10 @@ class _Meeting:
 
     def _require_places(self, caller: _Caller) -> None:
         if not caller.places:
-            self._require_alive(self._watch.wait(GRACE))
+            self._require_alive(self.watch.wait(GRACE))
             raise BootstrapError(
-                f"rank {self._rank} cannot reach {self._names[caller.peer]} ({caller.reason()})"
-                + self._advice
+                f"rank {self.rank} cannot reach {self.names[caller.peer]} ({caller.reason()})"
+                + self.advice
             )
 
     # -- both --------------------------------------------------------------------------------------
@@ -367,24 +362,22 @@ class _Meeting:
 
     def _require_alive(self, dead: Collection[int]) -> None:
         if dead:
-            names = ", ".join(self._names[each] for each in sorted(dead))
-            raise RankFailure(f"rank {self._rank} at start-up: {names} died", sorted(dead))
+            names = ", ".join(self.names[rank] for rank in sorted(dead))
+            raise RankFailure(f"rank {self.rank} at start-up: {names} died", sorted(dead))
 
     def _late(self, missing: Sequence[int]) -> BootstrapError:
-        names = ", ".join(self._names[peer] for peer in missing)
+        names = ", ".join(self.names[peer] for peer in missing)
         reasons = "; ".join(filter(None, (caller.reason() for caller in self._callers)))
         return BootstrapError(
-            f"rank {self._rank} waited {self._timeout:g} s at start-up for {names}"
+            f"rank {self.rank} waited {self.timeout:g} s at start-up for {names}"
             f"{f' ({reasons})' if reasons else ''}; SHARDMATH_STARTUP_TIMEOUT sets the limit"
-            f"{self._advice if reasons else ''}"
+            f"{self.advice if reasons else ''}"
         )
 
     def _close_all(self) -> None:
-        conversations = [
-            *self._held,
-            *(c for caller in self._callers for c in caller.open.values()),
-        ]
-        for connection in [*self._made.values(), *(each.connection for each in conversations)]:
+        for caller in self._callers:
+            self._held |= dict.fromkeys(caller.open.values())
+        for connection in [*self._made.values(), *(held.connection for held in self._held)]:
             connection.close()
 
 
