@@ -224,11 +224,11 @@ class Driver:
                 numbers = self.numbers(arguments)
             said = words, tuple(map(type, words)), options, numbers  # True equals 1, and is no axis
             key = self._known.key(said, operands, results)
-            found = None if key is None else self._known.find(key)
+            known = None if key is None else self._known.find(key)
         except (TypeError, ValueError):  # a word has no hash, or what is wrong is found out below
-            key = found = None
-        if found is not None:
-            return found
+            key = known = None
+        if known is not None:
+            return known
         by_name = dict(zip(self.operation.names.numbers, self.numbers(arguments), strict=True))
         own = spec(arguments)
         arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)

@@ -129,7 +129,7 @@ class Ahead:
         if self._meets or (form.counted and self._size > MOST_WORDS):
             return None
         if len(self._calls) >= _KEPT:
-            self._by_tag = {each.tag: each for each in self._calls.values()}
+            self._by_tag = {listed.tag: listed for listed in self._calls.values()}
             self._calls.clear()
             self._forget()
         tag = self.tag(operation, common)

@@ -173,7 +173,7 @@ class GPUCalls(Driver):
         direct = _direct(operand, given, result)
         if repeats is None or direct is None or direct.ready is None or not turn.known.lasting:
             return
-        if not all(type(each) in _PLAIN for each in words):
+        if not all(type(word) in _PLAIN for word in words):
             return
         counted = known.form.takes_counts(own, words)
         if counted and others is not None:

@@ -168,7 +168,7 @@ class Cores:
         operand that it has to be separate from; UseAfterFree.
         """
         context, names = self._context, self._names
-        found: dict[str, Operand] = {}
+        operands: dict[str, Operand] = {}
         hosts: dict[int, HostArray] = {}  # of the operands, by their identity
         on_heap = True
         for name, x in zip(names.operands, arguments.operands, strict=True):
@@ -179,7 +179,7 @@ class Cores:
             on_heap = on_heap and (place is not None or name in names.beside)
             if host is not x and host.size:  # a lazily conjugated tensor has its values elsewhere
                 place = block_of(context, host)
-            found[name] = _operand(host, None if place is None else place[0])
+            operands[name] = _operand(host, None if place is None else place[0])
             hosts[id(x)] = host
         for name, x in zip(names.results, arguments.results, strict=True):
             if x is None:
@@ -192,11 +192,11 @@ class Cores:
             others = [host for key, host in hosts.items() if key != overwritten]
             if names.separate and any(share_memory(host, target) for host in others):
                 raise ValueError(f"{name_given} overlaps {names.separate}")
-            found[name] = _operand(target, None if place is None else place[0])
+            operands[name] = _operand(target, None if place is None else place[0])
             hosts[id(x)] = target
         first, left_out = arguments.operands[0], names.operands[0] in names.optional
         library = None if first is None and left_out else library_of(first)
-        return HostArrays(library, found, on_heap, tuple(hosts.values()))
+        return HostArrays(library, operands, on_heap, tuple(hosts.values()))
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
         """See Performer."""
@@ -444,10 +444,10 @@ class Cores:
             self.prepare(turn, plan)
             return _HEAD.pack(len(turn.note)) + turn.note + turn.payload
 
-        found = self._context.gather(f"{self._names.operation}, memory", prepare)
-        ends = [_HEAD.size + _HEAD.unpack_from(each)[0] for each in found]
-        turn.payloads = [each[end:] for each, end in zip(found, ends, strict=True)]
-        return [each[_HEAD.size : end] for each, end in zip(found, ends, strict=True)]
+        texts = self._context.gather(f"{self._names.operation}, memory", prepare)
+        ends = [_HEAD.size + _HEAD.unpack_from(text)[0] for text in texts]
+        turn.payloads = [text[end:] for text, end in zip(texts, ends, strict=True)]
+        return [text[_HEAD.size : end] for text, end in zip(texts, ends, strict=True)]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
         """What performs the program, each time that it is run between the same arrays.
@@ -493,13 +493,13 @@ class Cores:
         other = replace(
             bound, arrays={**bound.arrays, **made}, binding=bound.binding.between(hosts)
         )
-        found: Calls = []
+        rebound: Calls = []
         for number, calls in bound.parts:
             reaches = not buffers_of(steps[number]).isdisjoint(made)
-            found += (
+            rebound += (
                 self._bind_step(plan, number, other, turn.prepared.library) if reaches else calls
             )
-        return found
+        return rebound
 
     def _bind_step(self, plan: Plan, number: int, bound: _Bound, library: Library) -> Calls:
         step = self._fused(plan).steps[number]
@@ -555,7 +555,7 @@ class Cores:
         """This rank's parts of the buffers of a program, in the workspace, shown to its peers; and
         the memory that they lie in: its name there, its bytes and its block.
         """
-        found: dict[str, Operand] = {}
+        operands: dict[str, Operand] = {}
         sizes: dict[str, int] = {}
         for name, array in program.workspace.items():
             shape, itemsize = (
@@ -563,15 +563,15 @@ class Cores:
                 dtypes.of(array.dtype).itemsize,
             )
             strides = packed_strides(shape, itemsize, _order_like(array, arrays))
-            found[name] = Operand(0, shape, strides, array.dtype)
+            operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
-            sizes[memory] = max(sizes.get(memory, 0), found[name].nbytes)
+            sizes[memory] = max(sizes.get(memory, 0), operands[name].nbytes)
         blocks = {name: self._workspace.buffer(name, n).block for name, n in sizes.items()}
         for name, array in program.workspace.items():
             block = blocks[self._name(array.memory or name)]
             self._context.announce(block)
-            found[name] = replace(found[name], address=block.address, block=block)
-        return found, [(name, sizes[name], block) for name, block in blocks.items()]
+            operands[name] = replace(operands[name], address=block.address, block=block)
+        return operands, [(name, sizes[name], block) for name, block in blocks.items()]
 
     def release(self) -> None:
         """See Performer."""
@@ -619,12 +619,12 @@ def _ranges(
 ) -> Ranges | None:
     """For each axis of this rank's part the range in which peers read; None where they do not."""
     whole = tuple((0, extent) for extent in array.shape)
-    read = [whole if each is None else each.read_by_peers(context.rank) for each in transfers]
-    found = [ranges for ranges in read if ranges is not None]
-    if not found:
+    read = [whole if move is None else move.read_by_peers(context.rank) for move in transfers]
+    parts = [ranges for ranges in read if ranges is not None]
+    if not parts:
         return None
     return tuple(
-        (min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*found, strict=True)
+        (min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*parts, strict=True)
     )
 
 
@@ -632,15 +632,15 @@ def _windows(
     context: Context, step: Move | Transform, source: Operand | None, offers: Offers | None
 ) -> dict[int, Window]:
     """Where this rank reads what a step brings it, by the rank that it comes from."""
-    found = {}
+    windows = {}
     for src in step.transfer.sources(context.rank):
         if src == context.rank:
             assert source is not None, "what this rank has stays"
-            found[src] = window_at(source)
+            windows[src] = window_at(source)
         else:
             assert offers is not None, "ranks have agreed"
-            found[src] = offers.window(step.source, src, step.transfer)
-    return found
+            windows[src] = offers.window(step.source, src, step.transfer)
+    return windows
 
 
 def _copies(

@@ -173,20 +173,20 @@ def _stage(
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, at = LENT if offered.half is None else _STAGED, 0
+    kind, start = LENT if offered.half is None else _STAGED, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         memory, source = buffer(name, nbytes), window_at(array)
         exposed, copies = bind_stage(
-            context, source, array.itemsize, ranges, memory, at, in_c_order=name in ordered
+            context, source, array.itemsize, ranges, memory, start, in_c_order=name in ordered
         )
         offered.copies += copies
         offered.notes[name] = note_of(kind, exposed)
         block, strides = memory.block, exposed.strides
         offered.replaced[name] = Operand(
-            block.address + at, array.shape, strides, array.dtype, block
+            block.address + start, array.shape, strides, array.dtype, block
         )
-        at += 0 if offered.half is None else _padded(nbytes)
+        start += 0 if offered.half is None else _padded(nbytes)
 
 
 def window_at(array: Operand) -> Window:
@@ -231,15 +231,15 @@ class Offers:
         self._size = len(notes)
         room = 0
         for rank, note in enumerate(notes):
-            at = start
+            offset = start
             for name in names:
-                (length,) = _LENGTH.unpack_from(note, at)
-                at += _LENGTH.size
+                (length,) = _LENGTH.unpack_from(note, offset)
+                offset += _LENGTH.size
                 if length:
-                    kind, place = note[at : at + 1], note[at + 1 : at + length]
+                    kind, place = note[offset : offset + 1], note[offset + 1 : offset + length]
                     self._places[name, rank] = kind, place, room
                     room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
-                at += length
+                offset += length
         kinds = {kind for kind, _, _ in self._places.values()}
         self.landing = np.empty(room, np.uint8) if _SENT in kinds else None
         # Memory of another host can be read only while its rank is there.
@@ -270,12 +270,12 @@ class Offers:
 
     def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
         """Where this rank reads the buffer of another; see `window_on`."""
-        kind, place, at = self._places[name, rank]
+        kind, place, offset = self._places[name, rank]
         exposed = Exposed.unpack(place)
         if kind != _SENT:
             return window_on(self._context, rank, exposed, transfer)
         assert self.landing is not None, "something was sent"
-        address = int(self.landing.ctypes.data) + at + exposed.origin
+        address = int(self.landing.ctypes.data) + offset + exposed.origin
         return Window(address, exposed.strides, self.landing)
 
 
@@ -314,5 +314,5 @@ def _packing(parts: Sequence[HostArray]) -> Payload:
         only = parts[0]
         return only.reshape(-1).view(np.uint8).data if only.flags.c_contiguous else only.tobytes
     return lambda: b"".join(
-        [each for part, pad in zip(parts, pads, strict=True) for each in (part.tobytes(), pad)]
+        [piece for part, pad in zip(parts, pads, strict=True) for piece in (part.tobytes(), pad)]
     )
