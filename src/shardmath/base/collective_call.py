@@ -127,7 +127,7 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
 
 @lru_cache(maxsize=1)
 def _again() -> Callable[..., Any] | None:
-    """What makes a call that comes again without its function, by compiled code: see direct.c."""
+    """The compiled function that makes a call that comes again: see direct.c."""
     built = extension("shardmath.call._direct")
     return None if built is None else partial(built.again, *current.places())
 

@@ -64,7 +64,7 @@ class LRUCache(Generic[K, V]):
         return self._entries[key]
 
     def values(self) -> list[V]:
-        """All of them. This is no use of them."""
+        """The values of all entries. This is no use of them."""
         return [entry[0] for entry in self._entries.values()]
 
     def clear(self) -> None:

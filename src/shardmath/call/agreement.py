@@ -144,7 +144,7 @@ def concluded(
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
-    """What the ranks agree on, given the texts that all have exchanged. Collective."""
+    """The agreement of the ranks, given the texts that all have exchanged. Collective."""
     plans = Plans.of(context)
     known = plans.repeated.find(texts)
     if known is not None and plans.find(known.key) is not None:

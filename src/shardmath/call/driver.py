@@ -64,11 +64,11 @@ class Operation(Protocol[Problem]):
         ...
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """What `rank` does."""
+        """The program of `rank`."""
         ...
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What is done, in a few lines."""
+        """A description of what is done, in a few lines."""
         ...
 
 
@@ -243,7 +243,7 @@ class Driver:
         return tuple([x if type(x) in PLAIN else number(name, x) for name, x in pairs])
 
     def spec(self, arguments: Arguments) -> HashedSpec:
-        """What this rank's arguments are, for all ranks to compare. Local."""
+        """The spec of this rank's arguments, which all ranks compare. Local."""
         operation, names, words = self.operation, self.operation.names, arguments.words
         options = options_of(operation.options, arguments.options)
         arrays: dict[str, ArraySpec | None] = {}
@@ -294,7 +294,7 @@ class Driver:
 
 
 def _performer(context: Context, operation: Operation[Any], *, kept: bool) -> Performer:
-    """What performs programs here: cores or GPUs."""
+    """The performer of programs here: cores or GPUs."""
     if context.team is None:
         performer: Performer = getattr(operation, "on_cores", Cores)(
             context, operation.names, kept=kept

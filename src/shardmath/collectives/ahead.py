@@ -152,11 +152,11 @@ class Ahead:
             self._board.run_ahead(known.operation, known.tag, words)
 
     def others(self, known: KnownCall, own: Shape) -> Sequence[Shape]:
-        """What is each rank's own in the known call that this one makes. Waits for their hosts."""
+        """Each rank's own part of the known call that this one makes. Waits for their hosts."""
         return [own] if self._size == 1 else self._board.listed_words(len(own))
 
     def asked(self, known: KnownCall, spec: Spec) -> Sequence[Shape] | None:
-        """What `plan` has asked of the peers for the call that was made last; None for nothing."""
+        """The words that `plan` has asked the peers for, of the last call; None for nothing."""
         form = known.form
         if not form.counted or form.alone(spec) is not None:
             return None
@@ -194,13 +194,13 @@ class Ahead:
     # -- where ranks differ ------------------------------------------------------------------------
 
     def _explain(self, tags: Mapping[int, int]) -> Exception:
-        """What all ranks raise whose kernels found these tags, by rank, to differ."""
+        """The error that all ranks raise whose kernels found these tags, by rank, to differ."""
         calls = [self._by_tag.get(tags[rank]) for rank in range(self._size)]
         names = [call.operation if call else "something else" for call in calls]
         return self._difference(names, [call.whole() if call else None for call in calls], calls)
 
     def _explain_misfit(self, tag: int, launch: int) -> Exception:
-        """What all ranks raise where one does not take what is sent to it in that launch."""
+        """The error that all ranks raise where one does not take what that launch sends it."""
         known, context = self._by_tag.get(tag), self._context()
         assert context is not None, "it is in use"
         collectives = DeviceCollectives.of(context)
@@ -211,7 +211,7 @@ class Ahead:
         return self._difference([known.operation], specs, [known])
 
     def _explain_passed(self, tags: Mapping[int, int | None]) -> Exception:
-        """What all ranks raise where peers ran ahead by these tags, and this rank meets them.
+        """The error that all ranks raise where peers ran ahead by these tags and this rank meets.
 
         Of a rank without a tag nothing is known; where all specs are compared, it is to agree with
         the first that ran ahead, so that it is not blamed.
@@ -233,7 +233,7 @@ class Ahead:
         return self._difference(names, specs, calls)
 
     def _words_of(self, rank: int, call: KnownCall) -> Shape:
-        """What a peer has listed with the call with which it has passed this rank."""
+        """The words that a peer has listed with the call with which it has passed this rank."""
         calls, count = self._board.calls, len(call.form.words(call.whole((0,) * self._size)))
         return () if calls is None else calls.next_words_of(rank, count)
 

@@ -148,7 +148,7 @@ class DeviceCollectives(Pushes):
     # -- what is pushed ----------------------------------------------------------------------------
 
     def reduction_pushes(self, nbytes: int, dtype: DType) -> Pushes | None:
-        """What combines `nbytes` of each rank into symmetric memory; None where cells do it."""
+        """The pushes that combine `nbytes` of each rank on the heap; None where cells do it."""
         if dtype.kind in "fc":
             pushed = nbytes // self.team.size >= _PUSHED_SLICE_BYTES
         else:
@@ -266,7 +266,7 @@ class DeviceCollectives(Pushes):
         return launch
 
     def _exchange_words(self, source: int, target: int, parts: Parts) -> list[int]:
-        """What follows the struct `Cells` in the argument of exchange.cu."""
+        """The words that follow the struct `Cells` in the argument of exchange.cu."""
         unknown = (UNKNOWN,) * self.team.size
         row = (*parts.sent, *(parts.expected or unknown), UNKNOWN)
         if parts.room is not None:

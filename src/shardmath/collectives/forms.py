@@ -55,7 +55,7 @@ class Form:
         return (*common[:_OUT], None, *common[_OUT:])
 
     def words(self, spec: Spec) -> Shape:
-        """What a rank lists with a call: the rest of its spec."""
+        """The words that a rank lists with a call: the rest of its spec."""
         return ()
 
     def fits(self, spec: Spec, result: OutputSpec) -> bool:
@@ -63,11 +63,11 @@ class Form:
         return spec[_OUT] in (None, result)
 
     def result(self, common: Spec) -> OutputSpec:
-        """What `out` must be, where the shared part says it."""
+        """The spec that `out` must have, where the shared part says it."""
         return None
 
     def alone(self, spec: Spec) -> OwnParts | None:
-        """What this rank knows, if that is enough to make the call; None where it is not."""
+        """The facts that this rank knows, where they suffice to make the call; else None."""
         return None
 
     def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:

@@ -97,7 +97,7 @@ class DeviceOperand:
 
     @property
     def into(self) -> OutputSpec:
-        """What `out` is, for all ranks to check."""
+        """The spec of `out`, which all ranks check."""
         return None if self.out is None else self.out.spec
 
     @property
@@ -396,7 +396,7 @@ class DeviceOutput:
 
     @property
     def spec(self) -> OutputSpec:
-        """What all ranks check."""
+        """The spec that all ranks check."""
         spec = self._operand.spec
         return self._operand.kind, spec.dtype, spec.shape
 

@@ -177,7 +177,7 @@ def all_to_all(
     out: Any = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """What every rank has for this one, one part after the other along `axis`. Collective.
+    """The parts that all ranks have for this one, one after the other along `axis`. Collective.
 
         received = all_to_all(sorted_by_owner, send_counts=counts)
 

@@ -209,6 +209,6 @@ def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
 
 
 def reduction_defines(dtype: DType, operation: str, aligned: bool) -> tuple[str, ...]:
-    """What reduce.cu is compiled with."""
+    """The macros with which reduce.cu is compiled."""
     element = dtype.kernels or dtype.name
     return f"ELEMENT={element}", f"OPERATION={operation}", f"ALIGNED={aligned:d}"

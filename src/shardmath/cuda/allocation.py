@@ -97,7 +97,7 @@ class _Pool:
         self.left: DeferredReuse[int] = DeferredReuse(device)
 
     def take(self, nbytes: int, stream: Any) -> int:
-        """So much memory, which is there when `stream` has come so far. Raises HeapExhausted."""
+        """The address of `nbytes` that `stream` can use from here on. Raises HeapExhausted."""
         for address in self.left.free():
             call("cuMemFreeAsync", address, stream)
         name = "cuMemAllocFromPoolAsync"

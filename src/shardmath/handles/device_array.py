@@ -36,7 +36,7 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, str
 
 
 class Result:
-    """Where an operator writes, and what it then gives to the user."""
+    """The place where an operator writes a result, and the array that the user then gets."""
 
     __slots__ = ("_array", "_host", "address", "copy", "user")
 
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def array(self) -> Operand:
-        """What is there, for the operator."""
+        """The array there, as the operator sees it."""
         if isinstance(self._array, tuple):
             self._array = Operand(self.address, *self._array)
         return self._array
@@ -220,7 +220,7 @@ class ResultTemplate:
         return self._library.pointer(array)
 
     def copy(self, block: Block, array: Any) -> Copy:
-        """What brings a result from `block` to such an array."""
+        """The copy that brings a result from `block` to such an array."""
         return self.place(array), block.address, self._nbytes
 
 

@@ -126,7 +126,7 @@ def _extent(block: Block | None) -> tuple[int, int] | None:
 
 
 def _looks() -> Looks:
-    """By compiled code where it was built."""
+    """The function that looks at arrays: compiled where that was built."""
     built = extension(_NAME)
     if built is None:
         return _look_at_all

@@ -100,7 +100,7 @@ class Operand:
 
     @cached_property
     def exposed(self) -> Exposed:
-        """Where peers find it. Of an array on the heap."""
+        """The place where peers find this array, which is on the heap."""
         assert self.block is not None, "on the heap"
         if not self.size:
             return Exposed(self.block.location, 0, 0, self.strides)

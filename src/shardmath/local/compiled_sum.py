@@ -24,7 +24,7 @@ _SUMMED = ("float32", "float64", "int32", "int64")
 
 @lru_cache(maxsize=1)
 def built() -> Sums | None:
-    """What `sums` makes of the library that was built with the package, or None without it."""
+    """The sums of the library that was built with the package, or None without it."""
     library = library_beside(__file__, "_sum")
     return None if library is None else sums(library)
 

@@ -114,7 +114,7 @@ def _holds(holder: np.dtype[Any], held: np.dtype[Any]) -> bool:
 
 
 def _multiply_plain(a: HostArray, b: HostArray, out: HostArray, accumulate: bool) -> None:
-    """All three are of one type that `np.matmul` handles."""
+    """Multiply matrices that are all of one type that `np.matmul` handles."""
     if not accumulate:
         np.matmul(a, b, out=out)
         return

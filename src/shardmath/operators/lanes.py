@@ -81,7 +81,7 @@ class Lane:
 
     @property
     def pushes(self) -> Pushes:
-        """What pushes to peers by a kernel, on the stream of an operation of this lane."""
+        """The kernels that push to peers, on the stream of an operation of this lane."""
         context = self._context
         made: Pushes = context.cache("pushes of lanes", lambda: Pushes(context, self.team))
         return made
@@ -93,7 +93,7 @@ class Lane:
         return self._events[name]
 
     def barrier(self, stream: int) -> None:
-        """All ranks have come here in their operation of this lane. On `stream`, when entered."""
+        """A barrier on `stream`: all ranks have come here in their operation of this lane."""
         self.team.enqueue_barrier(stream, channel=self.channel)
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
@@ -156,7 +156,7 @@ class Lane:
         return self._buffers[name].block.address
 
     def memory(self) -> dict[str, object]:
-        """What tells memory from other memory, of all that has been asked for. Keeps none."""
+        """An object by name that tells memory from other memory, of all asked for. Keeps none."""
         return {name: self._identity(name) for name in (*self._buffers, *self._allocations)}
 
     def holds(self, memory: Mapping[str, object]) -> bool:

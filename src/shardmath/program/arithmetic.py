@@ -109,7 +109,7 @@ def _rounds(sums: str, steps: Sequence[Step]) -> bool:
 
 
 def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Calls:
-    """What performs a step that reads and writes this rank's buffers only."""
+    """The calls that perform a step on this rank's buffers alone."""
     if isinstance(step, Axpby):
         return _bind_axpby(step, arrays, numbers)
     if isinstance(step, Finish):
@@ -208,7 +208,7 @@ class Binding:
         return Binding(self._context, hosts, self._offers, self._known, factors)
 
     def bind(self, step: Step) -> Calls:
-        """What performs a step."""
+        """The calls that perform a step."""
         if isinstance(step, Product):
             read = self._read_by(step)
             return self._when_reached(read, lambda: self._product(step))
@@ -227,7 +227,7 @@ class Binding:
         return [(move.source, src) for move in moves for src in move.transfer.sources(rank)]
 
     def _when_reached(self, read: Sequence[tuple[str, int]], made: Callable[[], Calls]) -> Calls:
-        """What is bound now, or at each call where what some ranks have is copied here first."""
+        """Calls bound now, or at each run where some ranks' arrays are copied here first."""
         if all(self._offers.has_address(name, rank) for name, rank in read):
             return made()
         return [lambda: run(made())]
@@ -334,7 +334,7 @@ class Binding:
         return factors
 
     def _product(self, step: Product) -> Calls:
-        """What multiplies, in panels that are gathered each time, and rounds if that is all."""
+        """The calls that multiply, in panels gathered each time, and round if that is all."""
         multiply, out = step.multiply, _matrix(self._hosts[step.multiply.target])
         left, right = self._factors_of(step)
         numbers = self._known.numbers
@@ -372,7 +372,7 @@ class Binding:
 
 
 def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Calls:
-    """What sets `out` to the product of two factors. Panels are gathered each time."""
+    """The calls that set `out` to the product of two factors. Panels are gathered each time."""
     cuts = intervals(left.source, right.source)
     conj_a, conj_b = multiply.conjugate
 
@@ -419,7 +419,7 @@ class Factor:
     def moved(
         cls, rank: int, move: Move, array: ArrayOf, dtype: np.dtype[Any], axis: int
     ) -> Factor:
-        """What a move brings of all ranks' arrays."""
+        """The factor that a move brings from all ranks' arrays."""
         source = Source.plan(move.transfer, rank, axis=axis, panel_elements=_PANEL_ELEMENTS)
         return cls(rank, source, array, dtype)
 

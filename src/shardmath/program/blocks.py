@@ -66,7 +66,7 @@ class Blocks:
     def copies(
         self, number: int, src_strides: Mapping[int, Strides], dst_strides: Strides
     ) -> list[StridedCopy]:
-        """What gathers a block into an array of these strides in bytes, own part first.
+        """The copies that gather a block into an array of these strides in bytes, own part first.
 
         The answer is kept until strides change.
         """
@@ -110,7 +110,7 @@ def clipped(move: Move, block: Block) -> Iterator[Move]:
 
 
 def _clip(run: Run, lo: int, hi: int) -> list[Run]:
-    """What of a run is written to lo, ..., hi - 1: whole blocks as one run, cut blocks alone."""
+    """The part of a run written to lo, ..., hi - 1: whole blocks as one run, cut ones alone."""
     step, length = max(run.dst_step, 1), run.length
     first = max(0, -(-(lo - run.dst_start) // step)) if run.count > 1 else 0
     clipped: list[Run] = []

@@ -344,7 +344,7 @@ class Cores:
         return workspace.buffer(self._name(name), nbytes)
 
     def _name(self, name: str) -> str:
-        """What a buffer of the program is called in the workspace, which operations share."""
+        """The name of a buffer of the program in the workspace, which operations share."""
         return f"{self._names.operation}: {name}"
 
     def _make(self, turn: Turn, prepared: _Prepared) -> None:
@@ -450,7 +450,7 @@ class Cores:
         return [text[_HEAD.size : end] for text, end in zip(texts, ends, strict=True)]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
-        """What performs the program, each time that it is run between the same arrays.
+        """The calls that perform the program, each time that it is run between the same arrays.
 
         It is not to be kept with large scratch, which it holds.
         """
@@ -482,7 +482,7 @@ class Cores:
         return bound
 
     def _steps(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
-        """What follows the exchange, for the new results of this call."""
+        """The calls that follow the exchange, for the new results of this call."""
         places, by_place = _pointers(turn), bound.by_place
         return by_place.find(places) or by_place.keep(places, self._rebound(turn, plan, bound))
 
@@ -646,7 +646,7 @@ def _windows(
 def _copies(
     context: Context, step: Move, source: Operand | None, offers: Offers | None, target: Operand
 ) -> Calls:
-    """What performs a move as copies of whole parts."""
+    """The calls that perform a move as copies of whole parts."""
     windows = _windows(context, step, source, offers)
     strides = {src: window.strides for src, window in windows.items()}
     copies = [
@@ -672,7 +672,7 @@ def _pass(
     target: Operand,
     library: Library,
 ) -> Calls:
-    """What performs a step block by block."""
+    """The calls that perform a step block by block."""
     windows = {} if blocks.stays else _windows(context, step, source, offers)
     arrays = array_at(source or target), array_at(target)
     if isinstance(step, Move):

@@ -53,7 +53,7 @@ class Pass:
     norm: Norm = None
 
     def bound(self) -> Calls:
-        """What performs it, each time that it is called."""
+        """The call that performs it, each time that it is made."""
         count = len(self.blocks)
         # torch has threads of its own
         threads = min(1 if starts_threads(self.engine) else self.context.threads, count)
@@ -67,7 +67,7 @@ class Pass:
         return [partial(_share, self.context, parts)]
 
     def _part(self, numbers: range, worker: int) -> Calls:
-        """What performs these blocks, on one thread."""
+        """The call that performs these blocks, on one thread."""
         scratches: dict[int, _Scratch] = self.context.cache("scratch of passes", dict)
         scratch = scratches.setdefault(worker, _Scratch())
         few = len(self.blocks) <= _BOUND_BLOCKS

@@ -59,7 +59,7 @@ class Launch:
 
 
 class _Facts:
-    """What a launch depends on besides the arrays: its `version` is equal while all of it holds."""
+    """The facts that a launch depends on besides arrays: `version` is equal while they hold."""
 
     __slots__ = ("_device", "_lane", "_stream")
 

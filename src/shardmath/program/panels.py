@@ -91,7 +91,7 @@ def intervals(a: Source, b: Source) -> list[tuple[int, int]]:
 
 
 def clip(move: Move, axis: int, lo: int, hi: int) -> list[Move]:
-    """What of a move lands between lo and hi of the destination's `axis`, counted from lo."""
+    """The part of a move that lands between lo and hi of the destination's `axis`, from lo on."""
     return [
         replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
         for run in _clip(move.runs[axis], lo, hi)

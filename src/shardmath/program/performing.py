@@ -136,7 +136,7 @@ class Repeat(Protocol):
 
     @property
     def agreement(self) -> Agreement[Any]:
-        """What all ranks agreed on."""
+        """The plan that all ranks agreed on."""
         ...
 
     def launch(self, turn: Turn) -> tuple[Any, ...]:

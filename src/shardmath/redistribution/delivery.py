@@ -59,7 +59,7 @@ class Delivery:
         return tuple(sorted(here))
 
     def packing(self, strides: Sequence[int]) -> list[Box]:
-        """From an array of these strides, in bytes, to the outbox: memory 0 to memory 0."""
+        """The boxes from an array of these strides, in bytes, to the outbox, both memory 0."""
         return [Box.of(copy, 0) for copy in self.outbox.packing(strides)]
 
     def unpacking(self, own: Sequence[int], target: Sequence[int]) -> list[Box]:

@@ -90,7 +90,7 @@ class Outbox:
 
     @classmethod
     def of(cls, found: Iterable[Move], itemsize: int, axes: Sequence[int]) -> Outbox:
-        """For the moves out of one rank's array. `axes` are those of a parcel, the slowest first.
+        """The outbox of moves out of one rank's array. `axes` are a parcel's, the slowest first.
 
         What stays on the rank is not packed.
         """
@@ -98,7 +98,7 @@ class Outbox:
 
     @classmethod
     def of_transfer(cls, transfer: TransferPlan, src: int, axes: Sequence[int]) -> Outbox:
-        """For what moves out of `src`. See `parcel_of`, which finds one parcel of it."""
+        """The outbox of `src` for a transfer. See `parcel_of`, which finds one parcel of it."""
         found, itemsize = transfer.out_of(src), transfer.itemsize
         if transfer.src.groups is None:
             return cls.of(found, itemsize, axes)

@@ -164,7 +164,7 @@ class TransferPlan(Transfer):
 
     @cached_property
     def pattern(self) -> Pattern:
-        """What the redistribution is, seen over all ranks."""
+        """The pattern of the redistribution, seen over all ranks."""
         return classify(self.src, self.dst)
 
     @cached_property

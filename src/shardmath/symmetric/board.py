@@ -324,7 +324,7 @@ class Board:
         calls.add(tag, self._await_listed, words)
 
     def listed_words(self, count: int) -> list[tuple[int, ...]]:
-        """So many words of each rank with the call that this one has listed last. Waits for them.
+        """The first `count` words of each rank with the call that this one has listed last. Waits.
 
         Raises, on all ranks, what is wrong where they have listed different calls.
         """
@@ -427,9 +427,10 @@ class Board:
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
-        """What compiled code makes rounds of: functions that take the board and leave it, the page,
-        and what is called before and after ranks meet that run `ahead`, None where none do. None
-        where rounds take more than that.
+        """The parts of which compiled code makes rounds; None where rounds take more than these.
+
+        They are functions that take the board and leave it, the page, and what is called before and
+        after ranks meet that run `ahead`, None where none do.
 
         It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """

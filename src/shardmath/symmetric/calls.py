@@ -91,7 +91,7 @@ class Calls:
         return {rank: words[place] for rank, words in enumerate(self._rows.words)}
 
     def words(self, count: int) -> list[tuple[int, ...]]:
-        """So many words of each rank's call of that number."""
+        """The first `count` words of each rank's call that has the number of this rank's last."""
         place = self._first + _WORDS + self.made % WINDOW * MOST_WORDS
         places = range(place, place + count)
         return [tuple([words[word] for word in places]) for words in self._rows.words]
@@ -138,7 +138,7 @@ class Calls:
         return self._rows.words[rank][self._first + _TAGS + (self.made + 1) % WINDOW]
 
     def next_words_of(self, rank: int, count: int) -> tuple[int, ...]:
-        """So many words of that call."""
+        """The first `count` words of the call that `next_of` names."""
         place = self._first + _WORDS + (self.made + 1) % WINDOW * MOST_WORDS
         return tuple([self._rows.words[rank][number] for number in range(place, place + count)])
 

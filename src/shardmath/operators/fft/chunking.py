@@ -117,7 +117,7 @@ def first_parts(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def second_parts(extent: int, parts: int) -> list[tuple[int, int]]:
-    """So many ranges that cover range(extent), some of which may be empty."""
+    """Ranges, `parts` of them, that cover range(extent); some may be empty."""
     return _ranges(extent, [1] * parts)
 
 

@@ -74,7 +74,7 @@ class FourierTransform:
         return f"{choose(problem.widened).explain()}\n{program}"
 
     def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
-        """What performs these programs there."""
+        """The class that performs these programs there."""
         from shardmath.operators.fft.gpus import GPUTransforms
 
         return GPUTransforms(context, names, kept=kept)

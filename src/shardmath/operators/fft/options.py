@@ -66,7 +66,7 @@ class FFTOptions:
         check_blocking(self.blocking)
 
     def compared(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks: the values of `COMPARED`."""
+        """The values of `COMPARED`, which must be equal on all ranks."""
         return tuple(getattr(self, name) for name in COMPARED)
 
 

@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def widened(self) -> Problem:
-        """What cores compute: the same from and to types that their libraries know."""
+        """The problem that cores compute: the same, from and to types that their libraries know."""
         if "complex32" not in (self.dtype, self.result):
             return self
         dtype = "complex64" if self.dtype == "complex32" else self.dtype

@@ -77,7 +77,7 @@ def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
 
 
 def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
-    """What a transform along some of the axes is multiplied by, the first one or a later one.
+    """The factor of a transform along some of the axes, the first one or a later one.
 
     The first does it for all: its output is still in the cache, and an exchange that follows goes
     on meanwhile. But float16 is scaled by each: unscaled sums may be too large for it.

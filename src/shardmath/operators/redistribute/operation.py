@@ -117,7 +117,7 @@ class Redistribution:
         return Program(steps, results={"out": out}, blocking=problem.blocking)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What moves, how long that is predicted to take, and how between hosts."""
+        """A description of the moves, of the time predicted, and of the way between hosts."""
         milliseconds = problem.transfer.seconds(machine.rates) * 1e3
         text = (
             f"{problem.transfer.explain()}\n"
