@@ -6,7 +6,7 @@ torture` all of them.
 
 import numpy as np
 import pytest
-from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, run_trials
+from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, Trials, run_trials
 
 import started
 from mortal import Job, Raised
@@ -45,6 +45,21 @@ def require_acceptable(outcomes):
 def test_no_interrupt_gives_a_wrong_number(name, way):
     made, struck, _, _ = try_all(name, SAMPLE, way)
     assert struck > made / 2  # at some places a rank is only when a peer is late
+
+
+def test_the_first_call_in_a_context_has_more_places_than_a_later_one():
+    """Whatever the Python is: some trace code by bytecodes only from its second call on."""
+
+    def body(group):
+        trials = Trials(group, "all_reduce")
+        counts = [len(trials.places(0, warm=warm)) for warm in (0, 2)]
+        startup.finalize()
+        return counts
+
+    with Job(RANKS, body, IN_PYTHON) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    first, later = outcomes[INTERRUPTED]
+    assert first > later > 1000
 
 
 @pytest.mark.torture
