@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import record
 
 from shardmath.arrays import library_named
-from shardmath.call.agreement import agree_plan
+from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context.startup import finalize, initialize
 from shardmath.distribution import Redistribute, Slab, redistribute
@@ -106,9 +107,7 @@ def calls(context: Any) -> tuple[dict[str, Callable[[], object]], list[Any]]:
     return {
         "barrier": lambda: context.board.barrier("barrier"),
         "exchange of 16 bytes": lambda: context.board.exchange("exchange", bytes(16)),
-        "agreement on a known plan": lambda: agree_plan(
-            context, "plan", lambda: (spec, b""), tuple
-        ),
+        "agreement on a known plan": agreement(context, spec),
         "all_reduce 1 KiB": lambda: all_reduce(small),
         "all_reduce 1 KiB (out)": lambda: all_reduce(small, out=into),
         "all_gather 1 KiB": lambda: all_gather(small),
@@ -120,6 +119,12 @@ def calls(context: Any) -> tuple[dict[str, Callable[[], object]], list[Any]]:
         "fft, heap": lambda: fft(waves, distribution=Slab.X),
         "FFT.execute, heap": transform.execute,
     }, [moved, product, transform]
+
+
+def agreement(context: Any, spec: tuple[Any, ...]) -> Callable[[], object]:
+    """A call in which the ranks agree on the plan of `spec`, which they know from the second on."""
+    stated = SimpleNamespace(spec=HashedSpec(spec), note=b"", payload=b"", last=None)
+    return lambda: agree(context, "plan", lambda: stated, tuple)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import record
+from calls import agreement
 
 import shardmath
-from shardmath.call.agreement import agree_plan
 from shardmath.collectives import all_reduce
 from shardmath.context.startup import finalize, initialize
 from shardmath.launch import spawn
@@ -97,9 +97,7 @@ def waiting() -> list[dict[str, Any]]:
     ways = {
         "barrier": lambda: context.board.barrier("barrier"),
         "exchange of 16 bytes": lambda: context.board.exchange("exchange", bytes(16)),
-        "agreement on a known plan": lambda: agree_plan(
-            context, "plan", lambda: (spec, b""), tuple
-        ),
+        "agreement on a known plan": agreement(context, spec),
     }
     rows = []
     for name, call in ways.items():

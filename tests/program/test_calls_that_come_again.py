@@ -7,7 +7,9 @@ and then calls work as before.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from functools import partial, reduce
 from itertools import product
 
@@ -19,7 +21,7 @@ from mortal import Job, Raised
 from shardmath.base.compiled import extension
 from shardmath.collectives import all_reduce, reduce_scatter
 from shardmath.context import startup
-from shardmath.distribution import Slab, redistribute
+from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.allocation import free_symmetric_memory as free
 from shardmath.linalg.advanced import Matmul, matmul
@@ -374,6 +376,71 @@ def looked_at(group):
 @pytest.mark.parametrize("way", WAYS)
 def test_arguments_are_looked_at_each_time(way):
     with Job(RANKS, looked_at, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert outcomes == [[]] * RANKS
+
+
+def objects(group):
+    """Objects whose operands changed, or that have ended, after executions that came again."""
+    context, wrong = startup.initialize("cpu", group), []
+    rank = context.rank
+
+    def columns(of):
+        return np.broadcast_to(np.repeat(of + np.arange(RANKS), 2)[:, None], (2 * RANKS, 4))
+
+    def written(start):
+        x = allocate((2, 4 * RANKS), np)
+        x[...] = start + rank
+        return x
+
+    def again(moved):
+        return [moved.execute() for _ in range(4)][-1]
+
+    first, second = written(0.0), written(100.0)
+    moved = Redistribute(first, Slab.X, Slab.Y)
+    moved.plan()
+    wrong += [] if np.array_equal(again(moved), columns(0.0)) else ["first"]
+    moved.reset_operand(second)
+    wrong += [] if np.array_equal(moved.execute(), columns(100.0)) else ["reset"]
+    wrong += [] if np.array_equal(again(moved), columns(100.0)) else ["reset, again"]
+    second[...] = rank
+    context.barrier()
+    out = allocate((2 * RANKS, 4), np)
+    wrong += [] if moved.execute(out=out) is out and np.array_equal(out, columns(0.0)) else ["out"]
+    found = moved.execute(release_workspace=True)
+    wrong += [] if np.array_equal(found, columns(0.0)) else ["released workspace"]
+    second.shape = 2, 2, -1
+    try:
+        moved.execute()
+        wrong.append("another shape")
+    except ValueError:
+        second.shape = 2, -1
+    again(moved)
+    moved.release_operand()
+    try:
+        moved.execute()
+        wrong.append("released")
+    except RuntimeError:
+        moved.reset_operand(first)
+    again(moved)
+    known, kept = weakref.ref(moved), len(context.again)
+    del moved
+    gc.collect()
+    wrong += [] if known() is None and len(context.again) <= kept else ["it stays"]
+    with Redistribute(first, Slab.X, Slab.Y) as moved:
+        moved.plan()
+        again(moved)
+    try:
+        moved.execute()
+        wrong.append("freed")
+    except RuntimeError:
+        pass
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_objects_are_looked_at_each_time(way):
+    with Job(RANKS, objects, WAYS[way]) as job:
         outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
     assert outcomes == [[]] * RANKS
 

@@ -86,6 +86,12 @@ def settled(error: E) -> E:
     return error
 
 
+def require_function() -> None:
+    """Let compiled code not make such calls as that under way: its function has more to do."""
+    if this_thread.call is not None:
+        this_thread.call.repeat = None
+
+
 def collective_call(function: Callable[P, R]) -> Callable[P, R]:
     """`function` as a collective call; called within another, it is a part of that one.
 

@@ -6,6 +6,7 @@ block that was freed, a plan that was made since. Without a compiler at installa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ class CompiledCalls:
         compiled.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])
         self.calls: tuple[_Calls, _Calls] = {}, {}
         self._turn = DoubleBuffer.of(context).turn
+        self._keys: set[bytes] = set()  # of an object's methods, among the calls of the context
         self._plans = Plans.of(context)
         self._shared = (
             *(looks, context, context.board, context.heap, self._plans, self._plans.all),
@@ -67,9 +69,16 @@ class CompiledCalls:
         return self._compiled.direct(self._shared, calls, arguments, self._otherwise)
 
     def keep(
-        self, turn: Turn, agreement: Agreement[Any], direct: Direct, results: tuple[Any, ...]
+        self,
+        turn: Turn,
+        agreement: Agreement[Any],
+        direct: Direct,
+        results: tuple[Any, ...],
+        owner: Any,
     ) -> None:
-        """Make calls like this so from now on. These are its results."""
+        """Make calls like this so from now on. These are its results; the call is one of `owner`'s,
+        an object that is planned once, or of a function.
+        """
         known, arguments, board = turn.known, turn.arguments, self._context.board
         text, made = agreement.texts[board.rank], self._plans.made
         if self._plans.repeated.find(agreement.texts) is not agreement:
@@ -92,7 +101,7 @@ class CompiledCalls:
                 calls[self._compiled.key(looks, words)] = made_so
         call = this_thread.call
         if call is not None:
-            call.repeat = partial(self._remember, made_so, direct.half, arguments, results)
+            call.repeat = partial(self._remember, made_so, direct.half, arguments, results, owner)
 
     def _remember(
         self,
@@ -100,48 +109,56 @@ class CompiledCalls:
         half: int | None,
         arguments: Arguments,
         given: tuple[Any, ...],
+        owner: Any,
         call: Call,
         rounds: int,
     ) -> None:
         """Make the public call that has returned so from now on, without the function that makes
         `arguments` of its own, if it is this one call of the driver and nothing else: it returned
-        what was `given` then, or one of that.
+        what was `given` then, or one of that. `owner` is the object whose method it is.
         """
-        seen = self._compiled.look(*call[:3])
+        held = () if owner is None else owner.held
+        seen = self._compiled.look(*call[:3], held)
         which = next((number for number, x in enumerate(given) if x is call[3]), None)
         if seen is None or which is None or self._context.board.rounds != rounds + 1:
             return
-        key, arrays, objects = seen
+        key, facts, arrays, objects = seen
         numbers = {id(x): number for number, x in enumerate(arrays)}
         operands, results = (
             tuple([None if x is None else numbers.get(id(x), -1) for x in those])
             for those in (arguments.operands, arguments.results)
         )
-        used = {*operands, *results} - {None}
-        options = arguments.options
-        if used != {*numbers.values()} or arguments.stream is not None:
+        used, options = {*operands, *results} - {None}, arguments.options
+        if used != {*numbers.values()} or any(id(x) not in numbers for x in held):
             return
         if any(isinstance(x, Context) or type(x).__hash__ is None for x in objects):
             return
-        if options is not None and options.logger is not None:
+        if arguments.stream is not None or getattr(options, "logger", None) is not None:
             return
-        calls = self._context.again
+        calls, words = self._context.again, (arguments.words, options, arguments.numbers)
         if len(calls) >= _KEPT and key not in calls:
             calls.clear()
-        words = arguments.words, options, arguments.numbers
-        entry = calls.setdefault(
-            key,
-            (
-                *(self._shared, self._otherwise, self._turn, [None, None]),
-                *(operands, results, None if len(given) == 1 else which, words, objects),
-            ),
+        if owner is not None:  # which goes when nobody else refers to it
+            self._keys.add(key)
+            gone = weakref.ref(owner, lambda _: calls.pop(key, None))
+            objects = (gone, *[x for x in objects if x is not owner])
+        made = calls.get(key)
+        by_half = [None, None] if made is None or made[5] != facts else made[3]
+        by_half = [made_so if half in (None, n) else by_half[n] for n in range(2)]
+        calls[key] = (
+            *(self._shared, self._otherwise, self._turn, by_half, held, facts),
+            *(operands, results, None if len(given) == 1 else which, words, objects),
         )
-        entry[3][:] = [
-            made_so if half in (None, number) else other for number, other in enumerate(entry[3])
-        ]
+
+    def forget_public(self) -> None:
+        """Enter the methods of the object whose calls these are: what it refers to has changed."""
+        for key in self._keys:
+            self._context.again.pop(key, None)
+        self._keys.clear()
 
     def forget(self) -> None:
         """Drop all of them."""
+        self.forget_public()
         for calls in self.calls:
             calls.clear()
 

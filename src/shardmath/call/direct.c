@@ -828,8 +828,8 @@ static int add_call(Look *look, PyObject *function, PyObject *arguments, PyObjec
     return same;
 }
 
-static PyObject *key_of_look(const Look *look) {
-    return PyBytes_FromStringAndSize((const char *)look->words, look->count * (Py_ssize_t)sizeof *look->words);
+static PyObject *words_of(const Look *look, int begin, int end) {
+    return PyBytes_FromStringAndSize((const char *)(look->words + begin), (end - begin) * (Py_ssize_t)sizeof *look->words);
 }
 
 static PyObject *tuple_of(PyObject *const *objects, int count) {
@@ -839,15 +839,18 @@ static PyObject *tuple_of(PyObject *const *objects, int count) {
     return all;
 }
 
-/* look(function, arguments, named): (key, arrays, objects by which equal keys are equal calls while they live);
- * None where that takes a closer look. */
+/* look(function, arguments, named, held): (key, words of what is held, arrays, objects by which equal words are equal
+ * values while they live); None where that takes a closer look. */
 static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     Look look;
     (void)module;
-    if (count != 3 || !add_call(&look, given[0], given[1], given[2]))
+    if (count != 4 || !add_call(&look, given[0], given[1], given[2]))
         Py_RETURN_NONE;
-    return Py_BuildValue("(NNN)", key_of_look(&look), tuple_of(look.array, look.arrays),
-                         tuple_of(look.object, look.objects));
+    int begin = look.count;
+    if (!add_value(&look, given[3], 0))
+        Py_RETURN_NONE;
+    return Py_BuildValue("(NNNN)", words_of(&look, 0, begin), words_of(&look, begin, look.count),
+                         tuple_of(look.array, look.arrays), tuple_of(look.object, look.objects));
 }
 
 /* What is kept of a call as the user made it. */
@@ -856,6 +859,8 @@ enum {
     ITS_OTHERWISE,
     ITS_TURN,  /* which half of the double buffer has its turn */
     ITS_CALLS, /* by that half, None where it is not known */
+    ITS_HELD,  /* arrays of the object whose method it is, and */
+    ITS_FACTS, /* how they looked */
     ITS_OPERANDS,
     ITS_RESULTS, /* numbers of its arrays, None for what was left out */
     ITS_GIVEN,   /* which of the results is returned, None for the only one */
@@ -916,6 +921,15 @@ static PyObject *its_call(PyObject *kept) {
     return call == Py_None ? NULL : Py_XNewRef(call);
 }
 
+/* Whether the arrays of the object whose method it is look as they did; they are the look's, too, then. */
+static int holds_the_same(PyObject *kept, Look *look) {
+    int begin = look->count;
+    PyObject *facts = ITEM(kept, ITS_FACTS);
+    return add_value(look, ITEM(kept, ITS_HELD), 0) &&
+           (Py_ssize_t)sizeof *look->words * (look->count - begin) == PyBytes_GET_SIZE(facts) &&
+           memcmp(look->words + begin, PyBytes_AS_STRING(facts), (size_t)PyBytes_GET_SIZE(facts)) == 0;
+}
+
 /* Of the results of the driver's call the one that the user's returns. */
 static PyObject *the_given(PyObject *kept, PyObject *results) {
     if (results == NULL || ITEM(kept, ITS_GIVEN) == Py_None)
@@ -938,9 +952,9 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
     PyObject *calls = calls_of_current(given[0], given[1]), *key = NULL, *kept = NULL, *call = NULL, *found = NULL;
     int left = 0, entered = 0;
     if (calls != NULL && PyDict_CheckExact(calls) && PyDict_GET_SIZE(calls) > 0 &&
-        add_call(&look, given[2], given[3], given[4]) && (key = key_of_look(&look)) != NULL)
+        add_call(&look, given[2], given[3], given[4]) && (key = words_of(&look, 0, look.count)) != NULL)
         kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
-    if (kept != NULL && is_idle(ITEM(kept, ITS_SHARED)))
+    if (kept != NULL && holds_the_same(kept, &look) && is_idle(ITEM(kept, ITS_SHARED)))
         call = its_call(kept);
     if (call != NULL && as_it_was(ITEM(kept, ITS_SHARED), call) && take(ITEM(kept, ITS_SHARED))) {
         PyObject *results = those(&look, ITEM(kept, ITS_RESULTS));
@@ -1011,7 +1025,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
         PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", ROUNDS);
         Py_CLEAR(module);
     }
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 6) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 7) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

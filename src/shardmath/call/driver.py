@@ -176,6 +176,11 @@ class Driver:
         compiled = self._compiled
         return None if compiled is None else compiled.make(arguments)
 
+    def forget_public(self) -> None:
+        """Enter the object's methods again: what it refers to has changed."""
+        if self._compiled is not None:
+            self._compiled.forget_public()
+
     def forget(self) -> None:
         """Let compiled code make no call that was made before."""
         if self._compiled is not None:
@@ -189,7 +194,9 @@ class Driver:
             return
         direct = performer.direct(turn, agreement)
         if direct is not None and (direct.receive is not None or not any(turn.payloads)):
-            self._compiled.keep(turn, agreement, direct, results)
+            method = None if self.agreed is None else self.agreed()
+            owner = getattr(method, "__self__", None)
+            self._compiled.keep(turn, agreement, direct, results, owner)
 
     def _otherwise(
         self,

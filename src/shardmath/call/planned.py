@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from weakref import WeakMethod
 
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import collective_call, require_function
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import Driver, Operation
@@ -143,6 +143,7 @@ class Planned:
             return driver.perform(turn, agreement, payloads)
         finally:
             if release_workspace:
+                require_function()
                 driver.performer.release()
 
     def _described_execution(
@@ -226,11 +227,18 @@ class Planned:
         """Drop the references to the operands."""
         self._operands = dict.fromkeys(self._operands)
         self._has_operands = False
+        self._driver.forget_public()
 
     def _set_operands(self, **operands: Any) -> None:
         """Refer to these operands from now on."""
         self._operands.update(operands)
         self._has_operands = True
+        self._driver.forget_public()
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """The operands that it refers to."""
+        return tuple([x for x in self._operands.values() if x is not None])
 
     def _gather(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
         """All ranks' `describe()` for a method. Collective. Raises if this object was freed."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import collective_call, require_function
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
@@ -230,6 +230,7 @@ class Matmul(Planned):
         """
         result = given_results(self._execute((), stream, release_workspace=False))
         if release_workspace:
+            require_function()
             give_back(self.context)
         return result
 
