@@ -80,7 +80,8 @@ def calls(context):
                 del kept  # the next results lie where these did
                 for _ in range(4):
                     call()
-                names = calls_before("calls.<locals>.multiplied", call)
+                tries = [calls_before("calls.<locals>.multiplied", call) for _ in range(4)]
+                names = min(tries, key=len)  # a result may lie where none has lain before
                 found.append((len(names), names))
     return found
 
