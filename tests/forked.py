@@ -17,8 +17,9 @@ from typing import Any
 import loaded  # noqa: F401  (before there are ranks)
 from serve import name_of, serve
 from shardmath.base import config, current
-from shardmath.group import LocalProcessGroup, SoloProcessGroup
+from shardmath.group.base import SoloProcessGroup
 from shardmath.group.links import star
+from shardmath.group.local import LocalProcessGroup
 from shardmath.launch.failure import Failure, died
 from shardmath.launch.ranks import die_with
 from started import Member

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmath.base import config, wire
-from shardmath.group import LaunchFacts, as_process_group
+from shardmath.group import as_process_group
+from shardmath.group.environment import LaunchFacts
 from shardmath.launch.failure import from_exception
 
 __all__ = ["CALL", "END", "FAILED", "GREETING", "name_of", "receive", "send", "serve"]

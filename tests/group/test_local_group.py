@@ -15,8 +15,8 @@ import pytest
 
 from ranks import Pool
 from shardmath.errors import BootstrapError, CollectiveMismatch, RankFailure
-from shardmath.group import LocalProcessGroup
 from shardmath.group.links import FRAME_LIMIT, star
+from shardmath.group.local import LocalProcessGroup
 from shardmath.launch import spawn
 from shardmath.process_group import ProcessGroup, ReductionOp
 

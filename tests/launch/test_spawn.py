@@ -21,7 +21,8 @@ import pytest
 from shardmath.base import current
 from shardmath.context import startup
 from shardmath.errors import BootstrapError, HeapExhausted, OpTimeout, RankFailure
-from shardmath.group import LocalProcessGroup, as_process_group
+from shardmath.group import as_process_group
+from shardmath.group.local import LocalProcessGroup
 from shardmath.launch import spawn
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardmath.arrays import dtypes, library_of
-from shardmath.local import MatmulEpilog, epilog
-from shardmath.local.epilog import Extra, Requirements, apply, requirements
+from shardmath.local import epilog
+from shardmath.local.epilog import Extra, MatmulEpilog, Requirements, apply, requirements
 
 SIZES = [(7, 8), (8, 9), (9, 7), (1, 9), (9, 1), (0, 7), (7, 0), (130, 33)]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

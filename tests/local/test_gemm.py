@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardmath.local import gemm, multiply
+from shardmath.local import gemm
+from shardmath.local.gemm import multiply
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 DTYPES = [*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8", "uint16", "int32", "int64"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardmath.errors import HeapExhausted
-from shardmath.group import SoloProcessGroup
+from shardmath.group.base import SoloProcessGroup
 from shardmath.symmetric import heap as heap_module
 from shardmath.symmetric.heap import Heap
 from shardmath.transport.base import Fence

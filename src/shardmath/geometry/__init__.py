@@ -4,7 +4,7 @@ Pure integers: nothing here knows an array library, a communicator or a device, 
 compute what every other rank owns.
 """
 
-from shardmath.geometry.distribution import Binding, Distribution, infer_global_shape
+from shardmath.geometry.distribution import Distribution, infer_global_shape
 from shardmath.geometry.distributions import (
     BlockCyclic,
     BlockNonCyclic,
@@ -31,7 +31,6 @@ from shardmath.geometry.moves import (
 from shardmath.geometry.spans import Run, Spans
 
 __all__ = [
-    "Binding",
     "BlockCyclic",
     "BlockNonCyclic",
     "Box",

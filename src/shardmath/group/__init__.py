@@ -9,22 +9,17 @@ import sys
 from typing import Any
 
 from shardmath.base.config import Settings
-from shardmath.group.base import ProcessGroup, ReductionOp, SoloProcessGroup
-from shardmath.group.environment import LaunchFacts, from_environment
-from shardmath.group.local import LocalProcessGroup
+from shardmath.group.base import ProcessGroup, ReductionOp
+from shardmath.group.environment import from_environment
 from shardmath.group.mpi import MPIProcessGroup
 from shardmath.group.torch import TorchProcessGroup
 
 __all__ = [
-    "LaunchFacts",
-    "LocalProcessGroup",
     "MPIProcessGroup",
     "ProcessGroup",
     "ReductionOp",
-    "SoloProcessGroup",
     "TorchProcessGroup",
     "as_process_group",
-    "from_environment",
 ]
 
 

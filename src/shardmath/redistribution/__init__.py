@@ -4,7 +4,6 @@ Every rank pulls what it needs from the ranks that own it. Plans know no array l
 memory; executors know no distribution.
 """
 
-from shardmath.handles.operand import Exposed
 from shardmath.redistribution.bound_copies import Window
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.exposure import window_on
@@ -12,7 +11,6 @@ from shardmath.redistribution.plan import Transfer, TransferPlan
 from shardmath.redistribution.sections import Sections
 
 __all__ = [
-    "Exposed",
     "Sections",
     "StridedCopy",
     "Transfer",

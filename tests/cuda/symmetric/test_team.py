@@ -194,7 +194,7 @@ def test_what_a_stream_may_be(gpus, size):
 
 def check_no_such_device(context):
     from shardmath.context.startup import new_context
-    from shardmath.group import SoloProcessGroup
+    from shardmath.group.base import SoloProcessGroup
 
     try:
         new_context(999, SoloProcessGroup())

@@ -135,7 +135,7 @@ def check_release(context):
     """What each closed context has cost the device; other processes take and give, too."""
     from shardmath.context.startup import new_context
     from shardmath.cuda.driver import call
-    from shardmath.group import SoloProcessGroup
+    from shardmath.group.base import SoloProcessGroup
 
     free = []
     for _ in range(6):
