@@ -159,9 +159,13 @@ class Transport(ABC):
     def lease(self, index: int) -> object:
         """An object that keeps an own segment mapped for as long as it is referred to."""
 
-    @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
-        """The bytes of an attached segment, for arrays to lie on, or None without an address."""
+        """The bytes of an attached segment, for arrays to lie on, or None without an address.
+
+        Here: those of a GPU.
+        """
+        address = self.address(rank, index, offset, nbytes)
+        return None if address is None else DeviceBytes(address, nbytes, self.device)
 
     def fence(self) -> Fence | None:
         """A fence behind all that this process has asked of its device; None if none can be set.

@@ -187,10 +187,6 @@ class CudaTransport(DescriptorTransport):
     def lease(self, index: int) -> Mapping:
         return self._segments[self._mesh.rank, index].mapping
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
-        address = self.address(rank, index, offset, nbytes)
-        return None if address is None else DeviceBytes(address, nbytes, self.device)
-
     def fence(self) -> Fence | None:
         return DeviceFence.behind(self._device)
 

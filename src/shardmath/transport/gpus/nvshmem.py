@@ -205,10 +205,6 @@ class NVSHMEMTransport(Transport):
     def lease(self, index: int) -> object:
         return self._heap
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
-        address = self.address(rank, index, offset, nbytes)
-        return None if address is None else DeviceBytes(address, nbytes, self.device)
-
     # -- copies ------------------------------------------------------------------------------------
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
