@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from shardmath.collectives.operand import bounds
 from shardmath.collectives.outboxes import FarCollectives
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.driver import call
-from shardmath.cuda.kernel import Argument, ReadyLaunch
+from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch
 from shardmath.cuda.stream import StreamOrder
 from shardmath.geometry.integers import up
 from shardmath.symmetric.team import Team
@@ -50,6 +51,7 @@ _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 _MAIL_BYTES = 4 << 20  # of all ranks; packets are twice as long
 _INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
 _MAIL_BLOCKS, _LANE_BLOCKS = 2 * _LANES - 1, 2 * _LANES
+_FEW_BYTES, _FEW_THREADS = 64 << 10, 128  # to or from a rank, and in a block
 _POST = "MAIL_BYTES", "POST_BYTES"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
@@ -68,7 +70,8 @@ class Parts(NamedTuple):
 
     All counts are of `width` bytes. The part for rank r lies `starts[r]` bytes into the operand,
     and is `sent[r]`; of rank r comes `expected[r]`. `room` is what the result takes in all. Both
-    are None where they are not known.
+    are None where they are not known. `guess` is a number for what all ranks send to all, the same
+    on all ranks that take it for the same; `UNKNOWN` on those that cannot say.
     """
 
     width: int
@@ -76,6 +79,26 @@ class Parts(NamedTuple):
     sent: Sequence[int]
     expected: Sequence[int] | None
     room: int | None
+    guess: int = UNKNOWN
+
+    @classmethod
+    def guessed(
+        cls,
+        width: int,
+        starts: Sequence[int],
+        sent: Sequence[int],
+        expected: Sequence[int] | None,
+        room: int | None,
+    ) -> Parts:
+        """The parts of a rank that takes all ranks' for as large as its own, if they may be."""
+        count, own = sent[0], (*sent, *(expected or ()))
+        alike = own.count(count) == len(own) and room in (None, count * len(sent))
+        return cls(width, starts, sent, expected, room, count if alike else UNKNOWN)
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest part that is known, to or from any rank."""
+        return self.width * max(*self.sent, *(self.expected or ()), 0)
 
     def most(self, rank: int) -> tuple[int, int]:
         """The bytes of the largest part that may go to a peer or come from one; of this rank's."""
@@ -169,13 +192,15 @@ class DeviceCollectives(Pushes):
         """Where a launch's argument has the addresses of operand and result, side by side."""
         return len(self._argument(0, ()))
 
-    @property
-    def counted(self) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
-        """How compiled code launches an exchange of any counts: blocks and threads, and the number
-        of ranks, this one, the most bytes for which those will do, and the blocks for more.
+    def counted(self) -> tuple[tuple[int, int, int], tuple[int, int, int, int, int, int, int]]:
+        """How compiled code launches an exchange of any counts: a kernel, blocks and threads, and
+        the number of ranks, this one, and the most bytes for which those will do; the blocks for
+        more; and for parts of so few bytes another kernel.
         """
-        team = self.team
-        return (_MAIL_BLOCKS, _MAX_THREADS), (team.size, team.rank, self._mail_bytes, _LANE_BLOCKS)
+        team, more = self.team, self._exchange_kernel("exchange").handle
+        few = _FEW_BYTES, self._exchange_kernel("exchange_few").handle, _FEW_THREADS
+        ranks = team.size, team.rank
+        return (more, _MAIL_BLOCKS, _MAX_THREADS), (*ranks, self._mail_bytes, _LANE_BLOCKS, *few)
 
     def all_reduce(
         self,
@@ -240,7 +265,7 @@ class DeviceCollectives(Pushes):
         rank, size = self.team.rank, self.team.size
         sent, received = table[rank], [row[rank] for row in table]
         starts = [0] * size if whole else [width * start for start in bounds(sent)[:-1]]
-        parts = Parts(width, starts, sent, received, None)
+        parts = Parts(width, starts, sent, received, None, _digest(table))
         return self.exchange(source, target, parts, stream, tag=tag)
 
     def exchange(
@@ -251,13 +276,11 @@ class DeviceCollectives(Pushes):
         Nothing is written, and all ranks report it, where what they send is not what one expects.
         """
         self.team.require_usable()
-        config = _exchange_config(*parts.most(self.team.rank), self._mail_bytes)
+        config = _exchange_config(parts, self.team.rank, self._mail_bytes)
         argument = self._argument(tag, self._exchange_words(source, target, parts))
         launch = self._exchanges.get(config)
         if launch is None:
-            sizes = self._mail_bytes, _post_bytes(self.team.size, self._mail_bytes)
-            defines = [f"{name}={value}" for name, value in zip(_POST, sizes, strict=True)]
-            kernel = self.team.kernel("exchange", config.function, defines)
+            kernel = self._exchange_kernel(config.function)
             launch = kernel.ready(config.blocks, config.threads, Argument(argument))
             self._exchanges[config] = launch
         else:
@@ -265,19 +288,24 @@ class DeviceCollectives(Pushes):
         self._order.put(launch, stream)
         return launch
 
+    def _exchange_kernel(self, function: str) -> Kernel:
+        sizes = self._mail_bytes, _post_bytes(self.team.size, self._mail_bytes)
+        defines = [f"{name}={value}" for name, value in zip(_POST, sizes, strict=True)]
+        return self.team.kernel("exchange", function, defines)
+
     def _exchange_words(self, source: int, target: int, parts: Parts) -> list[int]:
         """The words that follow the struct `Cells` in the argument of exchange.cu."""
         unknown = (UNKNOWN,) * self.team.size
         row = (*parts.sent, *(parts.expected or unknown), UNKNOWN)
         if parts.room is not None:
             row = (*row[:-1], parts.room)
-        return [source, target, parts.width, *parts.starts, *row, *self._posts]
+        return [source, target, parts.width, *parts.starts, *row, parts.guess, *self._posts]
 
     def rows(self, launch: int) -> list[tuple[int, ...]]:
         """The rows that all ranks have sent to this one in a launch that was their last."""
         size = self.team.size
         packets = np.empty((size, 2 * size + 1, 2), np.uint64)
-        place = self._posts[self.team.rank] + (launch & 1) * packets.nbytes
+        place = self._posts[self.team.rank] + 2 * size * _PACKET + (launch & 1) * packets.nbytes
         self.team.device.activate()
         call("cuMemcpyDtoH", packets.ctypes.data, place, packets.nbytes)
         return [tuple(row) for row in packets[:, :, 0].tolist()]
@@ -333,13 +361,26 @@ def _mail_bytes(size: int) -> int:
 
 def _post_bytes(size: int, mail: int) -> int:
     """The bytes of the struct `Post` of kernels/exchange.cu."""
-    rows, mails = 2 * size * (2 * size + 1) * _PACKET, 2 * size * mail // 8 * _PACKET
+    rows, mails = 2 * size * (2 * size + 2) * _PACKET, 2 * size * mail // 8 * _PACKET
     slot = _INBOX_BYTES // (_LANES * size * _SLOTS) // _SLOT_UNIT * _SLOT_UNIT
     return rows + mails + _LANES * size * (16 + _SLOTS * slot) + _PACKET
 
 
-def _exchange_config(most: int, own: int, mail: int) -> LaunchConfig:
-    """The launch of an exchange: of `most` bytes to or from a peer, and of a rank's `own`."""
+def _digest(table: Sequence[Sequence[int]]) -> int:
+    """A number for counts of all ranks: where all are equal, that count."""
+    counts = {count for row in table for count in row}
+    if len(counts) == 1:
+        return counts.pop()
+    words = repr([list(row) for row in table]).encode()
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") | 1 << 63
+
+
+def _exchange_config(parts: Parts, rank: int, mail: int) -> LaunchConfig:
+    """The launch of an exchange."""
+    most, own = parts.most(rank)
+    if most <= mail and parts.largest <= _FEW_BYTES:
+        packets = -(-parts.largest // (_PACKET // 2))
+        return LaunchConfig("exchange_few", max(1, -(-packets // _FEW_THREADS)), _FEW_THREADS)
     if most > mail:
         return LaunchConfig("exchange", _LANE_BLOCKS, _MAX_THREADS)
     config = _launch_config("exchange", -(-max(most, own) // (_PACKET // 2)))

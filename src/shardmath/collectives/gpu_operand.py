@@ -191,7 +191,7 @@ class DeviceOperand:
         starts = [width * start for start in bounds(sent)[:-1]]
         if own.whole:
             sent, starts = sent * size, [0] * size
-        moved = Parts(width, starts, sent, own.expected, own.shape[axis])
+        moved = Parts.guessed(width, starts, sent, own.expected, own.shape[axis])
 
         def launch(source: int, target: int, stream: int) -> ReadyLaunch:
             return collectives.exchange(source, target, moved, stream, tag=tag)

@@ -58,7 +58,7 @@ class Repeats:
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
         self._order = collectives.order
         self._place = collectives.addresses_place
-        self._counted = collectives.counted
+        self._collectives = collectives
         self._compiled = compiled
 
     @classmethod
@@ -104,10 +104,10 @@ class Repeats:
             return
         calls = self._board.calls
         places = (0, 0, 0, 1, 0, b"", ()) if calls is None else calls.places(*listed)
-        function, *grid = launch.parts
-        sizes, counts = (spec.nbytes, like.nbytes), (0, 0, 0, 0)
+        function, blocks, threads, argument = launch.parts
+        sizes, counts = (spec.nbytes, like.nbytes), (0,) * 7
         if counted:
-            grid[:2], counts = self._counted
+            (function, blocks, threads), counts = self._collectives.counted()
             width = prod(x.shape[1:]) * x.element_size()
             sizes = width, width
         repeat = self._compiled.Repeat(
@@ -116,7 +116,7 @@ class Repeats:
             (made.dtype, made.shape, made.get_device(), sizes[1]),
             in_place,
             _UNIT - 1,
-            (function, self._team.device.context_address, *grid, self._place),
+            (function, self._team.device.context_address, blocks, threads, argument, self._place),
             self._team.report_address,
             places,
             counts,

@@ -50,6 +50,11 @@ class Kernel:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
 
+    @property
+    def handle(self) -> int:
+        """The driver's."""
+        return int(self._function)
+
     def load(self) -> None:
         """Load it now, rather than at its first launch, which may wait for all that runs."""
         self.device.activate()

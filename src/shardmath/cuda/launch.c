@@ -43,12 +43,18 @@ typedef struct {
     uint64_t address, nbytes, extent;
 } Found;
 
+/* A kernel, its blocks and its threads. */
+typedef struct {
+    void *function;
+    unsigned blocks, threads;
+} Grid;
+
 typedef struct {
     PyObject_HEAD
     PyObject *kind;             /* torch.Tensor */
     Expected operand, result;
-    void *function, *context;   /* the kernel, and the CUDA context that must be current */
-    unsigned blocks, threads;
+    Grid grid;
+    void *context;              /* of CUDA, which must be current */
     Py_ssize_t parameters, place; /* bytes of the kernel's argument, and where two addresses lie in it */
     uint64_t unaligned;         /* bits that no address may have */
     int in_place;               /* whether the result may lie where the operand does */
@@ -57,8 +63,10 @@ typedef struct {
     uint64_t own_words[WORDS];  /* what is listed with this one, */
     Py_ssize_t word_bytes;      /* which is so much */
     Py_ssize_t ranks;           /* of a call with counts; 0 for others */
-    uint64_t mail;              /* the most bytes to or from a peer for which there are `blocks`, else `lane_blocks` */
+    uint64_t mail;              /* the most bytes to or from a peer for which the `grid` has blocks, else `lane_blocks` */
     unsigned lane_blocks, rank;
+    Grid few;                   /* of another kernel, where no part is known to have more than so many bytes */
+    uint64_t few_bytes;
     uint64_t window, tag;
     Py_ssize_t peers;
     const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
@@ -150,20 +158,24 @@ static int counts_of(PyObject *given, Py_ssize_t ranks, uint64_t *counts, uint64
 }
 
 /* Write into the argument of exchange.cu, behind the addresses, what goes where: starts of parts; counts sent,
- * expected and in all. Returns how many blocks the launch needs; 0 for what Python has to look at. */
-static unsigned write_counts(const Repeat *self, char *argument, uint64_t *words, Found x, Found out,
-                             PyObject *sent, PyObject *expected) {
-    uint64_t tail[3 * WORDS + 1], *starts = tail, *row = tail + self->ranks, sum, most = 0;
+ * expected and in all; and what all ranks' are taken for, as `Parts.guessed` has it. Returns the launch that is
+ * needed; one of no blocks for what Python has to look at. */
+static Grid write_counts(const Repeat *self, char *argument, uint64_t *words, Found x, Found out,
+                         PyObject *sent, PyObject *expected) {
+    const Grid none = {NULL, 0, 0};
+    Grid grid = self->grid;
+    int alike = 1;
+    uint64_t tail[3 * WORDS + 2], *starts = tail, *row = tail + self->ranks, sum, most = 0, largest = 0;
     const uint64_t width = self->operand.nbytes;
     const Py_ssize_t ranks = self->ranks;
     if (!counts_of(sent, ranks, row, &sum) || sum != x.extent)
-        return 0;
+        return none;
     if (expected == Py_None)
         memset(row + ranks, 0xff, (size_t)ranks * sizeof *row);
     else if (!counts_of(expected, ranks, row + ranks, &sum) || sum != out.extent)
-        return 0;
+        return none;
     if (ranks == 1 && sum != out.extent) /* an error, of which no kernel is needed to tell */
-        return 0;
+        return none;
     row[2 * ranks] = out.extent;
     for (Py_ssize_t r = 0, at = 0; r < ranks; at += row[r++]) {
         starts[r] = (uint64_t)at * width;
@@ -172,9 +184,21 @@ static unsigned write_counts(const Repeat *self, char *argument, uint64_t *words
     }
     if (out.extent > row[self->rank] && out.extent - row[self->rank] > most)
         most = out.extent - row[self->rank];
+    for (Py_ssize_t r = 0; r < (expected == Py_None ? ranks : 2 * ranks); r++) {
+        alike &= row[r] == row[0];
+        largest = row[r] > largest ? row[r] : largest;
+    }
+    tail[3 * ranks + 1] = alike && out.extent == row[0] * (uint64_t)ranks ? row[0] : UINT64_MAX;
     memcpy(words, row, (size_t)ranks * sizeof *row);
-    memcpy(argument + self->place + 24, tail, (size_t)(3 * ranks + 1) * sizeof *tail);
-    return most * width > self->mail ? self->lane_blocks : self->blocks;
+    memcpy(argument + self->place + 24, tail, (size_t)(3 * ranks + 2) * sizeof *tail);
+    if (most * width > self->mail)
+        grid.blocks = self->lane_blocks;
+    else if (largest * width <= self->few_bytes) {
+        grid = self->few;
+        grid.blocks = (unsigned)((largest * width + 8 * grid.threads - 1) / (8 * grid.threads));
+        grid.blocks += grid.blocks == 0;
+    }
+    return grid;
 }
 
 /* Whether no peer is so far behind that it could not read this call in the list any more. */
@@ -219,15 +243,15 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
         out = look(self, &self->result, given[1]);
     char argument[PARAMETERS] __attribute__((aligned(16)));
     uint64_t words[WORDS];
-    unsigned blocks = self->blocks;
+    Grid grid = self->grid;
     memcpy(argument, self->argument, (size_t)self->parameters);
     memcpy(words, self->own_words, sizeof words);
     if (self->ranks && x.address && out.address)
-        blocks = write_counts(self, argument, words, x, out, given[3], given[4]);
+        grid = write_counts(self, argument, words, x, out, given[3], given[4]);
     PyErr_Clear(); /* what cannot be asked here, Python asks */
     void *context = NULL;
     uint64_t number = self->peers ? *self->made + 1 : 0;
-    if (!apart(self, x, out) || blocks == 0 || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
+    if (!apart(self, x, out) || grid.blocks == 0 || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
         !has_room(self, number) || current_context(&context) != 0 || context != self->context)
         Py_RETURN_NONE;
     memcpy(argument + self->place, &x.address, sizeof x.address);
@@ -241,7 +265,7 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     int status = LISTED;
     Py_BEGIN_ALLOW_THREADS
     if (!self->asks || peers_agree(self, number))
-        status = launch_kernel(self->function, blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream,
+        status = launch_kernel(grid.function, grid.blocks, 1, 1, grid.threads, 1, 1, 0, (void *)(uintptr_t)stream,
                                parameters, NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(status);
@@ -251,24 +275,24 @@ static void *pointer(unsigned long long value) { return (void *)(uintptr_t)value
 
 /* Repeat(kind, (dtype, shape, device, nbytes) of the operand, and of the result, in_place, unaligned,
  *        (function, context, blocks, threads, argument, place), report, (made, tags, words, window, tag, the words with it, peers),
- *        (ranks, rank, mail, lane_blocks); ranks is 0 for a call without counts) */
+ *        (ranks, rank, mail, lane_blocks, few_bytes, their kernel, and its threads); ranks is 0 for a call without counts) */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     Repeat *self = (Repeat *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     unsigned long long unaligned, function, context, report, made, tags, words, window, tag;
-    unsigned long long operand_bytes, result_bytes, mail;
+    unsigned long long operand_bytes, result_bytes, mail, few_bytes, few_function;
     const char *argument, *own_words, *others;
     Py_ssize_t other_bytes;
     PyObject *peers;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKI)z#", &self->kind, &self->operand.dtype,
+        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKIKKI)z#", &self->kind, &self->operand.dtype,
                           &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
                           &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
-                          &function, &context, &self->blocks, &self->threads, &argument, &self->parameters,
+                          &function, &context, &self->grid.blocks, &self->grid.threads, &argument, &self->parameters,
                           &self->place, &report, &made, &tags, &words, &window, &tag, &own_words,
-                          &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail, &self->lane_blocks, &others,
-                          &other_bytes)) {
+                          &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail,
+                          &self->lane_blocks, &few_bytes, &few_function, &self->few.threads, &others, &other_bytes)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a call takes no names");
         self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
@@ -290,7 +314,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     if (self->peers > PEERS || self->parameters > PARAMETERS || self->place < 0 ||
         self->place + 16 > self->parameters || window == 0 || self->word_bytes > (Py_ssize_t)sizeof self->own_words ||
         self->ranks > WORDS || self->rank >= WORDS ||
-        (self->ranks && (self->place + 24 + (3 * self->ranks + 1) * 8 > self->parameters ||
+        (self->ranks && (self->place + 24 + (3 * self->ranks + 2) * 8 > self->parameters ||
                          !PyTuple_Check(self->operand.shape) || !PyTuple_Check(self->result.shape)))) {
         PyErr_SetString(PyExc_ValueError, "too many peers or words, or too long an argument");
         Py_DECREF(self);
@@ -305,11 +329,13 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->operand.nbytes = operand_bytes;
     self->result.nbytes = result_bytes;
     self->unaligned = unaligned;
-    self->function = pointer(function);
+    self->grid.function = pointer(function);
     self->context = pointer(context);
     self->report = pointer(report);
     self->made = pointer(made);
     self->mail = mail;
+    self->few_bytes = few_bytes;
+    self->few.function = pointer(few_function);
     self->tags = pointer(tags);
     self->words = pointer(words);
     memcpy(self->own_words, own_words, (size_t)self->word_bytes);

@@ -9,6 +9,9 @@
 //                   |  More: chunks through slots at the receiver, once all rows have come. Chunk c goes by lane
 //                   |  c % kLanes, of which one block sends at one end and another receives at the other.
 //
+// A rank that has guessed what all ranks send to all sends a number for that, too. A kernel for few bytes writes what has
+// come without looking at rows, where all ranks have sent the same number in the same call: then all parts fit.
+//
 // Compiled with MAIL_BYTES and POST_BYTES, see kMail and Post.
 //
 // Reuse. There are two places for rows and mail, used in turn, as for the words of launches in cells.cuh. A slot is
@@ -24,6 +27,8 @@ constexpr u32 kLanes = 64;            // of chunks; a launch that may have any h
 constexpr u32 kSlots = 4;             // of a lane, for each rank
 constexpr u64 kInbox = 16 << 20;      // bytes of all slots of a rank
 constexpr u64 kUnknown = ~0ull;       // a number that a rank does not know
+constexpr u64 kSpread = 0x9e3779b97f4a7c15;  // odd: other guesses of one call are other words
+constexpr u32 kPatience = 1 << 12;    // polls for guesses, before rows are waited for
 constexpr u32 kRow = 2 * kRanks + 1;  // packets of a row
 constexpr u64 kSlotBytes = kInbox / (kLanes * kRanks * kSlots) & ~2047ull;
 static_assert(kRanks <= 32, "the rows of all ranks fit in a block's shared memory");
@@ -34,11 +39,12 @@ struct Arrival {
 
 // One rank's memory for this kernel. Packets carry the number of their launch.
 struct Post {
+    Packet guess[2][kRanks];
     Packet row[2][kRanks][kRow];
     Packet mail[2][kRanks][kMail / 8];
     Arrival lane[kLanes];
     Packet slot[kLanes][kRanks][kSlots][kSlotBytes / sizeof(Packet)];
-    u64 ended;  // blocks of this rank's launch
+    u64 passed;  // blocks of this rank's launch that have read its number
 };
 static_assert(sizeof(Post) == POST_BYTES, "as the host has it");
 
@@ -49,6 +55,7 @@ struct ExchangeArgument {
     u64 width;              // bytes of what is counted
     u64 start[kRanks];      // where the part for each rank starts in the input, in bytes
     u64 row[kRow];          // counts: to each rank; from each rank, or kUnknown; of the result, or kUnknown
+    u64 guess;              // a number for what all ranks send to all, or kUnknown
     Post* post[kRanks];     // every rank's, by rank
 };
 
@@ -86,7 +93,14 @@ __device__ inline void write_word(char* to, Word word) {
     }
 }
 
-// As store_eight, which is long where it is slow.
+// As load_eight and store_eight, which are long where they are slow.
+__device__ __noinline__ u64 read_slowly(const char* memory, u64 i, u64 nbytes) {
+    return load_eight(memory, i, nbytes);
+}
+__device__ inline u64 read_eight(const char* memory, u64 i, u64 nbytes) {
+    if (((u64)memory & 7) || 8 * i + 8 > nbytes) return read_slowly(memory, i, nbytes);
+    return ((const u64*)memory)[i];
+}
 __device__ __noinline__ void write_slowly(char* memory, u64 i, u64 nbytes, u64 data) {
     store_eight(memory, i, nbytes, data);
 }
@@ -157,6 +171,12 @@ struct Exchange {
     __device__ void give_up(int peer, u64 expected, u64 seen) const {
         store_relaxed(&a.cells.team.own().broken, 1);
         expire(a.cells.team, peer, kCollective, blockIdx.x, expected, seen);
+    }
+
+    __device__ Packet guessed() const { return {(a.cells.tag << 16) + a.guess * kSpread, launch.number}; }
+
+    __device__ void send_guess() const {
+        if (threadIdx.x < kRanks) store_packet(&a.post[threadIdx.x]->guess[launch.number & 1][rank()], guessed());
     }
 
     __device__ void send_row() const {
@@ -393,7 +413,10 @@ struct Exchange {
     __device__ void run() const {
         const u64 me = (u64)blockIdx.x * blockDim.x + threadIdx.x, all = (u64)gridDim.x * blockDim.x;
         if (!__syncthreads_and(launch.usable)) return;  // another block may just have failed
-        if (blockIdx.x == 0) send_row();
+        if (blockIdx.x == 0) {
+            send_guess();
+            send_row();
+        }
         send_mail(me, all);
         if (!receive_rows() || !fits()) return;
         const bool in_lanes = gridDim.x >= 2 * kLanes;
@@ -403,19 +426,96 @@ struct Exchange {
             const u64 first = (u64)kLanes * blockDim.x;
             if (receive_mail(me - first, all - first)) receive_chunks(blockIdx.x - kLanes);
         } else {
-            for (u64 chunk = blockIdx.x; copy_own(chunk);) chunk += gridDim.x;
-            receive_mail(me, all);
+            take_mail(me, all);
         }
+    }
+
+    __device__ void take_mail(u64 me, u64 all) const {
+        for (u64 chunk = blockIdx.x; copy_own(chunk);) chunk += gridDim.x;
+        receive_mail(me, all);
+    }
+
+    // -- few bytes: one packet of each thread for each rank ----------------------------------------------
+
+    __device__ u64 guess_from(int peer) const {
+        return a.row[kRanks + peer] == kUnknown ? a.row[peer] : a.row[kRanks + peer];
+    }
+
+    // What this thread sends, as it was read while the number of the launch was.
+    struct Words {
+        u64 word[kRanks];
+
+        __device__ Words(const ExchangeArgument& a, u64 me) {
+#pragma unroll
+            for (int peer = 0; peer < kRanks; ++peer) {
+                const u64 nbytes = a.row[peer] * a.width;
+                word[peer] = 8 * me < nbytes ? read_eight(a.input + a.start[peer], me, nbytes) : 0;
+            }
+        }
+    };
+
+    __device__ void send_few(const Words& words, u64 me) const {
+        const u32 place = launch.number & 1;
+        if (blockIdx.x == 0) send_guess();
+#pragma unroll
+        for (int peer = 0; peer < kRanks; ++peer)
+            if (peer != rank() && 8 * me < to(peer))
+                store_packet(&a.post[peer]->mail[place][rank()][me], {words.word[peer], launch.number});
+        if (blockIdx.x == 0) send_row();
+    }
+
+    // Whether all ranks have guessed the same: then what they have sent is written. By all threads; the same for all.
+    // Who waits long for a peer may as well wait for rows.
+    __device__ bool receive_few(const Words& words, u64 me) const {
+        const u32 place = launch.number & 1;
+        const Post& post = own();
+        const Packet wanted = guessed();
+        Packet seen[kRanks];
+        bool come = false, equal = a.guess != kUnknown;
+        for (u32 polls = 0; !come && equal && polls < kPatience; ++polls) {
+            come = true;
+#pragma unroll
+            for (int peer = 0; peer < kRanks; ++peer)
+                if (peer != rank() && 8 * me < guess_from(peer) * a.width)
+                    seen[peer] = load_packet(&post.mail[place][peer][me]);
+#pragma unroll
+            for (int peer = 0; peer < kRanks; ++peer) {
+                const Packet guess = load_packet(&post.guess[place][peer]);
+                come &= guess.high == wanted.high;
+                equal &= guess.high != wanted.high || guess.low == wanted.low;
+            }
+        }
+        if (!__syncthreads_and(come && equal)) return false;
+        u64 start = 0;
+#pragma unroll
+        for (int peer = 0; peer < kRanks; ++peer) {
+            const u64 nbytes = guess_from(peer) * a.width;
+            if (8 * me < nbytes) {
+                Deadline deadline;
+                for (bool last = false; peer != rank() && seen[peer].high != launch.number;
+                     last = deadline.passed(a.cells.team, peer)) {
+                    seen[peer] = load_packet(&post.mail[place][peer][me]);
+                    if (!last || seen[peer].high == launch.number) continue;
+                    give_up(peer, launch.number, seen[peer].high);
+                    return true;
+                }
+                const u64 word = peer == rank() ? words.word[peer] : seen[peer].low;
+                write_eight(a.output + start, me, nbytes, word);
+            }
+            start += nbytes;
+        }
+        return true;
     }
 };
 
-// The last block to end counts the launch.
-__device__ inline void end_block(const ExchangeArgument& a, const Launch& launch) {
-    __syncthreads();
-    if (threadIdx.x) return;
-    u64* const ended = &a.post[a.cells.team.rank]->ended;  // one less than the blocks: all ones at first
-    if (atomicAdd(ended, 1ull) + 2 != gridDim.x) return;
-    *ended = ~0ull;
+// The last block to pass counts the launch, of which all have read the number then. By one thread of each: first the
+// one, which says how many passed before, and at the end the other.
+__device__ inline u64 pass(const ExchangeArgument& a) {
+    return atomicAdd(&a.post[a.cells.team.rank]->passed, 1ull);
+}
+__device__ inline void count(const ExchangeArgument& a, const Launch& launch, u64 before) {
+    if (before + 2 != gridDim.x) return;  // one less than the blocks: all ones at first
+    a.post[a.cells.team.rank]->passed = ~0ull;
     a.cells.counts[1] = launch.number;
 }
 
@@ -423,5 +523,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_
     __shared__ Table table;
     const Launch launch(a.cells, 0);
     Exchange{a, launch, table}.run();
-    end_block(a, launch);
+    __syncthreads();
+    if (threadIdx.x == 0) count(a, launch, pass(a));
+}
+
+// Of a rank that sends and expects few bytes, for which it has a thread for each packet. A kernel apart, since it takes
+// little longer than it takes to run each of its instructions once.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange_few(const __grid_constant__ ExchangeArgument a) {
+    __shared__ Table table;
+    const u64 me = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const Exchange::Words words(a, me);
+    const Launch launch(a.cells, 0);
+    const Exchange exchange{a, launch, table};
+    if (launch.usable) exchange.send_few(words, me);
+    const bool usable = __syncthreads_and(launch.usable);  // another block may just have failed
+    const bool counts = threadIdx.x == blockDim.x - 1;
+    const u64 before = counts ? pass(a) : 0;  // soon: the answer is there when it is asked for
+    if (usable && !exchange.receive_few(words, me) && exchange.receive_rows() && exchange.fits())
+        exchange.take_mail(me, (u64)gridDim.x * blockDim.x);
+    if (counts) count(a, launch, before);
 }

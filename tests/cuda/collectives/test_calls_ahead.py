@@ -279,6 +279,69 @@ def test_graphs_beside_calls(gpus, size):
     assert gpus.run(check_replayed, ranks=size) == [True] * size
 
 
+def check_taken_for_equal(context, count):
+    """Results have room for equal parts, and sometimes one rank has fewer, another more: those with
+    their share take all parts for equal. By and by, and in a graph.
+    """
+    torch = torch_on(context)
+    rank, size = context.rank, context.size
+    into = torch.empty(2, size * count, device="cuda")
+    found, wanted, inputs = [], [], []
+
+    def both(x, counts):
+        all_gather(x[: counts[rank]], out=into[0])
+        all_to_all(x[: sum(counts)], send_counts=counts, receive_counts=None, out=into[1])
+        found.append(into.clone())
+
+    with context:
+        for turn in range(8):
+            counts = [count] * size
+            if turn % 3 and size > 1:
+                counts[turn % size] += 1
+                counts[(turn + 1) % size] -= 1
+            x = torch.arange(size * count + 1, device="cuda") + float(1000 * turn + 100 * rank)
+            inputs.append((x, counts))
+            gathered = [
+                np.arange(n, dtype=np.float32) + 1000 * turn + 100 * r for r, n in enumerate(counts)
+            ]
+            # Every rank sends the same counts: so a rank receives as much of each.
+            start, own = sum(counts[:rank]), counts[rank]
+            parts = [np.arange(start, start + own) + 1000.0 * turn + 100 * r for r in range(size)]
+            wanted.append((np.concatenate(gathered), np.concatenate(parts)))
+
+        def each():
+            for x, counts in inputs:
+                if counts[rank] == count:
+                    both(x, counts)
+                    continue
+                all_gather(x[: counts[rank]], out=into[0])
+                other = torch.empty(size * counts[rank], device="cuda")
+                all_to_all(x[: sum(counts)], send_counts=counts, out=other)
+                found.append((into[0].clone(), other))
+
+        each()
+        each()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            each()
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+    context.barrier()
+    return [
+        (n, what)
+        for n, results in enumerate(found)
+        for what in range(2)
+        if not np.array_equal(results[what].cpu().numpy(), wanted[n % len(wanted)][what])
+    ]
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_counts_that_are_taken_for_equal(gpus, size, count):
+    assert gpus.run(check_taken_for_equal, count, ranks=size) == [[]] * size
+
+
 def check_alike(context):
     """Ranks differ in what is their own: how the operand lies, and whether there is an `out`."""
     torch = torch_on(context)

@@ -19,7 +19,7 @@ DRIVER = """
 #include <string.h>
 void *context = (void *)7, *stream, *function;
 unsigned blocks, threads;
-char argument[96];
+char argument[104];
 int launches, answer;
 int cuCtxGetCurrent(void **found) { *found = context; return 0; }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
@@ -33,12 +33,13 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned a, unsi
 WINDOW, TAG, COUNT = 4, 99, 8
 TOLD = 5, 6  # with each call
 FUNCTION, CONTEXT, BLOCKS, THREADS, STREAM = 11, 7, 3, 64, 5
+FEW = 12  # the kernel for few bytes
 
 
 class Calls:
     """A compiled call on torch's tensors of COUNT float32, and the words that it looks at."""
 
-    def __init__(self, folder, counts=(0, 0, 0, 0)):
+    def __init__(self, folder, counts=(0,) * 7):
         folder = Path(folder)
         torch = pytest.importorskip("torch")
         compiler = shutil.which("cc")
@@ -57,7 +58,7 @@ class Calls:
         at = self.words.ctypes.data
         nbytes = 4 if counts[0] else 4 * COUNT
         look = (torch.float32, torch.Size([COUNT]), -1, nbytes)
-        kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(96)), 8)
+        kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(104)), 8)
         told = struct.pack("2Q", *TOLD)
         listed = (at + 16, at + 24, at + 24 + 8 * WINDOW, WINDOW, TAG, told, (at + 8,))
         fixed = torch.Tensor, look, look, True, 15, kernel, at
@@ -65,7 +66,7 @@ class Calls:
         # One that depends on what the peer lists, in a row like this rank's.
         self.peer = self.words[2:].copy()
         peers = (self.peer.ctypes.data,)
-        self.asking = module.Repeat(*fixed, (*listed[:-1], peers), (0, 0, 0, 0), told)
+        self.asking = module.Repeat(*fixed, (*listed[:-1], peers), (0,) * 7, told)
         self.listed = module.LISTED
         self.x, self.out = self.tensor(), self.tensor()
 
@@ -88,9 +89,9 @@ class Calls:
 def check_launched(_, folder):
     calls = Calls(folder)
     found = [calls.go(), calls.go(out=calls.x)]
-    argument = bytes((ctypes.c_char * 96).in_dll(calls.driver, "argument"))
+    argument = bytes((ctypes.c_char * 104).in_dll(calls.driver, "argument"))
     x = calls.x.data_ptr()
-    wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 96))
+    wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 104))
     names = ("launches", "blocks", "threads")
     words = [int(word) for word in calls.words[: 3 + WINDOW]]
     told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[:, :3].tolist()
@@ -98,21 +99,27 @@ def check_launched(_, folder):
 
 
 def check_counted(_, folder):
-    """Two ranks, of which this one is the second: for more than 8 bytes to a peer, 9 blocks."""
-    calls = Calls(folder, (2, 1, 8, 9))
+    """Two ranks, of which this one is the second: for more than 8 bytes to a peer, 9 blocks; where
+    no part has more than 4, a kernel of its own.
+    """
+    calls = Calls(folder, (2, 1, 8, 9, 4, FEW, 32))
     found = []
     cases = [
         (COUNT, COUNT, (2, 6), None),
         (5, 8, (2, 3), (5, 3)),
         (6, 3, (1, 5), None),
         (2, 5, (2, 0), (5, 0)),
+        (2, 2, (1, 1), None),
+        (2, 2, (1, 1), (1, 1)),
+        (2, 3, (1, 1), None),
     ]
     for rows, takes, sent, expected in cases:
         status = calls.go(calls.tensor(rows), calls.tensor(takes), sent, expected)
-        argument = bytes((ctypes.c_char * 96).in_dll(calls.driver, "argument"))
+        argument = bytes((ctypes.c_char * 104).in_dll(calls.driver, "argument"))
         told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[int(calls.words[2]) % WINDOW, :2]
-        words = struct.unpack("7Q", argument[32:88])
-        found.append((status, calls.integer("blocks"), told.tolist(), words, argument[88:]))
+        words = struct.unpack("8Q", argument[32:96])
+        kernel = ctypes.c_void_p.in_dll(calls.driver, "function").value, calls.integer("blocks")
+        found.append((status, kernel, told.tolist(), words, argument[96:]))
         calls.words[1] = calls.words[2]  # the peer follows
     launches = calls.integer("launches")
     two = [calls.go(None, None, *each) for each in [((4, 5), None), ((8,), None), ([8, 0], None)]]
@@ -158,12 +165,15 @@ def test_a_call_is_launched_if_the_peers_list_what_they_did(tmp_path):
 def test_counts_go_into_the_argument(tmp_path):
     with Pool(1) as ranks:
         ((found, left, more),) = ranks.run(check_counted, str(tmp_path))
-    unknown, rest = (1 << 64) - 1, bytes(range(88, 96))
+    unknown, rest, mail = (1 << 64) - 1, bytes(range(96, 104)), (FUNCTION, BLOCKS)
     assert found == [
-        (0, BLOCKS, [2, 6], (0, 8, 2, 6, unknown, unknown, 8), rest),
-        (0, 9, [2, 3], (0, 8, 2, 3, 5, 3, 8), rest),
-        (0, BLOCKS, [1, 5], (0, 4, 1, 5, unknown, unknown, 3), rest),
-        (0, 9, [2, 0], (0, 8, 2, 0, 5, 0, 5), rest),
+        (0, mail, [2, 6], (0, 8, 2, 6, unknown, unknown, 8, unknown), rest),
+        (0, (FUNCTION, 9), [2, 3], (0, 8, 2, 3, 5, 3, 8, unknown), rest),
+        (0, mail, [1, 5], (0, 4, 1, 5, unknown, unknown, 3, unknown), rest),
+        (0, (FUNCTION, 9), [2, 0], (0, 8, 2, 0, 5, 0, 5, unknown), rest),
+        (0, (FEW, 1), [1, 1], (0, 4, 1, 1, unknown, unknown, 2, 1), rest),
+        (0, (FEW, 1), [1, 1], (0, 4, 1, 1, 1, 1, 2, 1), rest),
+        (0, (FEW, 1), [1, 1], (0, 4, 1, 1, unknown, unknown, 3, unknown), rest),
     ]
     assert left == [None] * len(left) and more == 0
 
