@@ -8,7 +8,8 @@ ends with the last.
 
 A rank that leaves may have kernels that still send. So it says on the board that it has left, and
 only when its GPU has done all that it had been asked to do by then that its kernels have ended: a
-mark in the host's memory, which the GPU sets behind all that, is what the thread waits for.
+mark in the host's memory, which the GPU sets behind all that, is what the thread waits for. When
+all ranks have said so, no kernel writes to memory of the group any more: see `groups`.
 
 Kernels report whom they waited for in vain in such memory, too (`report_of`). Words that a team has
 left go to another team only when the device has done all that it had been asked to do by then, so
