@@ -28,6 +28,7 @@ from shardmath.handles import device_array
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul, matmul
 from shardmath.operators.matmul.gpu import performing
+from shardmath.program import gpu_repeats
 
 M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
@@ -247,29 +248,43 @@ def grow(context):
 
 
 def test_room_that_grows_lets_products_come_again(contexts):
-    twice = [rows for rows in (M, 8 * M) for _ in range(2)]  # the first has no room yet
-    assert contexts.run(grow, ranks=2) == [(twice, [1, 1])] * 2
+    # The first has no room yet; the third is written where it lies, as all are that lie there.
+    thrice = [rows for rows in (M, 8 * M) for _ in range(3)]
+    assert contexts.run(grow, ranks=2) == [(thrice, [1, 1])] * 2
 
 
-def alone_and_kept(context):
-    """How often a product is prepared whose results are all kept, each elsewhere on the heap."""
+def kept_at_once(context, count, places):
+    """How often a product is prepared whose results are all kept, each elsewhere on the heap, where
+    so many places have launches; and whether all are right in the end.
+    """
     prepared, plain = [], performing.Products._ready
 
     def ready(self, *args, **named):
         prepared.append(0)
         return plain(self, *args, **named)
 
-    with pretended(context, "heap"), patch.object(performing.Products, "_ready", ready):
+    with (
+        pretended(context, "heap"),
+        patch.object(performing.Products, "_ready", ready),
+        patch.object(gpu_repeats, "_PLACES", places),
+    ):
         made = arrays(context, "heap")
         a, b = (
             made(part_of(np.ones((rows, N)), Slab.X, context.rank, context.size)) for rows in (M, N)
         )
-        kept = [matmul(a, b, distributions=SPLITS) for _ in range(9)]
-        right = all((x == N).all() for x in kept)
+        kept = []
+        for number in range(count):
+            a[...] = number
+            context.board.barrier("written")
+            kept.append(matmul(a, b, distributions=SPLITS))
+        right = all((x == number * N).all() for number, x in enumerate(kept))
         context.board.barrier("done")
     return len(prepared), right
 
 
+@pytest.mark.parametrize(("count", "places"), [(9, 64), (9, 3), (1000, 16)])
 @pytest.mark.parametrize("size", [1, 2])
-def test_products_come_again_wherever_their_results_lie(contexts, size):
-    assert contexts.run(alone_and_kept, ranks=size) == [(2, True)] * size
+def test_products_come_again_wherever_their_results_lie(contexts, size, count, places):
+    first = 3  # until there is a launch
+    most = min(2 + count - first, 1 + places)  # of these places one is the lane's
+    assert contexts.run(kept_at_once, count, places, ranks=size) == [(most, True)] * size

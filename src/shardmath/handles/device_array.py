@@ -176,22 +176,25 @@ class ResultTemplate:
         )
 
     def make(self, array: Any = None) -> Result:
-        """One more of them, or that array in ordinary memory of the GPU. Local.
+        """One more of them, or that array on the GPU. Local.
 
         Raises HeapExhausted, or what a library without memory does.
         """
-        context, library, shape = self._context, self._library, self._shape
-        dtype, order, strides = self._dtype, self._order, self._strides
         if self._on_host:
-            return _back_to(context, self.new(), order)
-        if not self.on_heap:
-            array = self.new() if array is None else array
-            return Result(library.pointer(array), (shape, strides, dtype, None), array)
-        array, address = self.new()
-        block = context.heap.find(address)
-        assert block is not None, "it was allocated there"
-        context.announce(block)
-        return Result(address, (shape, strides, dtype, block), array)
+            return _back_to(self._context, self.new(), self._order)
+        if array is None:
+            array = self.new()[0] if self.on_heap else self.new()
+        result = self.at(self.place(array), array)
+        if self.on_heap:
+            block = result.array.block
+            assert block is not None, "it was allocated there"
+            self._context.announce(block)
+        return result
+
+    def at(self, address: int, array: Any = None) -> Result:
+        """One of them at that address of the GPU, of which peers have been told nothing."""
+        block = self._context.heap.find(address) if self.on_heap else None
+        return Result(address, (self._shape, self._strides, self._dtype, block), array)
 
     @property
     def carried(self) -> int:
@@ -204,14 +207,19 @@ class ResultTemplate:
         fits = self.on_heap and 0 < self._nbytes <= _MOST_CARRIED
         return self._nbytes if fits and not context.multi_host else 0
 
-    def through(self, block: Block | None, array: Any = None) -> Result:
+    def through(
+        self, block: Block | None, array: Any = None, into: Callable[[int], Any] = lambda _: None
+    ) -> Result:
         """One more of them, which is written to `block` and copied from there to `array`, or a new
-        one; as `make` where there is no block. Local. Raises as `make`.
+        one; as `make` where there is no block, or something that writes `into` its address. Local.
+        Raises as `make`.
         """
+        if array is None and self.on_heap:
+            array, address = self.new()
+            if into(address):
+                return self.at(address, array)
         if block is None:
             return self.make(array)
-        if array is None:
-            array, _ = self.new()
         form = self._shape, self._strides, self._dtype, block
         return Result(block.address, form, array, copy=self.copy(block, array))
 

@@ -16,7 +16,8 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ from shardmath.program.steps import SplitArray
 
 _KEPT = 128  # executions that are launched as before
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
-_PLACES = 32  # of results of one call, for which all is prepared
+_PLACES = 64  # of results of one call, for which all is prepared
 _TAG = 8  # bytes, of a plan
 _UNPREPARED = bytes(_TAG)
 # Whether peers reach the operand, and the result; whether this is packed; its order; the lane; the
@@ -257,7 +258,8 @@ class GPUPerformer(ABC):
             return None
         place = None
         if launches.results:
-            results = self._new(launches.results, launches.lane, stream)
+            into = partial(launches.into, agreement=known.last)
+            results = self._new(launches.results, launches.lane, stream, into=into)
             place = _place(results)
             turn.held = self._execution(turn, plan, stream, launches.lane, results)
         launch = launches.places.find(place)
@@ -378,15 +380,17 @@ class GPUPerformer(ABC):
         lane: Lane,
         stream: int,
         made: Mapping[str, Any] = MappingProxyType({}),
+        into: Callable[[int], Any] = lambda address: None,
     ) -> dict[str, Result]:
         """New results. The first is written to memory of the lane, and copied, where that is
-        better; to an array that has been made for it, if there is one. Others begin as zeros.
+        better, and there is nothing that writes `into` its place; to an array that has been made
+        for it, if there is one. Others begin as zeros.
         """
         results: dict[str, Result] = {}
         for name, template in templates.items():
             if name == self._names.results[0]:
                 block = None if streams.capturing(stream) else lane.room(template.carried)
-                results[name] = template.through(block, made.get(name))
+                results[name] = template.through(block, made.get(name), into)
                 continue
             result = results[name] = template.make()
             if result.array.nbytes:
@@ -462,17 +466,41 @@ class GPUPerformer(ABC):
         if graph is None:
             return
         place = _place({name: execution.results[name] for name in templates}) or None
-        Launches.keep(
-            known,
-            (plan, stream),
-            templates,
-            place,
-            Replay(
-                *(self._context, agreement, turn.note, turn.prepared, lane, graph, stream),
-                give=self._new_ones if templates else _out,
-                check=ready.check,
-            ),
+        give, elsewhere = (self._new_ones if templates else _out), None
+        if first is not None and first.on_heap and len(execution.results) == 1:
+            elsewhere = partial(self._elsewhere, known.arrays.operands, known.numbers, first)
+        replay = Replay(
+            *(self._context, agreement, turn.note, turn.prepared, lane, graph, stream),
+            give=give,
+            check=ready.check,
         )
+        Launches.keep(known, (plan, stream), templates, place, replay, elsewhere)
+
+    def _elsewhere(
+        self,
+        operands: Mapping[str, Operand],
+        numbers: Numbers,
+        template: ResultTemplate,
+        launch: Replay,
+        address: int,
+    ) -> Replay | None:
+        """A launch like that one, for a new result at another address. Local. None where peers are
+        told of it, or where that needs memory which is not there.
+        """
+        plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
+        results = {self._names.results[0]: template.at(address)}
+        execution = Execution(plan, stream, lane, operands, results, numbers)
+        prepared = self._prepared(execution, launch.prepared.decision, allocate=False)
+        ready = prepared.ready
+        if (
+            ready is None
+            or not ready.lasting
+            or pack_numbers(numbers) + prepared.note != launch.note
+        ):
+            return None
+        run = ready.bind(self._told_by(launch.agreement.notes))
+        graph = lane.graph(run)
+        return replace(launch, prepared=prepared, graph=graph, check=ready.check)
 
     def _new_ones(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
         """The results of a repeat, of which some are new, and the copy that the first one takes."""
@@ -513,8 +541,12 @@ class GPUPerformer(ABC):
 
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
         """The launches of an execution, as one graph when it comes again."""
-        run = turn.prepared.ready.bind([_unpack(note[self._start :])[2] for note in notes])
+        run = turn.prepared.ready.bind(self._told_by(notes))
         return Launching(GraphCache(turn.held.lane), run, replays=self.replays)
+
+    def _told_by(self, notes: Sequence[bytes]) -> list[Told]:
+        """What the ranks have told in these notes."""
+        return [_unpack(note[self._start :])[2] for note in notes]
 
 
 @dataclass(frozen=True, eq=False)

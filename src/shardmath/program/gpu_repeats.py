@@ -1,8 +1,9 @@
 """Calls on GPUs that come again: each is a CUDA graph, launched if all ranks agree as before.
 
 A launch is found by what the call depends on besides its arrays: the plan, the stream, the lane's
-memory. Where a new result is written to memory of the lane and copied from there, it may lie
-anywhere; else there is a launch for each of its places.
+memory. There is one for each of the places where results have lain so far. A new result on the heap
+that comes to lie elsewhere gets one, too, while there are few, where peers are told nothing of its
+place; any other is written to memory of the lane and copied from there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 
-_PLACES = 32  # of results, of which the launches are kept
+_PLACES = 64  # of results, of which the launches are kept
+_MOST_MADE = 4 * _PLACES  # launches for places on the heap, however often peers' arrays change
+
+Elsewhere = Callable[["Launch", int], "Launch | None"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,24 +83,59 @@ class _Facts:
 class Launches:
     """Launches for calls on the same arrays, by the place of this rank's results: while `facts` are
     what they were, and the lane's memory has that version. Calls look for them by `results`.
+
+    `elsewhere(launch, address)` is a launch like that one, on which the ranks have agreed likewise,
+    for a new result at that address; None where there is none.
     """
 
-    __slots__ = ("facts", "lane", "places", "results", "version")
+    __slots__ = ("_elsewhere", "_made", "facts", "lane", "places", "results", "version")
 
-    def __init__(self, lane: Lane, facts: tuple[Any, ...], results: Any) -> None:
+    def __init__(
+        self, lane: Lane, facts: tuple[Any, ...], results: Any, elsewhere: Elsewhere | None
+    ) -> None:
         self.lane, self.facts, self.results = lane, facts, results
         self.version = lane.version
         self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
+        self._elsewhere = elsewhere
+        self._made = 0
 
     @classmethod
     def keep(
-        cls, known: Known, facts: tuple[Any, ...], results: Any, place: Hashable, launch: Launch
+        cls,
+        known: Known,
+        facts: tuple[Any, ...],
+        results: Any,
+        place: Hashable,
+        launch: Launch,
+        elsewhere: Elsewhere | None,
     ) -> None:
         """Let calls of which that is `known` find a launch."""
         kept: Launches | None = known.repeats
         if kept is None or kept.facts != facts or kept.version != launch.lane.version:
-            kept = known.repeats = cls(launch.lane, facts, results)
+            kept = known.repeats = cls(launch.lane, facts, results, elsewhere)
         kept.places.keep(place, launch)
+
+    def into(self, address: int, agreement: Agreement[Any] | None) -> Launch | None:
+        """The launch that writes a new result at that address, if the ranks agree so: made now, if
+        there are few.
+        """
+        if self._elsewhere is None:
+            return None
+        place = (address,)
+        launch = self.places.find(place)
+        if launch is not None and launch.agreement is agreement:
+            return launch
+        if launch is None and len(self.places) >= _PLACES:
+            return None
+        like = next((x for x in self.places.values() if x.agreement is agreement), None)
+        if like is None or self._made >= _MOST_MADE:
+            return None
+        self._made += 1
+        launch = self._elsewhere(like, address)
+        if launch is None or launch.lane.version != self.version:
+            self._elsewhere = None
+            return None
+        return self.places.keep(place, launch)
 
     def direct(
         self,
@@ -108,15 +147,14 @@ class Launches:
     ) -> Direct | None:
         """What compiled code does in place of `Launch.launch`, for a given result, or a new one.
 
-        A new one is copied to its place, or there is a launch for that by now. None for one on the
-        heap that is not copied: of its place the ranks tell each other each time.
+        None for a new one of whose place the ranks tell each other each time.
         """
         launch, lane = self.places.find(place), self.lane
         turn.prepared = launch  # what is told from now on
-        room = None if template is None else lane.room(template.carried)
         if launch is None or launch.agreement is not agreement:
             return None
-        if template is not None and template.on_heap and room is None:
+        room = None if template is None else lane.room(template.carried)
+        if template is not None and template.on_heap and room is None and self._elsewhere is None:
             return None
         stream, facts = launch.stream, _Facts(lane, library)
         version = facts.version
@@ -126,11 +164,13 @@ class Launches:
         def bind(new: Any) -> tuple[Callable[[], object], ...] | None:
             same: Launch | None = launch
             copy = None
-            if template is not None and room is not None:
-                copy = template.copy(room, new)
-            elif template is not None:
+            if template is not None and not template.on_heap:
                 same = self.places.find((template.place(new),))
-            if same is None or same.agreement is not agreement:
+            elif template is not None:
+                same = self.into(template.place(new), agreement)
+                if same is None and room is not None:
+                    same, copy = self.places.find((room.address,)), template.copy(room, new)
+            if same is None or same.agreement is not agreement or lane.version != self.version:
                 return None
             check = () if same.check is None else (same.check,)
             return (*check, partial(lane.launch, same.graph, copy, stream))
