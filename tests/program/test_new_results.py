@@ -32,13 +32,14 @@ from shardmath.program import gpu_repeats
 
 M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
-STORES = ["heap", "told", "ordinary"]  # on the heap, and copied there; or peers are told where
+# On the heap, where the last one lay, or where blocks have their turn; with nothing to copy from.
+STORES = ["heap", "turns", "no room", "ordinary"]
 
 
 class Redistribution:
     """Of real numbers, from rows to columns."""
 
-    dtype = "float64"
+    dtype, target = "float64", Slab.Y
     forms: ClassVar = {
         "function": lambda self, x: redistribute(x, Slab.X, Slab.Y),
         "object": lambda self, x: executed(self.object, x),
@@ -54,7 +55,7 @@ class Redistribution:
 class Transform:
     """Of complex numbers, which leaves columns where it does without the last exchange."""
 
-    dtype = "complex128"
+    dtype, target = "complex128", Slab.Y
     forms: ClassVar = {
         "options": lambda self, x: fft(
             x, distribution=Slab.X, options=FFTOptions(redistribute=False)
@@ -69,10 +70,23 @@ class Transform:
         return np.fft.fft2(whole)
 
 
+class TransformBack(Transform):
+    """With the last exchange: ranks push into each other's results, and tell where these lie."""
+
+    target = Slab.X
+    forms: ClassVar = {
+        "function": lambda self, x: fft(x, distribution=Slab.X),
+        "object": lambda self, x: executed(self.object, x),
+    }
+
+    def __init__(self, context, x, made):
+        self.object = FFT(x, distribution=Slab.X)
+
+
 class Product:
     """With a matrix of rows, so that columns come out."""
 
-    dtype = "float64"
+    dtype, target = "float64", Slab.Y
     forms: ClassVar = {
         "function": lambda self, x: matmul(x, self.b, distributions=SPLITS),
         "options": lambda self, x: matmul(
@@ -100,9 +114,11 @@ def executed(planned, *operand, **named):
 @contextmanager
 def pretended(context, store):
     """Within, this rank has a GPU, and a context where results lie in that store."""
-    most = 0 if store == "told" else device_array._MOST_CARRIED
+    most = 0 if store == "no room" else device_array._MOST_CARRIED
+    at_once = 2 if store == "turns" else 0
     with (
         pretended_gpu(context),
+        patch.object(type(context.heap.transport), "drops_at_once", at_once),
         products_at_once(),
         patch.object(device_array, "_MOST_CARRIED", most),
         context,
@@ -143,7 +159,7 @@ def keep(context, name, form, store):
             operand[...] = part_of(whole, Slab.X, rank, size)
             context.board.barrier("written")
             result = work.forms[form](work, operand)
-            kept.append((turn, result, part_of(work.of(whole), Slab.Y, rank, size)))
+            kept.append((turn, result, part_of(work.of(whole), operation.target, rank, size)))
             for _ in range(mine.choice((0, 1, 1, 1, 2, 3))):
                 if kept:
                     number, found, wanted = kept.pop(mine.randrange(len(kept)))
@@ -155,7 +171,12 @@ def keep(context, name, form, store):
     return wrong
 
 
-OPERATIONS = {"redistribution": Redistribution, "transform": Transform, "product": Product}
+OPERATIONS = {
+    "redistribution": Redistribution,
+    "transform": Transform,
+    "transform back": TransformBack,
+    "product": Product,
+}
 CASES = [(name, form) for name, operation in OPERATIONS.items() for form in operation.forms]
 
 
@@ -209,7 +230,7 @@ def differ(context, name, form, store):
         given = made(np.zeros((3, N + 1), operation.dtype)) if rank == 1 else x
         told = heard(lambda: work.forms[form](work, given))[0]
         found = [work.forms[form](work, x) for _ in range(3)]
-        wanted = part_of(work.of(whole), Slab.Y, rank, size)
+        wanted = part_of(work.of(whole), operation.target, rank, size)
         right = [np.allclose(one, wanted, rtol=1e-13, atol=1e-9) for one in found]
         work.object.free()
         context.board.barrier("done")
@@ -282,7 +303,7 @@ def kept_at_once(context, count, places):
     return len(prepared), right
 
 
-@pytest.mark.parametrize(("count", "places"), [(9, 64), (9, 3), (1000, 16)])
+@pytest.mark.parametrize(("count", "places"), [(9, 128), (9, 3), (1000, 16)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_products_come_again_wherever_their_results_lie(contexts, size, count, places):
     first = 3  # until there is a launch

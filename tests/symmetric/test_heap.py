@@ -307,6 +307,8 @@ def test_a_device_that_is_behind_is_not_waited_for_until_much_memory_waits(heap)
                 version = heap.version
                 assert [turn() for _ in range(18)] == places[:18]
                 assert heap.version == version, "what was found out about the heap still holds"
+            with patch.object(heap_module, "_MOST_IN_TURN", 5):
+                assert len({turn(200) for _ in range(40)}) <= 5 + 2 * 2, "the host waits for these"
             with patch.object(Pending, "done", True):
                 large = [turn(2000) for _ in range(12)]
             assert len(set(large)) == 1, "large ones are used again at once"

@@ -60,7 +60,7 @@ enum {
 
 enum { OPERANDS, RESULTS, GIVEN_WORDS, OPTIONS, STREAM, NUMBERS, ARGUMENTS };
 
-enum { PLACES = 64 };    /* of new results of which the steps are kept */
+enum { PLACES = 256 };   /* of new results of which the steps are kept */
 enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",

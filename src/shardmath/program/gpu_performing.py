@@ -53,7 +53,7 @@ from shardmath.program.steps import SplitArray
 
 _KEPT = 128  # executions that are launched as before
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
-_PLACES = 64  # of results of one call, for which all is prepared
+_PLACES = 32  # of results of one call, for which all is prepared
 _TAG = 8  # bytes, of a plan
 _UNPREPARED = bytes(_TAG)
 # Whether peers reach the operand, and the result; whether this is packed; its order; the lane; the
@@ -85,7 +85,10 @@ class Told(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """One rank's arrays in one execution of a plan, by name, and its numbers, on a stream."""
+    """One rank's arrays in one execution of a plan, by name, and its numbers, on a stream.
+
+    `new`: its first result is an array that the call makes.
+    """
 
     plan: Plan
     stream: int
@@ -93,6 +96,7 @@ class Execution(NamedTuple):
     operands: Mapping[str, Operand]
     results: Mapping[str, Result]
     numbers: Numbers
+    new: bool
 
     @property
     def operand(self) -> Operand:
@@ -297,8 +301,8 @@ class GPUPerformer(ABC):
             out = turn.arguments.results[self._names.results.index(name)]
             place: Result | None = known.arrays.places.get(name)
             given[name] = place or Result(target.address, target, out)
-        results = {**given, **new}
-        return Execution(plan, stream, lane, known.arrays.operands, results, known.numbers)
+        results, is_new = {**given, **new}, self._names.results[0] in new
+        return Execution(plan, stream, lane, known.arrays.operands, results, known.numbers, is_new)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
@@ -489,7 +493,7 @@ class GPUPerformer(ABC):
         """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
         results = {self._names.results[0]: template.at(address)}
-        execution = Execution(plan, stream, lane, operands, results, numbers)
+        execution = Execution(plan, stream, lane, operands, results, numbers, new=True)
         prepared = self._prepared(execution, launch.prepared.decision, allocate=False)
         ready = prepared.ready
         if (

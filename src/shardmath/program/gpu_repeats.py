@@ -24,8 +24,8 @@ from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 
-_PLACES = 64  # of results, of which the launches are kept
-_MOST_MADE = 4 * _PLACES  # launches for places on the heap, however often peers' arrays change
+_PLACES = 128  # of results, of which the launches are kept
+_MOST_MADE = 512  # launches for places on the heap, however often peers' arrays change
 
 Elsewhere = Callable[["Launch", int], "Launch | None"]
 

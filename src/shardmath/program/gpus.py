@@ -1,8 +1,9 @@
 """Moves on GPUs: synchronise, push or pull, synchronise; all on a stream.
 
-Every rank pushes what it has straight into its place in the peers' results, where all results are
-on the heap; otherwise it pulls from the operands, where all of those are; otherwise results in
-ordinary memory are pushed to heap memory beside them, and copied from there. Two barriers on the
+Every rank pushes what it has straight into its place in the peers' results, where all results were
+given and are on the heap; otherwise it pulls from the operands, where all of those are: peers need
+not be told where a new result lies, which is elsewhere each time. Otherwise results in ordinary
+memory are pushed to heap memory beside them, and copied from there. Two barriers on the
 stream are around the copies: owners may still use the memory that is written to before the first,
 and all is there after the second. Between hosts moves are packed and fetched, as `hosts` says.
 """
@@ -18,7 +19,7 @@ from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram
 from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts
-from shardmath.program.performing import Plan
+from shardmath.program.performing import Plan, Turn
 from shardmath.program.rank_program import Copy, RankProgram, View, packed
 from shardmath.program.steps import Memory, Move, Pack, Program
 from shardmath.redistribution import TransferPlan
@@ -47,6 +48,14 @@ class GPUs(GPUPerformer):
         if all(rank.operand or not n for rank, n in zip(facts, sent, strict=True)):
             return _PULL
         return _STAGED
+
+    def _facts(self, execution: Execution) -> Facts:
+        facts = super()._facts(execution)
+        return facts._replace(result=facts.result and not execution.new)
+
+    def _foreseen(self, turn: Turn, stream: int) -> Facts:
+        facts = super()._foreseen(turn, stream)
+        return facts._replace(result=facts.result and bool(turn.known.arrays.targets))
 
     def _program(self, execution: Execution, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan

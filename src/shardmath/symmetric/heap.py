@@ -12,8 +12,8 @@ is retired behind a fence, set on all streams of the device once the drop has be
 fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
 for each other where a fence is dear. There, blocks of one size take turns: the one that was
 dropped first is used again where it lies, while a few that were dropped later wait. If the device
-is behind, a small array takes more memory rather than wait for it, up to a limit; large ones follow
-each other in a few places.
+is behind, a small array takes more memory rather than wait for it, up to so many of one size;
+large ones follow each other in a few places.
 
 Timeouts. Where an operation of GPUs was given up, what its peers were told of is used again only
 when their group has ended: see `groups`.
@@ -42,6 +42,7 @@ _SMALL = 32 << 20  # bytes of a block that need not be used again at once
 _TOGETHER = 64 << 20  # bytes of such, but two at least, that may wait for one fence
 _AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again
 _IN_TURN = 4  # larger ones that wait for the device before the host does
+_MOST_IN_TURN = 64  # smaller ones: so far is the host ahead of the device
 _SIZES = 64  # of blocks that take turns
 _MOST_WAITING = 256 << 20  # bytes of one size that may wait for the device before the host does
 _AHEAD = 1e-3  # seconds that the host waits then for fences that are due
@@ -209,6 +210,7 @@ class Heap:
         self._turns: dict[int, deque[Block]] = {}  # retired behind fences, by bytes; some no more
         self._fresh: list[Block] = []  # retired, and without a fence so far
         self._late: Fence | None = None  # one that had not passed when last asked
+        self._passed: object = object()  # the last one that had
         self._protocol = transport.interface, transport.device
         self._lock = threading.RLock()
 
@@ -301,7 +303,8 @@ class Heap:
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
         """As `_last_dropped`, where the device may still use it: the block whose turn it is."""
         small = nbytes <= _SMALL
-        many = min(many, max(_TOGETHER // (nbytes + 1), 2))
+        if many * nbytes >= _TOGETHER:
+            many = max(_TOGETHER // (nbytes + 1), 2)
         collects = len(self._dropped) >= (many if small else 1)
         if collects:
             self._collect()
@@ -311,10 +314,12 @@ class Heap:
             place = 0 if small else -waiting - 1
             block = turn[place]
             if block in self._retired and not (block.shared or block.handles):
-                if not self._is_due(block, len(turn) * block.reserved, collects):
-                    return None
+                if block.fence is not self._passed:
+                    if not self._is_due(block, len(turn), collects):
+                        return None
+                    self._passed = block.fence
                 del turn[place]
-                if not self.groups.may_write(block.announced_to):
+                if not block.announced_to or not self.groups.may_write(block.announced_to):
                     del self._retired[block]
                     block.unused, block.fence = False, None
                     return block
@@ -324,11 +329,12 @@ class Heap:
 
     def _is_due(self, block: Block, waiting: int, ask: bool) -> bool:
         """Whether the device is done with a block. The host waits for a large one, and where so
-        many bytes of small ones are `waiting`, but not long; for few it does not `ask` each time.
+        many small ones are `waiting`, but not long; for few it does not `ask` each time.
         """
         if block.reserved > _SMALL:
             return _await(block, time.monotonic() + _FENCE_WAIT)
-        if waiting > max(_MOST_WAITING, self.transport.runs_ahead_by):
+        most = max(_MOST_WAITING, self.transport.runs_ahead_by)
+        if waiting > _MOST_IN_TURN or waiting * block.reserved > most:
             return _await(block, time.monotonic() + _AHEAD)
         if block.fence is self._late and not ask:
             return False
