@@ -1,0 +1,93 @@
+"""New results on the heap: right however long each rank keeps them, and in whatever order it drops
+them.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+
+# How many results are kept until the end, and whether the heap takes them for large ones.
+WAYS = {"few": (0, False), "many": (400, False), "large": (0, True), "many large": (150, True)}
+
+
+def keep(context, name, count, large):
+    """Which results are wrong of calls whose results each rank drops in an order of its own."""
+    import torch
+
+    from shardmath.arrays import library_named
+    from shardmath.distribution import Redistribute, Slab
+    from shardmath.fft import FFT, FFTOptions
+    from shardmath.handles import device_array
+    from shardmath.handles.allocation import empty_on_heap
+    from shardmath.linalg.advanced import Matmul
+    from shardmath.symmetric import heap
+
+    torch.cuda.set_device(context.device_id)
+    size, rank, library = context.size, context.rank, library_named("torch")
+    mine, everyones, n = random.Random(rank), random.Random(5), 48
+    dtype = torch.complex64 if "transform" in name else torch.float32
+
+    def part(whole, slab):
+        return whole.tensor_split(size, dim=1 if slab is Slab.Y else 0)[rank]
+
+    def on_heap(x):
+        name = str(dtype).removeprefix("torch.")
+        return empty_on_heap(context, library, tuple(x.shape), name).copy_(x)
+
+    right = (torch.arange(n * n).reshape(n, n) % 5).to("cuda", dtype)
+    with context, ExitStack() as stack:
+        if large:
+            stack.enter_context(patch.object(heap, "_SMALL", 0))
+            stack.enter_context(patch.object(device_array, "_MOST_CARRIED", 0))
+        x, other, b = (on_heap(part(torch.zeros_like(right), Slab.X)) for _ in range(3))
+        b.copy_(part(right, Slab.X))
+        work, target, of = {
+            "redistribution": lambda: (Redistribute(x, Slab.X, Slab.Y), Slab.Y, lambda w: w),
+            "transform": lambda: (
+                FFT(x, distribution=Slab.X, options=FFTOptions(redistribute=False)),
+                Slab.Y,
+                torch.fft.fft2,
+            ),
+            "transform back": lambda: (FFT(x, distribution=Slab.X), Slab.X, torch.fft.fft2),
+            "product": lambda: (
+                Matmul(x, b, distributions=[Slab.X] * 3),
+                Slab.X,
+                lambda w: w @ right,
+            ),
+        }[name]()
+        work.plan()
+        wrong, kept = [], []
+
+        def check():
+            turn, result, wanted = kept.pop(mine.randrange(len(kept)))
+            if not torch.allclose(result, wanted, rtol=1e-4, atol=1e-2):
+                wrong.append(turn)
+
+        for turn in range(200 + count):
+            whole = ((torch.arange(n * n) + turn) % (7 + turn % 4)).reshape(n, n)
+            whole = whole.to("cuda", dtype)
+            operand = other if everyones.randrange(20 * size) == rank else x
+            operand.copy_(part(whole, Slab.X))
+            if name == "product":
+                work.reset_operands_unchecked(a=operand)
+            else:
+                work.reset_operand_unchecked(operand)
+            kept.append((turn, work.execute(), part(of(whole), target).clone()))
+            if turn >= count:
+                for _ in range(mine.choice((0, 1, 1, 1, 2, 3))):
+                    if len(kept) > count:
+                        check()
+        while kept:
+            check()
+        work.free()
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["redistribution", "transform", "transform back", "product"])
+def test_results_are_right_however_long_they_are_kept(gpus, size, name, way):
+    assert gpus.run(keep, name, *WAYS[way], ranks=size) == [[]] * size
