@@ -282,6 +282,7 @@ def pretended_gpu(context, *, chunks=False):
         for owner, name, stand_in in (
             (context, "team", team),
             (context, "caches", {}),
+            (context, "again", {}),
             (gpus, "Lane", Lane),
             (gpu_performing, "stream_of", lambda context, spec, stream: 0),
             (gpu_performing, "beside_captures", nullcontext),

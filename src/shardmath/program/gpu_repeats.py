@@ -9,6 +9,7 @@ place; any other is written to memory of the lane and copied from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
+from shardmath.errors import HeapExhausted
 from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
@@ -131,11 +133,12 @@ class Launches:
         if like is None or self._made >= _MOST_MADE:
             return None
         self._made += 1
-        launch = self._elsewhere(like, address)
-        if launch is None or launch.lane.version != self.version:
-            self._elsewhere = None
-            return None
-        return self.places.keep(place, launch)
+        with suppress(HeapExhausted):
+            launch = self._elsewhere(like, address)
+            if launch is not None and launch.lane.version == self.version:
+                return self.places.keep(place, launch)
+        self._elsewhere = None
+        return None
 
     def direct(
         self,
@@ -154,8 +157,14 @@ class Launches:
         if launch is None or launch.agreement is not agreement:
             return None
         room = None if template is None else lane.room(template.carried)
-        if template is not None and template.on_heap and room is None and self._elsewhere is None:
-            return None
+        if template is not None and template.on_heap and room is None:
+            try:
+                new, address = template.new()  # one that lies elsewhere than this call's
+            except HeapExhausted:
+                return None
+            if self.into(address, agreement) is None:
+                return None
+            del new
         stream, facts = launch.stream, _Facts(lane, library)
         version = facts.version
         if version != (stream, self.version):
@@ -175,8 +184,8 @@ class Launches:
             check = () if same.check is None else (same.check,)
             return (*check, partial(lane.launch, same.graph, copy, stream))
 
-        new = None if template is None else template.new
-        return Direct(memory=(facts, version), new=new, bind=bind)
+        make = None if template is None else template.new
+        return Direct(memory=(facts, version), new=make, bind=bind)
 
     def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
         """Whether they can be launched on `stream`: what is captured is not launched now."""
