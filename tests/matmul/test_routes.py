@@ -20,7 +20,6 @@ from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.operators.matmul.strategy import candidates
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
-from shardmath.redistribution.parcels import room_for
 
 
 def indices(spans):
@@ -44,7 +43,7 @@ class Ranks:
         self.arrays[name] = arrays = [np.ascontiguousarray(array) for array in arrays]
         self.outboxes[name] = []
         for rank_plan, array in zip(self.rank_plans, arrays, strict=True):
-            outbox = rank_plan.routes.outbox(name, rank_plan.rank, array.itemsize)
+            outbox = rank_plan.delivery(name, array.itemsize).outbox
             held = np.full(outbox.nbytes, 0xA5, np.uint8)
             boxes = [Box.of(copy, 0) for copy in outbox.packing(array.strides)]
             copy_boxes(boxes, [(bytes_of(array), 0)], (held, 0))
@@ -54,25 +53,23 @@ class Ranks:
         """The matrix that moves fill."""
         rank_plan, arrays = self.rank_plans[rank], self.arrays[name]
         itemsize = arrays[rank].itemsize
-        found = rank_plan.routes.fetches(name, moves, itemsize)
-        room = np.full(room_for(found), 0xA5, np.uint8)
-        starts = {}
-        for each in found:
+        delivery = rank_plan.delivery(name, itemsize).only(moves)
+        room = np.full(delivery.room, 0xA5, np.uint8)
+        for each in delivery.fetches:
             assert self.hosts[each.src] != self.hosts[rank]
             source = self.outboxes[name][each.src][each.offset : each.offset + each.nbytes]
             assert source.size == each.nbytes
             room[each.at : each.at + each.nbytes] = source
-            starts[each.src] = each.at - each.offset
         target = np.zeros(shape, arrays[rank].dtype)
         for move in moves:
             memory, start, strides = bytes_of(arrays[rank]), 0, arrays[rank].strides
             if move.src != rank:
-                parcel = rank_plan.routes.parcel(name, move.src, itemsize)
-                assert parcel == rank_plan.routes.outbox(name, move.src, itemsize).parcels[rank]
                 near = self.hosts[move.src] == self.hosts[rank]
-                assert near != (move.src in starts)
+                assert near != any(each.src == move.src for each in delivery.fetches)
                 memory = self.outboxes[name][move.src] if near else room
-                start, strides = starts.get(move.src, 0) + parcel.offset, parcel.strides
+                start, strides = delivery.place(move.src)
+                packed = self.rank_plans[move.src].delivery(name, itemsize).outbox.parcels[rank]
+                assert strides == packed.strides and (not near or start == packed.offset)
             box = Box.of(lowered(move, itemsize, strides, target.strides), 0)
             source = (memory, start)
             copy_boxes([box], {move.src: source}, (bytes_of(target), 0))
@@ -118,22 +115,21 @@ def check(strategy, hosts):
 
 def finished(strategy, ranks, sums):
     """Sums added, and moved."""
-    name, size = "sums", len(sums)
+    name = "sums"
     if strategy.reduces:
         ranks.pack("sums", sums)
         name, totals = "reduced", []
         for rank, rank_plan in enumerate(ranks.rank_plans):
             shape = strategy.reduced.local_shape(rank)
-            every = [move for found in rank_plan.additions for move in found]
-            assert len({move.src for move in every}) <= size
-            parts = [ranks.gathered(rank, "sums", found, shape) for found in rank_plan.additions]
+            groups = rank_plan.added("sums")
+            parts = [ranks.gathered(rank, "sums", moves, shape) for moves in groups]
             totals.append(sum(parts, np.zeros(shape)))
         sums = totals
     if not strategy.moves_result:
         return sums
     ranks.pack(name, sums)
     return [
-        ranks.gathered(r, name, rank_plan.last_moves, strategy.problem.d.local_shape(r))
+        ranks.gathered(r, name, rank_plan.moves(name), strategy.problem.d.local_shape(r))
         for r, rank_plan in enumerate(ranks.rank_plans)
     ]
 
@@ -177,9 +173,9 @@ def test_intervals_fetch_what_they_need(sides, monkeypatch):
                 fetched = sum(
                     each.nbytes
                     for interval in rank_plan.schedule[0]
-                    for each in rank_plan.routes.fetches(
-                        name, operand_plan.gather_moves(interval.lo, interval.hi), 8
-                    )
+                    for each in rank_plan.delivery(name, 8)
+                    .only(operand_plan.gather_moves(interval.lo, interval.hi))
+                    .fetches
                 )
                 far = [move for move in transfer.into(rank) if hosts[move.src] != hosts[rank]]
                 assert fetched == 8 * sum(move.elements for move in far), str(strategy)
@@ -189,5 +185,5 @@ def test_what_all_take_is_packed_once():
     size = 4
     strategies = candidates(problem((16, 16, 16), *([side] * size for side in (Slab.X,) * 3)))
     (strategy,) = [each for each in strategies if each.label == "stationary c"]
-    outbox = RankPlan(strategy, 0, (0, 0, 1, 1)).routes.outbox("b", 0, 8)
+    outbox = RankPlan(strategy, 0, (0, 0, 1, 1)).delivery("b", 8).outbox
     assert len(outbox.parcels) == 3 and outbox.nbytes == 16 * 4 * 8

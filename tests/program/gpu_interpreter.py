@@ -1,45 +1,29 @@
 """Programs of products on GPUs performed by NumPy, every rank in one process.
 
-Memory is the host's, each at a multiple of 256 bytes and full of NaN. A rank's `streams` run as
-they like. What cuBLASLt asks of its factors is asserted.
+They are performed as `rank_interpreter` performs all programs, with the steps that only products
+have. What cuBLASLt asks of its factors is asserted.
 """
 
 from __future__ import annotations
 
-import random
-
 import gpu_arithmetic as arithmetic
 import numpy as np
-from gpu_arithmetic import ALIGNMENT, copy_between, move_bytes, room, view
-from streams import schedule
+import rank_interpreter
+from gpu_arithmetic import ALIGNMENT, move_bytes, view
+from rank_interpreter import Rank, interpret_ranks
 
-from shardmath.arrays.dtypes import of
-from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     Clear,
     EpilogProduct,
-    Fetched,
-    Gather,
     Gemm,
     Greatest,
     LayOut,
-    Packed,
     Push,
-    View,
 )
-from shardmath.program.steps import (
-    Convert,
-    Dequantize,
-    Fused,
-    Quantize,
-    SumLines,
-    plain,
-)
-from shardmath.redistribution.boxes import Box
-from shardmath.redistribution.copies import lowered as lowered_move
+from shardmath.program.steps import Convert, Dequantize, Fused, Quantize, SumLines, plain
 
 __all__ = ["interpret_products", "program_of"]
 
@@ -47,68 +31,9 @@ __all__ = ["interpret_products", "program_of"]
 def program_of(rank_plan, lying, addition_order=""):
     """`lowered`, once for the interpreter and for what performs programs on GPUs."""
     key = "as lowered", lying, addition_order
-    return rank_plan.programs.made(key, lambda: lowered(rank_plan, lying, addition_order))
-
-
-class Rank:
-    """One rank: its program, its memories, and what its peers find."""
-
-    def __init__(self, rank_plan, operands, addition_order, ranks, within):
-        self.rank_plan, self.operands, self.ranks = rank_plan, operands, ranks
-        self.program = program_of(rank_plan, operands.lying(), addition_order)
-        self.steps = within_products(self.program.steps) if within else self.program.plain
-        self.numbers = operands.values
-        self.memories, self.bases = {}, {}
-        for name, array in operands.arrays.items():
-            self.bases[name] = array.address - array.address % ALIGNMENT
-        for name, memory in self.program.memories.items():
-            self.memories[name] = held = room(memory.nbytes)
-            self.bases[name] = held.ctypes.data
-        for buffer, _ in self.program.published.values():
-            memory = self.program.buffers[buffer].memory
-            assert memory in "ab" or self.program.memories[memory].shared, f"peers reach {memory}"
-
-    def matrix(self, name):
-        """Where a buffer lies; it is in its memory."""
-        buffer = self.program.buffers[name]
-        if isinstance(buffer, View):
-            x = buffer.matrix
-            held = self.memories.get(buffer.memory)
-            if held is not None and x.size:
-                last = (x.rows - 1) * x.row_stride + (x.columns - 1) * x.column_stride + 1
-                assert 0 <= x.address <= x.address + last * x.itemsize <= held.nbytes, name
-            return x._replace(address=self.bases[buffer.memory] + x.address)
-        address, (row, column) = self.place(name)
-        item = of(buffer.dtype).itemsize
-        whole = Matrix(address, 0, 0, row // item, column // item, buffer.dtype)
-        return whole.part(*buffer.box)
-
-    def place(self, name):
-        """The address of element (0, 0), and strides in bytes."""
-        buffer = self.program.buffers[name]
-        if isinstance(buffer, View):
-            x, rank, first = buffer.matrix, self, (0, 0)
-            address = self.bases[buffer.memory] + x.address
-        else:
-            hosts, rank = self.rank_plan.hosts, self.ranks[buffer.rank]
-            assert hosts[buffer.rank] == hosts[self.rank_plan.rank], "it has an address here"
-            published, first = rank.program.published[buffer.name]
-            there = rank.program.buffers[published]
-            x, address = there.matrix, rank.bases[there.memory] + there.matrix.address
-            if buffer.parcel is not None:
-                return address + buffer.parcel[0], buffer.parcel[1]
-        steps = x.row_stride * x.itemsize, x.column_stride * x.itemsize
-        origin = sum(start * step for start, step in zip(first, steps, strict=True))
-        return address - origin, steps
-
-    def optional(self, name):
-        return self.matrix(name) if name else None
-
-    def address(self, name):
-        return self.matrix(name).address if name else 0
-
-    def view(self, name):
-        return view(self.matrix(name))
+    if key not in rank_plan.cache:
+        rank_plan.cache[key] = lowered(rank_plan, lying, addition_order)
+    return rank_plan.cache[key]
 
 
 def within_products(steps):
@@ -131,41 +56,32 @@ def interpret_products(rank_plans, operands, addition_order="", *, seed=0, withi
     """
     ranks = []
     for rank_plan, own in zip(rank_plans, operands, strict=True):
-        ranks.append(Rank(rank_plan, own, addition_order, ranks, within))
-    schedule(ranks, random.Random(seed), PERFORM)
+        program = program_of(rank_plan, own.lying(), addition_order)
+        steps = within_products(program.steps) if within else None
+        users = {name: (x.keep, start_of(x)) for name, x in own.arrays.items()}
+        ranks.append(Rank(rank_plan.rank, program, users, numbers=own.numbers, steps=steps))
+    interpret_ranks(ranks, seed=seed)
     return ranks
+
+
+def start_of(array):
+    """Where the memory of a user's array begins, from the first byte of what keeps it."""
+    return array.address - array.address % ALIGNMENT - array.keep.ctypes.data
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 
+def optional(rank, name):
+    return rank.matrix(name) if name else None
+
+
+def address(rank, name):
+    return rank.matrix(name).address if name else 0
+
+
 def clear(step, rank):
-    rank.view(step.target)[...] = 0
-
-
-def gather(step, rank):
-    target, sources = rank.matrix(step.target), dict(step.sources)
-    assert set(sources) == {move.src for move in step.moves}
-    strides = target.row_stride * target.itemsize, target.column_stride * target.itemsize
-    for move in step.moves:
-        address, there = rank.place(sources[move.src])
-        box = Box.of(lowered_move(move, target.itemsize, there, strides), 0)
-        copy_between([box], {box.source: address}, target.address)
-
-
-def packed(step, rank):
-    boxes = [Box.of(each, 0) for each in step.outbox.packing(rank.place(step.source)[1])]
-    copy_between(boxes, {0: rank.address(step.source)}, rank.address(step.target))
-
-
-def fetched(step, rank):
-    hosts, target = rank.rank_plan.hosts, rank.matrix(step.target).address
-    for each in step.fetches:
-        assert hosts[each.src] != hosts[rank.rank_plan.rank]
-        there = rank.ranks[each.src]
-        buffer, _ = there.program.published[step.name]
-        outbox = there.view(buffer).reshape(-1)[each.offset : each.offset + each.nbytes]
-        move_bytes(target + each.at, np.ascontiguousarray(outbox).ctypes.data, outbox.size)
+    view(rank.matrix(step.target))[...] = 0
 
 
 def push(step, rank):
@@ -177,24 +93,24 @@ def push(step, rank):
 
 
 def convert(step, rank):
-    round_into(rank.view(step.source), rank.view(step.target))
+    round_into(view(rank.matrix(step.source)), view(rank.matrix(step.target)))
 
 
 def gemm(step, rank):
-    matrix = rank.optional
-    left, right, target = (matrix(name) for name in (step.left, step.right, step.target))
+    left, right, target = map(rank.matrix, (step.left, step.right, step.target))
     how = {
         "alpha": np.prod([rank.numbers[name] for name in step.alpha] or [1]),
         "beta": rank.numbers[step.beta] if step.beta else float(bool(step.addend)),
-        "c": matrix(step.addend),
+        "c": optional(rank, step.addend),
     }
     if step.scales is None:
         assert step.quantized is None
-        of_epilog = {"epilog": step.epilog, "bias": matrix(step.bias), "aux": matrix(step.aux)}
+        of_epilog = {"epilog": step.epilog, "bias": optional(rank, step.bias)}
+        of_epilog["aux"] = optional(rank, step.aux)
         arithmetic.multiply(left, right, target, *step.conjugate, **how, **of_epilog)
         return
-    scales = [(each.mode, rank.address(each.buffer)) for each in step.scales]
-    quantized = None if step.quantized is None else [rank.address(x) for x in step.quantized]
+    scales = [(each.mode, address(rank, each.buffer)) for each in step.scales]
+    quantized = None if step.quantized is None else [address(rank, x) for x in step.quantized]
     arithmetic.multiply_scaled(left, right, target, scales, quantized=quantized, **how)
 
 
@@ -204,11 +120,11 @@ def add_up(step, rank):
         [rank.matrix(name) for name in step.parts],
         alpha=rank.numbers[step.alpha] if step.alpha else 1,
         beta=rank.numbers[step.beta] if step.beta else 1,
-        c=rank.optional(step.addend),
+        c=optional(rank, step.addend),
         epilog=step.epilog,
-        bias=rank.optional(step.bias),
-        aux=rank.optional(step.aux),
-        unrounded=rank.optional(step.unrounded),
+        bias=optional(rank, step.bias),
+        aux=optional(rank, step.aux),
+        unrounded=optional(rank, step.unrounded),
         extra=step.extras,
     )
 
@@ -221,7 +137,7 @@ def sum_lines(step, rank):
 
 def dequantize(step, rank):
     elements, factor = rank.matrix(step.source), rank.numbers[step.scale].real
-    scales = rank.matrix(step.scale) if step.scale in rank.program.buffers else None
+    scales = rank.matrix(step.scale) if step.scale in rank.program.arrays else None
     target = rank.matrix(step.target)
     arithmetic.dequantize(target, elements, scales, step.blocks, factor=factor)
 
@@ -229,7 +145,7 @@ def dequantize(step, rank):
 def lay_out(step, rank):
     target, *also = (rank.matrix(name) for name in step.targets)
     factor = rank.numbers[step.number].real if step.number else 1.0
-    given = rank.optional(step.source)
+    given = optional(rank, step.source)
     arithmetic.dequantize(
         target, None, given, step.blocks, factor=factor, known_rows=step.known, also=also
     )
@@ -237,9 +153,11 @@ def lay_out(step, rank):
 
 def quantize(step, rank):
     factor = rank.numbers[step.scale].real
-    scale = rank.address(step.scale) if step.scale in rank.program.buffers else 0
+    scale = address(rank, step.scale) if step.scale in rank.program.arrays else 0
     source, target = rank.matrix(step.source), rank.matrix(step.target)
-    arithmetic.quantize(target, source, factor=factor, scale=scale, amax=rank.address(step.largest))
+    arithmetic.quantize(
+        target, source, factor=factor, scale=scale, amax=address(rank, step.largest)
+    )
 
 
 def greatest(step, rank):
@@ -247,11 +165,8 @@ def greatest(step, rank):
     arithmetic.greatest(rank.matrix(step.target).address, addresses)
 
 
-PERFORM = {
+rank_interpreter.PERFORM |= {
     Clear: clear,
-    Gather: gather,
-    Packed: packed,
-    Fetched: fetched,
     Push: push,
     Convert: convert,
     Gemm: gemm,

@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
 import numpy as np
-from gpu_interpreter import PERFORM, program_of
+from gpu_interpreter import program_of
 from pretended import Device, Lane
-from pretended import fetch as fetch_at_once
+from rank_interpreter import PERFORM
 from streams import schedule
 
 from shardmath.geometry.integers import up
@@ -26,13 +26,15 @@ from shardmath.handles.operand import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
-from shardmath.operators.matmul.gpu import performing, phases
-from shardmath.operators.matmul.gpu.phases import Phases
-from shardmath.program import gpu_performing
-from shardmath.program.steps import Await, On, Record, Synchronise
+from shardmath.operators.matmul.gpu import performing, product_program
+from shardmath.operators.matmul.gpu.product_program import ProductProgram
+from shardmath.program import gpu_performing, gpu_steps
+from shardmath.program.gpu_performing import Given, GPUPerformer
+from shardmath.program.gpu_steps import Memories
+from shardmath.program.steps import Await, Memory, On, Record, Synchronise
 from shardmath.symmetric.heap import Location
 
-__all__ = ["block_at", "perform_phases", "products_at_once"]
+__all__ = ["block_at", "perform_programs", "products_at_once"]
 
 SYNCHRONISE = Synchronise(())
 
@@ -46,7 +48,7 @@ class Launched:
 
 def block_at(address):
     """A block of the heap which begins there: its address is where peers find it."""
-    return SimpleNamespace(address=address, location=Location(0, address))
+    return SimpleNamespace(address=address, location=Location(0, address), nbytes=1 << 40)
 
 
 class Rank:
@@ -54,8 +56,8 @@ class Rank:
 
     processors, number = 132, 0
 
-    def __init__(self, rank, everyone):
-        self.rank, self.everyone = rank, everyone
+    def __init__(self, rank, everyone, size):
+        self.rank, self.everyone, self.size = rank, everyone, size
         self.steps, self.held, self.events = [], {}, {}
         self.team = SimpleNamespace(device=self)
         self.pushes = SimpleNamespace(push_to_all=self.push)
@@ -139,19 +141,18 @@ class Copies:
     def __init__(self, device, boxes):
         self.device, self.boxes = device, list(boxes)
 
-    def launch(self, stream, sources, targets):
-        places = dict(enumerate(sources))
-        self.device.launch(stream, arithmetic.copy_between, self.boxes, places, targets[0])
+    def ready(self, sources, targets):
+        places, (target,) = dict(enumerate(sources)), targets
+        copy = arithmetic.copy_between, self.boxes, places, target
+        return SimpleNamespace(put=lambda stream: self.device.launch(stream, *copy))
 
 
 class Panels:
     """As PanelGemm where copy engines do not suit; `unsupported` where it is not asked at all."""
 
-    unsupported, panels = "", {"panel a": 1 << 12}
+    unsupported, memories = "", {"panel a": Memory(1 << 12)}
 
     def __init__(self, *_): ...
-
-    def prepare(self): ...
 
     def run(self, places, stream):
         return False
@@ -171,7 +172,7 @@ def multiply(device, a, b, d, *, stream, extras, bias, aux, conj_a, conj_b, **ho
 
 def multiply_scaled(device, a, b, d, *, scale_a, scale_b, stream, **how):
     assert how.pop("workspace")
-    how = {name: how[name] for name in ("alpha", "beta", "c", "quantized")}
+    how = {name: how.get(name) for name in ("alpha", "beta", "c", "quantized")}
     device.launch(stream, arithmetic.multiply_scaled, a, b, d, (scale_a, scale_b), **how)
 
 
@@ -227,24 +228,39 @@ def fetch(rank, found, outboxes, target, stream):
         rank.launch(stream, arithmetic.move_bytes, target + each.at, source, each.nbytes)
 
 
-def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=False):
+def perform_programs(rank_plans, operands, addition_order="", *, seed=0, within=False):
     """See `interpret_products`."""
     ranks: list[Rank] = []
-    ranks += [Rank(rank_plan.rank, ranks) for rank_plan in rank_plans]
-    panels = Panels if seed % 2 else REFUSED
-    with by_numpy(panels, within):
-        made = [
-            Phases(rank, plan, own, rank, addition_order=addition_order)
-            for rank, plan, own in zip(ranks, rank_plans, operands, strict=True)
-        ]
-        texts = [each.prepare() for each in made]
-        places = [[Exposed.unpack(text) if text else None for text in own] for own in texts]
-        for rank, each in zip(ranks, made, strict=True):
+    ranks += [Rank(rank_plan.rank, ranks, len(rank_plans)) for rank_plan in rank_plans]
+    panels, made, every, places = Panels if seed % 2 else REFUSED, [], [], []
+    with (
+        by_numpy(panels, within),
+        patch.multiple(gpu_steps, BoxCopies=Copies, fetch=fetch),
+    ):
+        for rank, plan, given in zip(ranks, rank_plans, operands, strict=True):
+            program = program_of(plan, given.lying(), addition_order)
+            made.append(ProductProgram(rank, rank, program, plan))
+            own = {
+                name: x.address - x.address % ProductProgram.alignment
+                for name, x in given.arrays.items()
+            }
+            for name, memory in made[-1].memories.items():
+                own[name] = rank.private(name, memory.nbytes)
+            made[-1].prepare(own, 0, (0, 0))
+            performer, arrays = SimpleNamespace(_context=rank), Given(given.arrays)
+            texts = [
+                GPUPerformer._told(performer, rank, made[-1], arrays, name)
+                for name in program.shared
+            ]
+            places.append([Exposed.unpack(text) if text else None for text in texts])
+            every.append(own)
+        for rank, each, own, given in zip(ranks, made, every, operands, strict=True):
             with (
-                patch.object(phases, "call", call_of(rank)),
-                patch.object(Phases, "collectives", staticmethod(lambda context, lane: lane)),
+                patch.object(product_program, "call", call_of(rank)),
+                patch.object(gpu_steps, "call", call_of(rank)),
+                patch.object(product_program, "collectives_of", lambda context, lane: lane),
             ):
-                each.bind(places)(0)
+                each.bind(Memories(own, places, 0, given.numbers))(0)
     PERFORM[Launched] = lambda step, rank: step.run()
     schedule(ranks, random.Random(seed), PERFORM)
 
@@ -257,21 +273,18 @@ def by_numpy(panels, within):
     """Within, what products launch is `gpu_arithmetic`."""
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (phases, "lowered", program_of),
-            (phases, "BoxCopies", Copies),
-            (phases, "engine_copies", lambda found: None),
-            (phases, "fetch", fetch),
-            (phases, "multiply", multiply),
-            (phases, "has_algorithm", lambda *_, **__: within),
-            (phases, "combine", combine),
-            (phases, "copy", copy),
-            (phases, "row_sums", launches(arithmetic.sum_rows)),
-            (phases, "PanelGemm", panels),
-            (phases, "WORKSPACE", 1),
-            (phases.scaled, "multiply", multiply_scaled),
-            (phases.float8, "dequantize", launches(arithmetic.dequantize)),
-            (phases.float8, "quantize", launches(arithmetic.quantize)),
-            (phases.float8, "amax", launches(arithmetic.greatest)),
+            (product_program, "engine_copies", lambda boxes: None),
+            (product_program, "multiply", multiply),
+            (product_program, "has_algorithm", lambda *_, **__: within),
+            (product_program, "combine", combine),
+            (product_program, "copy", copy),
+            (product_program, "row_sums", launches(arithmetic.sum_rows)),
+            (product_program, "PanelGemm", panels),
+            (product_program, "WORKSPACE", 1),
+            (product_program.scaled, "multiply", multiply_scaled),
+            (product_program.float8, "dequantize", launches(arithmetic.dequantize)),
+            (product_program.float8, "quantize", launches(arithmetic.quantize)),
+            (product_program.float8, "amax", launches(arithmetic.greatest)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield
@@ -308,9 +321,9 @@ def products_at_once():
         by_numpy(REFUSED, within=False),
         patch.object(performing, "Lane", Lane),
         patch.object(performing, "bindings", lambda: None),
-        patch.object(phases, "call", call_of(events)),
-        patch.object(phases, "fetch", fetch_at_once),
+        patch.object(product_program, "call", call_of(events)),
         patch.object(gpu_performing, "call", call_of(events)),
-        patch.object(Phases, "collectives", staticmethod(lambda context, lane: Sums(context))),
+        patch.object(product_program, "collectives_of", lambda context, lane: Sums(context)),
+        patch.object(performing, "collectives_of", lambda context, lane: None),
     ):
         yield

@@ -1,6 +1,7 @@
 """Programs of ranks (`program.rank_program`) performed by NumPy, all ranks in one process.
 
-Memory is an array of bytes for every memory of every rank. A plan of cuFFT runs as cuFFT defines
+Memory is an array of bytes for every memory of every rank; that of the lane is full of NaN. What a
+step of a type does, `PERFORM` says; products add their steps. A plan of cuFFT runs as cuFFT defines
 it, element by element of its embedding, so that any wrong stride shows. What is pushed in chunks is
 pushed row by row, as the kernel's tables have it.
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
 import numpy as np
+from gpu_arithmetic import room
 from numpy.lib.stride_tricks import as_strided
 from streams import schedule
 
@@ -23,29 +26,32 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.operators.fft.local_steps import LocalFFT, Scale
 from shardmath.operators.fft.pushes import Chunk
-from shardmath.program.rank_program import USERS, Copy
+from shardmath.program.rank_program import USERS, Copy, View
 from shardmath.program.steps import Get, Move, Pack, Unpack, plain
+from shardmath.redistribution.boxes import Box
+from shardmath.redistribution.copies import lowered
+from shardmath.redistribution.plan import SomeMoves
 
 __all__ = ["Rank", "interpret_ranks", "perform"]
 
 
 class Rank:
-    """One rank: its program, and its memories as (bytes, where they begin).
+    """One rank: its program, and its memories as (bytes, where they begin); `users` are the user's.
 
-    `users` are those of operand and result. All others are full of rubbish.
+    `numbers` are those of the call.
     """
 
-    def __init__(self, number, program, users, *, forward=True):
+    def __init__(self, number, program, users, *, forward=True, numbers=None, steps=None):
         self.number, self.program, self.forward = number, program, forward
-        self.steps = plain(program.steps)
-        self.ranks = [self]
-        self.memories = {
-            name: (np.full(memory.nbytes, 0xA5, np.uint8), 0)
-            for name, memory in program.memories.items()
-        }
+        self.steps = plain(program.steps) if steps is None else steps
+        self.ranks, self.numbers = [self], numbers
+        self.memories = {n: (room(memory.nbytes), 0) for n, memory in program.memories.items()}
         self.memories |= users
         for name in program.shared:
-            assert name in USERS or program.memories[name].shared, f"peers reach {name}"
+            view = program.told.get(name)
+            memory = name if view is None else view.memory
+            reached = memory in users or (name in program.told and view is None)
+            assert reached or program.memories[memory].shared, f"peers reach {memory}"
 
     def array(self, view, dtype=None):
         return self.at(view.memory, view.offset, view.shape, view.strides, dtype or view.dtype)
@@ -69,6 +75,30 @@ class Rank:
         """The bytes of a view's memory, and where it begins in them."""
         raw, origin = self.memories[view.memory]
         return raw, origin + view.offset
+
+    def matrix(self, name):
+        """A matrix of this rank's or of a peer's, at its address; it is in its memory."""
+        peer = self.program.peers.get(name)
+        if peer is None:
+            view, rank = self.named(name), self
+        else:
+            rank = self.ranks[peer.rank]
+            number = self.program.shared.index(peer.name)
+            view = rank.of_shared(rank.program.shared[number], peer)
+        rank.array(view)
+        raw, start = rank.start(view)
+        return view.matrix._replace(address=raw.ctypes.data + start)
+
+    def of_shared(self, name, peer):
+        """The view that a box of what this rank shares is."""
+        told = self.program.told.get(name)
+        memory, offset = (name, 0) if told is None else (told.memory, told.offset)
+        strides = None if told is None else told.strides
+        if peer.parcel is not None:
+            start, strides = peer.parcel
+            offset += start
+        offset += sum(first * step for (first, _), step in zip(peer.box, strides, strict=True))
+        return View(memory, tuple(hi - lo for lo, hi in peer.box), strides, peer.dtype, 0, offset)
 
     def of_peer(self, peer, memory, layout, itemsize):
         """A peer's array in the memory that corresponds to this one."""
@@ -101,7 +131,15 @@ def move(step, rank):
     transfer = step.transfer
     source, target = rank.named(step.source), rank.named(step.target)
     element = f"V{transfer.itemsize}"
-    if target.memory in rank.program.shared:
+    if step.source in rank.program.told or isinstance(transfer, SomeMoves):
+        for each in transfer.into(rank.number):
+            there, view = rank.ranks[each.src], source
+            if each.src != rank.number:
+                number = rank.program.shared.index(step.source)
+                view = there.program.told[there.program.shared[number]]
+            box = Box.of(lowered(each, transfer.itemsize, view.strides, target.strides), 0)
+            copy_boxes([replace(box, source=0)], [there.start(view)], rank.start(target))
+    elif target.memory in rank.program.shared:
         own = rank.array(source, element)
         for each in transfer.out_of(rank.number):
             there = rank.of_peer(each.dst, target.memory, transfer.dst, transfer.itemsize)
@@ -152,8 +190,9 @@ def pack(step, rank):
 
 def get(step, rank):
     target, _ = rank.memories[step.target]
-    number = rank.program.shared.index(step.outbox)
+    number, hosts = rank.program.shared.index(step.outbox), step.delivery.hosts
     for each in step.delivery.fetches:
+        assert hosts[each.src] != hosts[rank.number]
         there = rank.ranks[each.src]
         outbox, _ = there.memories[there.program.shared[number]]
         target[each.at : each.at + each.nbytes] = outbox[each.offset : each.offset + each.nbytes]

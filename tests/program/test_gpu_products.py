@@ -23,7 +23,7 @@ import test_matmul_epilogs as epilogs
 from float8_cases import E4, E5
 from gpu_arithmetic import on_gpu, view
 from gpu_interpreter import interpret_products
-from pretended_products import block_at, perform_phases
+from pretended_products import block_at, perform_programs
 from test_products import calls_of, calls_with_epilog, check_epilog, described
 
 from arrangements import part_of
@@ -31,10 +31,11 @@ from shardmath.arrays.dtypes import to_numpy
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.geometry import Layout
 from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions
-from shardmath.local.epilog import INPUTS, requirements
+from shardmath.local.epilog import requirements
 from shardmath.machine import Machine, h200
 from shardmath.operators.matmul.gpu import panels, rounds
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales, matrix_of
+from shardmath.operators.matmul.gpu.product_program import memories_of
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy, keeps_blocks
 from shardmath.operators.matmul.gpu.steps import (
     Collective,
@@ -74,17 +75,14 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
         turned = held[name].transposed() if problem.transpose[index] else held[name]
         block = block_at(turned.address + turned.span[0]) if heap[index] else None
         held[name] = replace(turned, block=block)
-    scales = None
+    values = {name: numbers[name] for name in ("alpha", "beta")} | dict.fromkeys(SCALES, 1.0)
     if problem.scaling is not None:
         whole = [kind == TENSOR for kind in (problem.scaling.a, problem.scaling.b)]
-        arrays_of, values = [], []
         for name, is_number in zip(SCALES, [*whole, True, True], strict=True):
-            number, array = numbers[name], held.get(name)
-            if number is not None and not is_number:  # of one line
-                number, array = None, on_gpu(np.full((1, 1), number, np.float32))
-            values.append(1.0 if number is None else float(number))
-            arrays_of.append(array)
-        scales = Scales(tuple(values), tuple(arrays_of))
+            if numbers[name] is not None and is_number:
+                values[name] = float(numbers[name])
+            elif numbers[name] is not None:  # of one line
+                held[name] = on_gpu(np.full((1, 1), numbers[name], np.float32))
     m, n = problem.d.local_shape(rank)
     outputs = {}
     for extra in requirements(problem.epilog, m, n, problem.extras).outputs:
@@ -94,17 +92,8 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
         outputs[output(extra.name)] = on_gpu(np.zeros(shape, to_numpy(extra.dtype), "F"))
     if problem.scaling is not None and problem.scaling.amax:
         outputs[output("result_amax")] = on_gpu(np.zeros(1, np.float32))
-    return Operands(
-        held["a"],
-        held["b"],
-        held.get("c"),
-        on_gpu(result_array((m, n), problem.result, order)),
-        numbers["alpha"],
-        numbers["beta"],
-        {name: held[name] for name in INPUTS if name in held},
-        outputs,
-        scales,
-    )
+    held["d"] = on_gpu(result_array((m, n), problem.result, order))
+    return Operands({**held, **outputs}, {name: complex(x) for name, x in values.items()})
 
 
 def performed(problem, strategy, calls, *, hosts=None, orders=("C",), heaps=((True, True),), **how):
@@ -115,13 +104,13 @@ def performed(problem, strategy, calls, *, hosts=None, orders=("C",), heaps=((Tr
     hosts = hosts or (0,) * problem.size
     rank_plans = [RankPlan(strategy, rank, hosts) for rank in range(problem.size)]
     found = []
-    for perform in (interpret_products, perform_phases):
+    for perform in (interpret_products, perform_programs):
         operands = [
             operands_of(problem, call, rank, orders[rank % len(orders)], heaps[rank % len(heaps)])
             for rank, call in enumerate(calls)
         ]
         added = {
-            plan.addition_order("F" if matrix_of(own.out).by_columns else "C")
+            plan.addition_order("F" if matrix_of(own.arrays["d"]).by_columns else "C")
             for plan, own in zip(rank_plans, operands, strict=True)
         }
         ranks = perform(rank_plans, operands, added.pop() if len(added) == 1 else "", **how)
@@ -135,10 +124,11 @@ def performed(problem, strategy, calls, *, hosts=None, orders=("C",), heaps=((Tr
 
 def results_of(operands):
     """Copies of D and of what is beside it, in their order."""
-    found = {"d": view(matrix_of(operands.out)).copy("K")}
-    for name, array in operands.outputs.items():
-        x = view(matrix_of(array)).copy("K")
-        found[name] = x[:, 0] if len(array.shape) == 1 else x
+    found = {}
+    for name, array in operands.arrays.items():
+        if name == "d" or name.startswith(output("")):
+            x = view(matrix_of(array)).copy("K")
+            found[name] = x[:, 0] if len(array.shape) == 1 else x
     return found
 
 
@@ -319,8 +309,8 @@ def test_an_epilog_within_a_product_replaces_the_steps_behind_it():
     _, (program, *_) = performed(problem, strategy, calls, orders=("F",))
     (step,) = [step for step in program.steps if isinstance(step, Fused)]
     assert isinstance(step.plan, EpilogProduct)
-    assert "product" in program.memories_of(step.replaces)
-    assert "product" not in program.memories_of(step.plan.steps)
+    assert "product" in memories_of(program, step.replaces)
+    assert "product" not in memories_of(program, step.plan.steps)
 
 
 # -- float8 ----------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ from shardmath.program.gpu_repeats import Launches
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
-from shardmath.program.rank_program import USERS
 from shardmath.program.steps import SplitArray
 
 _KEPT = 128  # executions that are launched as before
@@ -82,6 +81,17 @@ class Told(NamedTuple):
 
     facts: Facts
     places: tuple[Exposed | None, ...]
+
+
+class Given(NamedTuple):
+    """One rank's arrays in one execution, and its numbers, by the names that programs have.
+
+    `lasting`: it can be launched again, since no array was copied for this execution alone.
+    """
+
+    arrays: Mapping[str, Operand]
+    numbers: Mapping[str, complex] = MappingProxyType({})
+    lasting: bool = True
 
 
 class Execution(NamedTuple):
@@ -167,9 +177,13 @@ class GPUPerformer(ABC):
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
 
-    def _program(self, execution: Execution, decision: int) -> GPUProgram:
+    @abstractmethod
+    def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         """This rank's program where its arrays lie so, kept in `_programs`. It holds no array."""
-        raise NotImplementedError("where `_ready` is not this class's")
+
+    def _given(self, execution: Execution) -> Given:
+        """What the program is performed on. Local. Raises HeapExhausted."""
+        return Given({"operand": execution.operand, "out": execution.result.array})
 
     @abstractmethod
     def release(self) -> None:
@@ -182,29 +196,40 @@ class GPUPerformer(ABC):
         """
         lane, stream, result = execution.lane, execution.stream, execution.result.array
         with beside_captures():  # memory and plans are no part of what is captured
-            gpu_program = self._program(execution, decision)
-            program = gpu_program.program
-            own = {"operand": execution.operand.address, "out": result.address}
-            for name, memory in program.memories.items():
+            given = self._given(execution)
+            gpu_program = self._program(execution, given, decision)
+            own = {
+                name: array.address - array.address % gpu_program.alignment
+                for name, array in given.arrays.items()
+            }
+            for name, memory in gpu_program.memories.items():
                 if not allocate and not lane.has(name, memory.nbytes):
                     return None
                 take = lane.shared if memory.shared else lane.private
                 own[name] = take(name, memory.nbytes)
             gpu_program.prepare(own, stream, result.span)
-            places = tuple(self._told(execution, name) for name in program.shared)
+            shared = gpu_program.program.shared
+            places = tuple(self._told(lane, gpu_program, given, name) for name in shared)
 
         def bind(told: Sequence[Told]) -> Launch:
             lane.team.device.activate()
-            return gpu_program.bind(Memories(own, [each.places for each in told], stream))
+            peers = [each.places for each in told]
+            return gpu_program.bind(Memories(own, peers, stream, given.numbers))
 
-        return Ready(places, bind, gpu_program.check)
+        return Ready(places, bind, gpu_program.check, given.lasting)
 
-    def _told(self, execution: Execution, memory: str) -> bytes:
-        """Where peers find memory that is shared, packed; b"" for ordinary memory."""
-        if memory not in USERS:
-            block = execution.lane.buffer(memory, 0).block
-            return Exposed(block.location, block.nbytes, 0, ()).pack()
-        array = execution.operand if memory == "operand" else execution.result.array
+    def _told(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
+        """Where peers find what is shared under a name, packed; b"" for ordinary memory."""
+        told = gpu_program.program.told
+        view = told.get(name)
+        if name in told and view is None:
+            return b""
+        memory = name if view is None else view.memory
+        if memory not in given.arrays:
+            block = lane.buffer(memory, 0).block
+            start, strides = (0, ()) if view is None else (view.offset, view.strides)
+            return Exposed(block.location, block.nbytes, start, strides).pack()
+        array = given.arrays[memory]
         if array.block is not None:
             self._context.announce(array.block)
         return array.told

@@ -6,8 +6,9 @@ ones, by the type of their plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays.spec import packed_strides
@@ -18,11 +19,12 @@ from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.geometry import Move as BoxMove
 from shardmath.handles.operand import Exposed
 from shardmath.operators.lanes import Lane
-from shardmath.program.rank_program import Copy, RankProgram, View
+from shardmath.program.rank_program import Copy, Peer, RankProgram, View
 from shardmath.program.steps import (
     Await,
     Fused,
     Get,
+    Memory,
     Move,
     On,
     Pack,
@@ -34,8 +36,11 @@ from shardmath.redistribution.box_copies import BoxCopies
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.redistribution.delivery import fetch
+from shardmath.symmetric.heap import Location
 
 _KEPT = 64  # copies of one program, for as many ways in which peers' arrays lie
+_MOST_SOURCES = 96  # of one launch
+_NOWHERE = Exposed(Location(0, 0), 0, 0, ())
 
 Launch = Callable[[int], None]  # puts something on a stream
 ExposedArrays = Sequence[Exposed | None]  # of one rank
@@ -44,16 +49,27 @@ ExposedArrays = Sequence[Exposed | None]  # of one rank
 class Memories(NamedTuple):
     """Where memories begin in one execution: this rank's, by name, and those that its peers share.
 
-    `stream` is the user's stream.
+    `stream` is the user's stream; `numbers` are those of the call, by name.
     """
 
     own: Mapping[str, int]
     peers: Sequence[ExposedArrays]
     stream: int
+    numbers: Mapping[str, complex] = MappingProxyType({})
 
     def address(self, view: View) -> int:
         """Where an array of this rank begins."""
         return self.own[view.memory] + view.offset
+
+
+class Ends(NamedTuple):
+    """The addresses between which the boxes of a step are copied, and the strides of the arrays of
+    peers, by rank, on which these boxes depend.
+    """
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class GPUProgram:
@@ -62,14 +78,22 @@ class GPUProgram:
     Keep it while a launch of it, or a graph, may be used.
     """
 
+    alignment: ClassVar[int] = 1  # of the addresses at which memories of the user's arrays begin
+
     def __init__(self, context: Context, lane: Lane, program: RankProgram) -> None:
         self.context, self.lane, self.program = context, lane, program
         self.rank, self.size, self.device = context.rank, context.size, lane.team.device
-        self.steps = [  # with the names of their streams, "" for the user's
-            (step.stream, step.step) if isinstance(step, On) else ("", step)
-            for step in program.steps
-        ]
+        self.steps = list(_with_streams(self.performed(program.steps)))
         self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT + len(self.steps))
+
+    def performed(self, steps: Sequence[Any]) -> Sequence[Any]:
+        """The steps, with others in place of those that are done otherwise here."""
+        return steps
+
+    @property
+    def memories(self) -> Mapping[str, Memory]:
+        """The memories of the lane that are needed."""
+        return self.program.memories
 
     @property
     def check(self) -> Callable[[], None] | None:
@@ -83,12 +107,19 @@ class GPUProgram:
         """
         for _, step in self.steps:
             if isinstance(step, Copy | Pack | Unpack):
-                self._local_copies(step)
+                self._boxes_made(step, Ends((), ()))
 
     def bind(self, memories: Memories) -> Launch:
         """A function that puts all steps on the user's stream, and on the lane's."""
+        return self._sequence(self.steps, memories)
+
+    def sequence(self, steps: Iterable[Any], memories: Memories) -> Launch:
+        """The same of other steps."""
+        return self._sequence(_with_streams(steps), memories)
+
+    def _sequence(self, steps: Iterable[tuple[str, Any]], memories: Memories) -> Launch:
         launches: list[tuple[str, Launch]] = []
-        for stream, step in self.steps:
+        for stream, step in steps:
             launch = self.bound(step, memories)
             if launch is not None:
                 launches.append((stream, launch))
@@ -122,71 +153,139 @@ class GPUProgram:
 
     # -- moves -------------------------------------------------------------------------------------
 
-    def _move(self, step: Move, memories: Memories) -> Launch | None:
-        program, transfer, rank = self.program, step.transfer, self.rank
-        own, remote = program.arrays[step.source], program.arrays[step.target]
-        moves: Sequence[BoxMove] = transfer.out_of(rank)
-        shape_of, pushes = transfer.result_shape, remote.memory in program.shared
-        if not pushes:
-            own, remote, shape_of = remote, own, transfer.source_shape
-            moves = sorted(transfer.into(rank), key=lambda m: (m.src - rank - 1) % self.size)
+    def _transfer(self, step: Move | Copy | Pack | Unpack, memories: Memories) -> Launch | None:
+        ends = self.ends(step, memories)
+        if len(ends.sources) <= _MOST_SOURCES:
+            return _ready(self._boxes_made(step, ends), ends.sources, ends.targets)
+        launches = [
+            _ready(
+                self._boxes_made(step, ends, first),
+                ends.sources[first : first + _MOST_SOURCES],
+                ends.targets,
+            )
+            for first in range(0, len(ends.sources), _MOST_SOURCES)
+        ]
+
+        def run(stream: int) -> None:
+            for launch in launches:
+                if launch is not None:
+                    launch(stream)
+
+        return run
+
+    def _boxes_made(
+        self, step: Move | Copy | Pack | Unpack, ends: Ends, first: int = 0
+    ) -> BoxCopies:
+        """The boxes of a step; of many sources, those from the `first` on."""
+
+        def make() -> BoxCopies:
+            sources = range(first, first + _MOST_SOURCES)
+            boxes = [box for box in self.boxes(step, ends) if box.source in sources]
+            moved = (replace(box, source=box.source - first) for box in boxes)
+            return BoxCopies(self.device, moved if first else boxes)
+
+        return self._copies.made((step, first, *ends.strides.items()), make)
+
+    def boxes(self, step: Move | Copy | Pack | Unpack, ends: Ends) -> list[Box]:
+        """What a step copies, from memories to memories in the order of its ends."""
+        arrays = self.program.arrays
+        if isinstance(step, Copy):
+            source, target = step.source, step.target
+            copy = whole(source.shape, source.itemsize, source.strides, target.strides)
+            return [Box.of(copy, 0)]
+        if isinstance(step, Pack):
+            return step.delivery.packing(arrays[step.source].strides)
+        if isinstance(step, Unpack):
+            strides = arrays[step.source].strides, arrays[step.target].strides
+            return step.delivery.unpacking(*strides)
+        itemsize, there = step.transfer.itemsize, ends.strides
+        if self._pushes(step):
+            own = arrays[step.source].strides
+            moves = step.transfer.out_of(self.rank)
+            copies = [(lowered(move, itemsize, own, there[move.dst]), move.dst) for move in moves]
+            return [Box.of(replace(copy, src=0), dst) for copy, dst in copies]
+        own = arrays[step.target].strides
+        return [
+            Box.of(lowered(move, itemsize, there[move.src], own), 0) for move in self._pulled(step)
+        ]
+
+    def ends(self, step: Move | Copy | Pack | Unpack, memories: Memories) -> Ends:
+        """The memories that a step copies from and to."""
+        if isinstance(step, Move):
+            return self._ends_of_move(step, memories)
+        if isinstance(step, Copy):
+            return Ends([memories.address(step.source)], [memories.address(step.target)])
+        source = memories.address(self.program.arrays[step.source])
+        if isinstance(step, Pack):
+            return Ends([source], [memories.own[step.outbox]])
+        delivery, outboxes = step.delivery, self._outboxes(step, memories)
+        same_host = [self._peer_address(peer, outboxes[peer]) for peer in delivery.same_host]
+        sources = delivery.memories(source, self._begin(step.fetched, memories), same_host)
+        return Ends(sources, [memories.address(self.program.arrays[step.target])])
+
+    def _ends_of_move(self, step: Move, memories: Memories) -> Ends:
+        arrays, transfer, pushes = self.program.arrays, step.transfer, self._pushes(step)
+        own, remote = (step.source, step.target) if pushes else (step.target, step.source)
+        shape_of = transfer.result_shape if pushes else transfer.source_shape
+        moves = transfer.out_of(self.rank) if pushes else transfer.into(self.rank)
+        name, there = self.program.shared_name(remote), arrays[remote]
         bases, strides = [0] * self.size, dict[int, tuple[int, ...]]()
         for peer in sorted({move.dst if pushes else move.src for move in moves}):
-            bases[peer], told = self.reached(peer, remote.memory, memories)
-            strides[peer] = told or packed_strides(shape_of(peer), transfer.itemsize, program.order)
-            if peer == rank:
-                bases[peer], strides[peer] = memories.address(remote), remote.strides
+            if peer == self.rank:
+                bases[peer], strides[peer] = memories.address(there), there.strides
+                continue
+            bases[peer], told = self.reached(peer, name, memories)
+            strides[peer] = told or packed_strides(
+                shape_of(peer), transfer.itemsize, self.program.order
+            )
+        here = [memories.address(arrays[own])]
+        return Ends(here, bases, strides) if pushes else Ends(bases, here, strides)
 
-        def boxes() -> Iterator[Box]:
-            for move in moves:
-                if pushes:
-                    copy = lowered(move, transfer.itemsize, own.strides, strides[move.dst])
-                    yield Box.of(replace(copy, src=0), move.dst)
-                else:
-                    copy = lowered(move, transfer.itemsize, strides[move.src], own.strides)
-                    yield Box.of(copy, 0)
+    def _pushes(self, step: Move) -> bool:
+        """Whether a move pushes into what peers share, and does not pull."""
+        return self.program.shared_name(step.target) in self.program.shared
 
-        copies = self._copies.made(
-            (step, *strides.items()), lambda: BoxCopies(self.device, boxes())
-        )
-        here = [memories.address(own)]
-        return _ready(copies, *((here, bases) if pushes else (bases, here)))
-
-    def _copy(self, step: Copy, memories: Memories) -> Launch | None:
-        source, target = memories.address(step.source), memories.address(step.target)
-        return _ready(self._local_copies(step), [source], [target])
-
-    def _pack(self, step: Pack, memories: Memories) -> Launch | None:
-        source = memories.address(self.program.arrays[step.source])
-        return _ready(self._local_copies(step), [source], [memories.own[step.outbox]])
+    def _pulled(self, step: Move) -> list[BoxMove]:
+        """The moves into this rank, from the next rank's on: no two begin with the same."""
+        moves = step.transfer.into(self.rank)
+        return sorted(moves, key=lambda move: (move.src - self.rank - 1) % self.size)
 
     def _get(self, step: Get, memories: Memories) -> Launch:
         outboxes = [exposed.location for exposed in self._outboxes(step, memories)]
-        fetches, target = step.delivery.fetches, memories.own[step.target]
+        fetches, target = step.delivery.fetches, self._begin(step.target, memories)
         return lambda stream: fetch(self.context, fetches, outboxes, target, stream)
 
-    def _unpack(self, step: Unpack, memories: Memories) -> Launch | None:
-        delivery, outboxes = step.delivery, self._outboxes(step, memories)
-        same_host = [self._peer_address(peer, outboxes[peer]) for peer in delivery.same_host]
-        source, target = (
-            memories.address(self.program.arrays[name]) for name in (step.source, step.target)
-        )
-        sources = delivery.memories(source, memories.own[step.fetched], same_host)
-        return _ready(self._local_copies(step), sources, [target])
+    # -- where things lie --------------------------------------------------------------------------
 
-    def reached(self, peer: int, memory: str, memories: Memories) -> tuple[int, tuple[int, ...]]:
-        """Where a rank's memory that corresponds to this one begins for this GPU, 0 where it has
-        none; and the strides of a user's array.
+    def _begin(self, name: str, memories: Memories) -> int:
+        """Where an array, or a memory without one, begins."""
+        array = self.program.arrays.get(name)
+        return memories.own[name] if array is None else memories.address(array)
+
+    def reached(self, peer: int, name: str, memories: Memories) -> tuple[int, tuple[int, ...]]:
+        """Where what a rank shares under a name begins for this GPU, 0 where it has none; and the
+        strides of an array of which it tells them.
         """
-        exposed = memories.peers[peer][self.program.shared.index(memory)]
+        exposed = memories.peers[peer][self.program.shared.index(name)]
         if peer == self.rank or exposed is None or not exposed.nbytes:
-            return memories.own[memory] if peer == self.rank else 0, ()
+            return memories.own[name] if peer == self.rank else 0, ()
         return self._peer_address(peer, exposed), exposed.strides
+
+    def peers_view(self, peer: Peer, memories: Memories) -> tuple[int, tuple[int, ...]]:
+        """The address of a matrix of a rank, which may be this one, and its strides in bytes."""
+        exposed = memories.peers[peer.rank][self.program.shared.index(peer.name)]
+        assert exposed is not None, "told by its rank"
+        address, strides = self._peer_address(peer.rank, exposed), exposed.strides
+        if peer.parcel is not None:
+            offset, strides = peer.parcel
+            address += offset - exposed.origin
+        starts = zip(peer.box, strides, strict=True)
+        return address + sum(first * stride for (first, _), stride in starts), strides
 
     def _outboxes(self, step: Get | Unpack, memories: Memories) -> list[Exposed]:
         """Where all ranks' outboxes lie."""
         number = self.program.shared.index(step.outbox)
-        return [exposed for places in memories.peers if (exposed := places[number]) is not None]
+        return [places[number] or _NOWHERE for places in memories.peers]
 
     def _peer_address(self, peer: int, exposed: Exposed | None) -> int:
         """Where the memory of a peer on this host begins for this GPU."""
@@ -195,32 +294,19 @@ class GPUProgram:
         assert address is not None, "GPUs of one host reach each other"
         return address + exposed.origin
 
-    def _local_copies(self, step: Copy | Pack | Unpack) -> BoxCopies:
-        """The copies of a step from memory of this rank, or from what peers have packed."""
-        arrays = self.program.arrays
-
-        def boxes() -> list[Box]:
-            if isinstance(step, Pack):
-                return step.delivery.packing(arrays[step.source].strides)
-            if isinstance(step, Unpack):
-                strides = arrays[step.source].strides, arrays[step.target].strides
-                return step.delivery.unpacking(*strides)
-            source, target = step.source, step.target
-            copy = whole(source.shape, source.itemsize, source.strides, target.strides)
-            return [Box.of(copy, 0)]
-
-        return self._copies.made(step, lambda: BoxCopies(self.device, boxes()))
-
     PERFORMERS: ClassVar[Mapping[type, Any]] = {
         Synchronise: _synchronise,
         Record: _record,
         Await: _await,
-        Move: _move,
-        Copy: _copy,
-        Pack: _pack,
+        **dict.fromkeys((Move, Copy, Pack, Unpack), _transfer),
         Get: _get,
-        Unpack: _unpack,
     }
+
+
+def _with_streams(steps: Iterable[Any]) -> Iterable[tuple[str, Any]]:
+    """Steps with the names of their streams, "" for the user's."""
+    for step in steps:
+        yield (step.stream, step.step) if isinstance(step, On) else ("", step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

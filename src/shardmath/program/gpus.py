@@ -16,7 +16,7 @@ from typing import Literal
 
 from shardmath.operators.lanes import LANES, NEW_RESULT, Lane
 from shardmath.operators.workspace import KEPT_STAGING
-from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer
+from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram
 from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts
 from shardmath.program.performing import Plan, Turn
@@ -57,7 +57,7 @@ class GPUs(GPUPerformer):
         facts = super()._foreseen(turn, stream)
         return facts._replace(result=facts.result and bool(turn.known.arrays.targets))
 
-    def _program(self, execution: Execution, decision: int) -> GPUProgram:
+    def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan
         operand, out = (
             View(name, array.shape, array.strides, array.dtype)

@@ -2,8 +2,8 @@
 
     operand ── transform ──► work ── move ──► "receive 0" of all ranks ── transform ──► out
 
-Memories are the user's arrays, "operand" and "out", and the lane's. Of those that peers reach,
-ranks tell each other where they lie.
+Memories are the user's arrays and the lane's. Of those that peers reach, ranks tell each other
+where they lie.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
+from shardmath.local.gpu import Matrix
 from shardmath.program.steps import Memory
 
 USERS = ("operand", "out")  # memories; they begin at the element with index 0 along every axis
@@ -56,6 +58,19 @@ class View:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @classmethod
+    def of(cls, memory: str, x: Matrix) -> View:
+        """A matrix whose address counts from where the memory begins."""
+        strides = x.row_stride * x.itemsize, x.column_stride * x.itemsize
+        return cls(memory, (x.rows, x.columns), strides, x.dtype, offset=x.address)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """A view of two axes as a matrix, whose address counts from where the memory begins."""
+        (rows, columns), item = self.shape, self.itemsize
+        one, two = (stride // item for stride in self.strides)
+        return Matrix(self.offset, rows, columns, one, two, self.dtype)
+
     @property
     def end(self) -> int:
         """The bytes of a memory of the lane that this array, which has no gaps, needs."""
@@ -86,13 +101,28 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """A box of a matrix of `rank`, which shares it under this name: rows and columns, each from a
+    first to behind a last. A `parcel` is an offset and strides in bytes within the memory that is
+    shared; without one the rank tells how its matrix lies.
+    """
+
+    name: str
+    rank: int
+    dtype: str
+    box: tuple[tuple[int, int], tuple[int, int]]
+    parcel: tuple[int, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
 class RankProgram:
     """One rank's steps, in order. The steps of all programs name `arrays`; others hold views.
 
-    A `Move` pushes into arrays of its target where that is in memory that peers reach, and else
-    pulls from its source, which is. Of the memories in `shared` ranks tell each other, in this
-    order: the first of one rank is the first of another, whatever their names. Peers' arrays in
-    memory of the lane have no gaps, and lie in memory `order`.
+    A `Move` pushes into arrays of its target where peers reach that, and else pulls from its
+    source. Of what is `shared` ranks tell each other, in this order: the first of one rank is the
+    first of another. These are memories, whatever their names, in which arrays of the lane have no
+    gaps, and lie in memory `order`; or they are names for what `told` has, an array and its
+    strides, or None where a rank shares nothing. `peers` are matrices of others, by name.
     """
 
     steps: tuple[Any, ...]
@@ -100,6 +130,12 @@ class RankProgram:
     memories: Mapping[str, Memory] = field(repr=False, default_factory=dict)
     shared: tuple[str, ...] = ()
     order: Literal["C", "F"] = "C"
+    told: Mapping[str, View | None] = field(repr=False, default_factory=dict)
+    peers: Mapping[str, Peer] = field(repr=False, default_factory=dict)
+
+    def shared_name(self, array: str) -> str:
+        """The name under which peers reach an array, or its memory, if they do."""
+        return array if array in self.shared else self.arrays[array].memory
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))

@@ -357,7 +357,10 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     """Steps with what fused ones replace in their place."""
     found: list[Any] = []
     for step in steps:
-        found += plain(step.replaces) if isinstance(step, Fused) else [step]
+        if isinstance(step, On):
+            found += [On(step.stream, replaced) for replaced in plain((step.step,))]
+        else:
+            found += plain(step.replaces) if isinstance(step, Fused) else [step]
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ after that. A `Delivery` is pure; `fetch` puts the copies between hosts on a str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardmath.context.context import Context
@@ -18,7 +18,7 @@ from shardmath.geometry import Move
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
 from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of, room_for
-from shardmath.redistribution.plan import TransferPlan
+from shardmath.redistribution.plan import Transfer
 from shardmath.symmetric.heap import Location
 from shardmath.transport.base import DeviceBytes
 
@@ -29,13 +29,21 @@ _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 class Delivery:
     """The part of `rank` in a transfer.
 
-    `hosts` are the numbers of all ranks' hosts; `axes` those of a parcel, the slowest first.
+    `hosts` are the numbers of all ranks' hosts; `axes` those of a parcel, the slowest first. `part`
+    are the moves of it that are wanted at a time, None for all: see `only`.
     """
 
-    transfer: TransferPlan
+    transfer: Transfer
     rank: int
     hosts: tuple[int, ...]
     axes: tuple[int, ...]
+    part: tuple[Move, ...] | None = field(default=None, repr=False)
+
+    def only(self, part: Sequence[Move]) -> Delivery:
+        """A part of the same exchange: some of its `moves`, or what those are cut into."""
+        cut = replace(self, part=tuple(part))
+        cut.__dict__["_parcels"] = self._parcels  # which are the same
+        return cut
 
     @cached_property
     def outbox(self) -> Outbox:
@@ -45,7 +53,7 @@ class Delivery:
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
         """The ranges that it fetches from other hosts."""
-        return fetches(self._moves, self._parcel, self._is_far)
+        return fetches(self.moves, self._parcels.__getitem__, self.is_far)
 
     @property
     def room(self) -> int:
@@ -55,8 +63,8 @@ class Delivery:
     @cached_property
     def same_host(self) -> tuple[int, ...]:
         """The peers on this rank's host, whose outboxes are read where they lie."""
-        here = [src for src in self._parcels if not self._is_far(src)]
-        return tuple(sorted(here))
+        here = {move.src for move in self.moves if not self.is_far(move.src)}
+        return tuple(sorted(here - {self.rank}))
 
     def packing(self, strides: Sequence[int]) -> list[Box]:
         """The boxes from an array of these strides, in bytes, to the outbox, both memory 0."""
@@ -67,20 +75,26 @@ class Delivery:
 
         `own` are the strides of this rank's array before.
         """
-        starts = {each.src: each.at - each.offset for each in self.fetches}
-        found = []
-        for move in self._moves:
+        boxes = []
+        for move in self.moves:
             if move.src == self.rank:
                 copy = lowered(move, self.transfer.itemsize, own, target)
-                found.append(Box.of(replace(copy, src=_OWN), 0))
+                boxes.append(Box.of(replace(copy, src=_OWN), 0))
                 continue
-            parcel = self._parcel(move.src)
-            copy = lowered(move, self.transfer.itemsize, parcel.strides, target)
-            far = self._is_far(move.src)
+            start, strides = self.place(move.src)
+            copy = lowered(move, self.transfer.itemsize, strides, target)
+            far = self.is_far(move.src)
             number = _ROOM if far else _NEAR + self.same_host.index(move.src)
-            offset = copy.src_offset + parcel.offset + starts.get(move.src, 0)
-            found.append(Box.of(replace(copy, src=number, src_offset=offset), 0))
-        return found
+            boxes.append(Box.of(replace(copy, src=number, src_offset=copy.src_offset + start), 0))
+        return boxes
+
+    def place(self, src: int) -> tuple[int, tuple[int, ...]]:
+        """Where this rank's parcel of a peer begins, in its outbox, or in the room where that is on
+        another host; and its strides.
+        """
+        parcel = self._parcels[src]
+        moved = (each.at - each.offset for each in self.fetches if each.src == src)
+        return parcel.offset + next(moved, 0), parcel.strides
 
     def memories(self, own: int, room: int, outboxes: Sequence[int]) -> list[int]:
         """The addresses of what is unpacked: the array before, the room, the outboxes of peers on
@@ -91,25 +105,26 @@ class Delivery:
     @cached_property
     def _parcels(self) -> dict[int, Parcel]:
         """The parcel that this rank takes of each peer."""
-        sources = [src for src in self.transfer.sources(self.rank) if src != self.rank]
+        taken = [move for move in self.transfer.into(self.rank) if move.elements]
+        sources = sorted({move.src for move in taken} - {self.rank})
         return {src: parcel_of(self.transfer, src, self.rank, self.axes) for src in sources}
 
     @cached_property
-    def _moves(self) -> tuple[Move, ...]:
-        """All moves into this rank, those of peers out of their parcels, the next rank's first."""
+    def moves(self) -> tuple[Move, ...]:
+        """The moves into this rank, those of peers out of their parcels, the next rank's first."""
+        if self.part is not None:
+            return self.part
         size = len(self.hosts)
-        found = [move for move in self.transfer.into(self.rank) if move.elements]
-        found.sort(key=lambda move: (move.src - self.rank - 1) % size)
+        wanted = [move for move in self.transfer.into(self.rank) if move.elements]
+        wanted.sort(key=lambda move: (move.src - self.rank - 1) % size)
         return tuple(
             boxed
-            for move in found
-            for boxed in ([move] if move.src == self.rank else self._parcel(move.src).boxed(move))
+            for move in wanted
+            for boxed in ([move] if move.src == self.rank else self._parcels[move.src].boxed(move))
         )
 
-    def _parcel(self, src: int) -> Parcel:
-        return self._parcels[src]
-
-    def _is_far(self, rank: int) -> bool:
+    def is_far(self, rank: int) -> bool:
+        """Whether a rank is on another host."""
         return self.hosts[rank] != self.hosts[self.rank]
 
 

@@ -20,7 +20,7 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.geometry import Move, Run
 from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.plan import TransferPlan
+from shardmath.redistribution.plan import Transfer, TransferPlan
 
 ALIGNMENT = 256  # bytes; of parcels, and of what is fetched
 
@@ -97,12 +97,12 @@ class Outbox:
         return cls._of(found, itemsize, axes, lambda _, columns: columns)
 
     @classmethod
-    def of_transfer(cls, transfer: TransferPlan, src: int, axes: Sequence[int]) -> Outbox:
+    def of_transfer(cls, transfer: Transfer, src: int, axes: Sequence[int]) -> Outbox:
         """The outbox of `src` for a transfer. See `parcel_of`, which finds one parcel of it."""
-        found, itemsize = transfer.out_of(src), transfer.itemsize
-        if transfer.src.groups is None:
-            return cls.of(found, itemsize, axes)
-        return cls._of(found, itemsize, axes, lambda dst, _: transfer.dst.spans(dst))
+        outgoing, itemsize = transfer.out_of(src), transfer.itemsize
+        if not isinstance(transfer, TransferPlan) or transfer.src.groups is None:
+            return cls.of(outgoing, itemsize, axes)
+        return cls._of(outgoing, itemsize, axes, lambda dst, _: transfer.dst.spans(dst))
 
     @classmethod
     def _of(
@@ -139,12 +139,12 @@ class Outbox:
         return copies
 
 
-def parcel_of(transfer: TransferPlan, src: int, dst: int, axes: Sequence[int]) -> Parcel:
+def parcel_of(transfer: Transfer, src: int, dst: int, axes: Sequence[int]) -> Parcel:
     """The parcel that `dst` takes of the outbox of `src`, without the moves to other ranks.
 
     These are counted: of many ranks each would otherwise work out the moves of all.
     """
-    if transfer.src.groups is None:
+    if not isinstance(transfer, TransferPlan) or transfer.src.groups is None:
         return Outbox.of_transfer(transfer, src, axes).parcels[dst]
     offsets: dict[Hashable, int] = {}
     at = 0

@@ -7,8 +7,8 @@ moves into itself, and reads the others' local arrays in place. A rank on a GPU 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardmath.geometry import (
     classify,
     counted,
     moves,
+    shared_part,
 )
 from shardmath.machine import Rates
 from shardmath.redistribution.copies import StridedCopy, lowered, pieces_of
@@ -142,6 +143,66 @@ class Transfer:
     @cached_property
     def _read(self) -> dict[int, Ranges | None]:
         return {}
+
+
+@dataclass(frozen=True)
+class Overlap(Transfer):
+    """All that each rank needs of what every rank holds, or it `alone`: parts that are added up,
+    which may overlap.
+    """
+
+    held: Layout
+    needed: Layout
+    itemsize: int
+    alone: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "parts to be added"
+
+    @property
+    def crosses(self) -> bool:
+        return not self.alone and self.held.size > 1
+
+    def source_shape(self, rank: int) -> tuple[int, ...]:
+        return self.held.local_shape(rank)
+
+    def result_shape(self, rank: int) -> tuple[int, ...]:
+        return self.needed.local_shape(rank)
+
+    def into(self, rank: int) -> tuple[Move, ...]:
+        """The moves that end in the array of `rank`, in the order of their sources."""
+        return tuple(move for src in self._peers(rank) for move in self._moves(src, rank))
+
+    def out_of(self, rank: int) -> tuple[Move, ...]:
+        size = self.held.size
+        peers = sorted(self._peers(rank), key=lambda dst: (dst - rank - 1) % size)
+        return tuple(move for dst in peers for move in self._moves(rank, dst))
+
+    def _peers(self, rank: int) -> Sequence[int]:
+        return (rank,) if self.alone else range(self.held.size)
+
+    def _moves(self, src: int, dst: int) -> tuple[Move, ...]:
+        return shared_part(self.held, self.needed, src=src, dst=dst)
+
+
+@dataclass(frozen=True)
+class SomeMoves(Transfer):
+    """These moves into one rank, and none of others."""
+
+    moves: tuple[Move, ...] = field(repr=False)
+    itemsize: int
+
+    @property
+    def kind(self) -> str:
+        return f"from ranks {', '.join(str(src) for src in sorted({m.src for m in self.moves}))}"
+
+    @property
+    def crosses(self) -> bool:
+        return any(move.src != move.dst for move in self.moves)
+
+    def into(self, rank: int) -> tuple[Move, ...]:
+        return tuple(move for move in self.moves if move.dst == rank)
 
 
 @dataclass(frozen=True)

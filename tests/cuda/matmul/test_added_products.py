@@ -22,7 +22,7 @@ def added(context, kind, orders, dtype, shape, more):
     import torch
 
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.matmul.gpu.phases import Phases
+    from shardmath.operators.matmul.gpu.product_program import ProductProgram
     from shardmath.operators.matmul.gpu.steps import Collective
 
     torch.cuda.set_device(context.device_id)
@@ -54,10 +54,11 @@ def added(context, kind, orders, dtype, shape, more):
         named["epilog_inputs"] = {"bias": rows}
         want = 0.5 * want + 2 * c.to(whole) + bias.to(whole)[:, None]
     want = mine(want, dist)
-    ran, performers = [], Phases.PERFORMERS
+    ran, performers = [], ProductProgram.PERFORMERS
 
     def counted(*args):
-        ran.append(original(*args))
+        launch = original(*args)
+        return lambda stream: ran.append(launch(stream))
 
     original = performers[Collective]
 

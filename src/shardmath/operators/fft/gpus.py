@@ -22,7 +22,7 @@ from shardmath.operators.fft.push_stream import PushStream, PushTables
 from shardmath.operators.fft.pushes import Signal, Start
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import give_back
-from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer
+from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.performing import Plan
 from shardmath.program.rank_program import RankProgram, View
@@ -50,7 +50,7 @@ class GPUTransforms(GPUPerformer):
         packed = all(rank.packed and rank.order in wanted for rank in facts)
         return _DECISIONS[Results(reachable, reachable and packed)]
 
-    def _program(self, execution: Execution, decision: int) -> GPUProgram:
+    def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         (step,) = execution.plan.program.steps
         assert isinstance(step, Fused), "as the operation makes it"
         plan: GPUPlan = step.plan

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from shardmath.cuda.driver import bindings, call
-from shardmath.redistribution.copies import StridedCopy
+from shardmath.redistribution.boxes import Box
 
 _ROW = 512  # bytes: shorter rows take longer than their bytes
 _MOST = 64  # copies: each takes some microseconds to begin
@@ -62,23 +62,23 @@ class EngineCopies:
             copy.put(sources[rank] + source_offset, target + target_offset, stream)
 
 
-def engine_copies(copies: Sequence[StridedCopy]) -> EngineCopies | None:
-    """Copies by copy engines that do what `copies` do; None where engines do not suit."""
-    found: list[tuple[int, int, int, EngineCopy]] = []
-    for copy in copies:
-        if copy.unit < _ROW:
+def engine_copies(boxes: Sequence[Box]) -> EngineCopies | None:
+    """Copies by copy engines of boxes into one memory; None where engines do not suit."""
+    copies: list[tuple[int, int, int, EngineCopy]] = []
+    for box in boxes:
+        if box.unit < _ROW:
             return None
-        for each in _pieces(copy):
-            if each is None or len(found) == _MOST:
+        for piece in _pieces(box):
+            if piece is None or len(copies) == _MOST:
                 return None
-            found.append((copy.src, *each))
-    return EngineCopies(found)
+            copies.append((box.source, *piece))
+    return EngineCopies(copies)
 
 
-def _pieces(copy: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
+def _pieces(box: Box) -> Iterator[tuple[int, int, EngineCopy] | None]:
     """(offset in the source, in the destination, the copy) of each; None: no way."""
-    dims = list(zip(copy.shape, copy.src_strides, copy.dst_strides, strict=True))
-    if any(min(src, dst) < copy.unit for _, src, dst in dims):
+    dims = list(zip(box.shape, box.source_strides, box.target_strides, strict=True))
+    if any(min(src, dst) < box.unit for _, src, dst in dims):
         yield None
         return
     inner: list[Dim] = []
@@ -86,10 +86,10 @@ def _pieces(copy: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
         inner = [dims.pop(-2), dims.pop()]
     elif dims:
         inner = [dims.pop(max(range(len(dims)), key=lambda i: dims[i][0]))]
-    what = EngineCopy(copy.unit, inner)
+    what = EngineCopy(box.unit, inner)
     for index in product(*(range(extent) for extent, _, _ in dims)):
-        src = copy.src_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
-        dst = copy.dst_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
+        src = box.source_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
+        dst = box.target_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
         yield src, dst, what
 
 

@@ -51,8 +51,7 @@ class FusedProduct:
         self._device = team.device
         self._rank_plan = rank_plan
         self._operands = operands
-        self._a, self._b = map(matrix_of, operands.ab)
-        self._out = matrix_of(operands.out)
+        self._a, self._b, self._out = (matrix_of(operands.arrays[name]) for name in "abd")
         transposed = self._out.by_columns if pattern.transposed is None else pattern.transposed
         if transposed:
             self._a, self._b = self._b.transposed(), self._a.transposed()
@@ -74,7 +73,7 @@ class FusedProduct:
         """Where peers write the result on the heap; b"" where they cannot, or not in whole pieces
         of 16 bytes.
         """
-        order_and_pitch, out = _order_and_pitch(self._out), self._operands.out
+        order_and_pitch, out = _order_and_pitch(self._out), self._operands.arrays["d"]
         if order_and_pitch is None or self._pattern.kind != "all-reduce" or out.block is None:
             return b""
         pieces = self._out.address // 2, order_and_pitch[1], self._out.columns
@@ -107,8 +106,8 @@ class FusedProduct:
 
     def _is_supported(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
-        operands, dtype = self._operands, self._rank_plan.strategy.problem.dtype
-        plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
+        (arrays, numbers), dtype = self._operands, self._rank_plan.strategy.problem.dtype
+        plain = numbers["alpha"] == 1 and ("c" not in arrays or numbers["beta"] == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
         return plain and aligned and self._out.dtype == dtype and dtype in HALVES
 

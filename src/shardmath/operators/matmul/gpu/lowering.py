@@ -11,7 +11,7 @@ they read it, and fetched by them. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from shardmath.local.gpu.gemm import fits, takes_result
 from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.panel_schedule import TILINGS
 from shardmath.operators.matmul.gpu.panels import Interval
-from shardmath.operators.matmul.gpu.program_builder import READ, REUSE, ProgramBuilder
+from shardmath.operators.matmul.gpu.program_builder import ProgramBuilder
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_moves import (
@@ -40,24 +40,22 @@ from shardmath.operators.matmul.gpu.steps import (
     Clear,
     Collective,
     EpilogProduct,
-    Gather,
     Gemm,
     Greatest,
     LayOut,
     Name,
     OneKernel,
     PanelProduct,
-    Peer,
-    ProductProgram,
-    Published,
     Push,
     ScaleOf,
-    View,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.program import SCALES, output
 from shardmath.operators.matmul.scaling import TENSOR, Scaling, blocks_of
+from shardmath.program.hosts import TAKEN
+from shardmath.program.rank_program import Peer, RankProgram, View
 from shardmath.program.steps import (
+    READ,
     Await,
     Convert,
     Dequantize,
@@ -66,12 +64,14 @@ from shardmath.program.steps import (
     Record,
     SumLines,
 )
+from shardmath.program.steps import Move as MoveStep
+from shardmath.redistribution.plan import SomeMoves
 
 _SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
 _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 
 
-def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> ProductProgram:
+def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> RankProgram:
     """What the rank does. `addition_order` is the order of products that one collective adds up,
     the same on all ranks; "" where peers read them.
     """
@@ -82,7 +82,7 @@ def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> Prod
 class Lowering(ProgramBuilder):
     """Puts the steps together."""
 
-    def program(self) -> ProductProgram:
+    def program(self) -> RankProgram:
         """The whole program."""
         self._dequantize()
         for index in (0, 1):
@@ -101,12 +101,12 @@ class Lowering(ProgramBuilder):
         else:
             parts = self._multiply()
         if self._finish(parts) or together:
-            self.emit(REUSE)
+            self.emit(TAKEN)
         steps = tuple(self.steps)
         if self.rank_plan.one_kernel:
             assert self.rank_plan.pattern is not None
             steps = (Fused(OneKernel(self.rank_plan.pattern.kind), steps),)
-        return ProductProgram(steps, self.buffers, self.memories, self.published)
+        return self.built(steps)
 
     # -- before the product ------------------------------------------------------------------------
 
@@ -137,38 +137,30 @@ class Lowering(ProgramBuilder):
         copy of what they read.
         """
         name, factor = "ab"[index], self.factors[index]
-        self.own[name] = factor
         read = self.strategy.transfers[index].read_by_peers(self.rank)
         if read is None or self.rank_plan.rounds is not None:
             return
-        x = self.matrix(factor)
-        if self.rank_plan.multi_host:
-            self._make_outbox(name, x.itemsize)
+        if self.rank_plan.multi_host or self.lying.on_heap[index] or factor != name:
+            self.share(name)
             self.publish(name)
-        elif self.lying.on_heap[index] or factor != name:
-            self.published[name] = Published(factor)
-        else:
-            rows, columns = read
-            part, copy = self.part(f"read of {name}", factor, rows, columns), f"copy of {name}"
-            shape = rows[1] - rows[0], columns[1] - columns[0]
-            packed = Matrix.packed(0, shape, x.dtype, "F" if self.matrix(part).by_columns else "C")
-            self.take(copy, packed.size * packed.itemsize, shared=True)
-            self.published[name] = Published(self.lay(copy, copy, packed), (rows[0], columns[0]))
-            self.emit(Convert(part, copy))
+            return
+        rows, columns = read
+        part = self.part(f"read of {name}", factor, rows, columns)
+        order = "F" if self.matrix(part).by_columns else "C"
+        shape, dtype = self.arrays[part].shape, self.matrix(part).dtype
+        copy = self.new(f"copy of {name}", shape, dtype, order)
+        x, (top, left) = self.matrix(copy), (rows[0], columns[0])
+        self.share(name, View.of(copy, x.part((-top, 0), (-left, 0))))  # as if it had all
+        self.emit(Convert(part, copy))
 
     def _publish_c(self) -> bool:
         """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
-        if not self.problem.sums_c or "c" not in self.buffers:
+        if not self.problem.sums_c or "c" not in self.arrays:
             return False
         given = self.addend or "c"
         c = self.matrix(given)
         self.new("own c", (c.rows, c.columns), c.dtype, self.order)
-        self.own["c"] = "own c"
-        if self.rank_plan.multi_host:
-            self._make_outbox("c", c.itemsize)
-        else:
-            self.take("own c", 0, shared=True)
-            self.published["c"] = Published("own c")
+        self.share("c")
         self.emit(Convert(given, "own c"))
         self.publish("c")
         return True
@@ -262,7 +254,7 @@ class Lowering(ProgramBuilder):
 
     @property
     def _bias(self) -> Name:
-        return "bias" if "bias" in self.buffers else ""
+        return "bias" if "bias" in self.arrays else ""
 
     def _multiply_into(
         self,
@@ -294,7 +286,7 @@ class Lowering(ProgramBuilder):
                 stream = self.beside(interval, overlaps=overlaps)
                 into = self._panel(index, name, interval, target)
                 moves = operand_plan.gather_moves(interval.lo, interval.hi)
-                self.gather("ab"[index], name, moves, into, stream=stream)
+                self.gather("ab"[index], moves, into, stream=stream)
             self.await_panels(number, overlaps=overlaps)
             addend = target if number else self.addend if ends else ""
             self._gemm(names, target, addend, epilog, ends=ends, scales=scales[number], **how)
@@ -394,7 +386,7 @@ class Lowering(ProgramBuilder):
                 name = "reduced" if strategy.reduces else "sums"
                 self.meet(name)
                 shape = self.problem.d.local_shape(self.rank)
-                parts = self._collected((self.rank_plan.last_moves,), name, shape, "final")
+                parts = self._collected([self.rank_plan.moves(name)], name, shape, "final")
         if parts is not None:
             self._finish_sums(parts)
         if self.problem.epilog.makes_bgrad:
@@ -411,7 +403,7 @@ class Lowering(ProgramBuilder):
         if self.strategy.moves_result:
             self.new("reduced", shape, self.wide, self.order, shared=True)
         self.meet("sums")
-        parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
+        parts = self._collected(self.rank_plan.added("sums"), "sums", shape, "pieces")
         if not self.strategy.moves_result:
             return parts
         self.emit(AddUp(parts, "reduced"))
@@ -441,17 +433,17 @@ class Lowering(ProgramBuilder):
             self.new("total", shape, dtype, self.addition_order)
         before, self.steps = self.steps, [READ]
         if counts:
-            parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
+            parts = self._collected(self.rank_plan.added("sums"), "sums", shape, "pieces")
         else:
-            sources = {rank: f"sums of {rank}" for rank in range(self.problem.size)}
-            self.buffers |= {name: Peer("sums", rank, dtype) for rank, name in sources.items()}
-            parts = self._whole("sums", sources)
+            parts = tuple(f"sums of {rank}" for rank in range(self.problem.size))
+            box = (0, out.rows), (0, out.columns)
+            self.peers |= {name: Peer("sums", r, dtype, box) for r, name in enumerate(parts)}
         if total == "sums":  # which peers read until all have
             x = self.matrix("sums")
             self.take("added", x.size * x.itemsize)
-            self.emit(AddUp(parts, self.lay("added", "added", x)), REUSE, Convert("added", "sums"))
+            self.emit(AddUp(parts, self.lay("added", "added", x)), TAKEN, Convert("added", "sums"))
         else:
-            self.emit(AddUp(parts, total), REUSE)
+            self.emit(AddUp(parts, total), TAKEN)
         self.steps = [*before, Fused(Collective("sums", total, counts), tuple(self.steps))]
         return None if is_last else (total,)
 
@@ -464,29 +456,22 @@ class Lowering(ProgramBuilder):
         """
         if 0 in shape:
             return ()
-        every = tuple(move for found in groups for move in found)
-        sources = self.reach(name, "", every)
-        dtype, order = self.matrix(self.own[name]).dtype, "C" if name == "vector" else self.order
+        dtype, order = self.matrix(self.own(name)).dtype, "C" if name == "vector" else self.order
         rows, columns = shape
         parts, used = [], 0
-        for number, found in enumerate(groups):
-            if not found:
+        for number, moves in enumerate(groups):
+            if not moves:
                 continue
             piece = f"{room} {number}"
-            if _is_whole(found, shape):
-                top, left = (run.src_start for run in found[0].runs)
-                box = (top, top + rows), (left, left + columns)
-                parts.append(self.part(piece, sources[found[0].src], *box))
+            if _is_whole(moves, shape):
+                parts.append(self.read(name, piece, moves[0]))
                 continue
             x = Matrix.packed(used, (rows, columns), dtype, order)
             used += x.size * x.itemsize
             parts.append(self.lay(piece, room, x))
-            if sum(move.elements for move in found) < x.size:
+            if sum(move.elements for move in moves) < x.size:
                 self.emit(Clear(piece))
-            moves = tuple(move for move in found if move.elements)
-            if moves:
-                taken = tuple((src, sources[src]) for src in dict.fromkeys(m.src for m in moves))
-                self.emit(Gather(f"{piece} of {name}", moves, taken, piece))
+            self.gather(name, moves, piece)
         if used:
             self.take(room, used)
         return tuple(parts)
@@ -519,20 +504,13 @@ class Lowering(ProgramBuilder):
 
     def _sum_of_c(self) -> Name:
         """C; where each rank has one, their sum."""
-        if not self.addend or "c" not in self.own:
+        if not self.addend or "own c" not in self.arrays:
             return self.addend
-        x = self.matrix("own c")
-        self.new("all c", (x.rows, x.columns), self.wide, self.order)
-        sources = self.reach("c", "", self.rank_plan.all_c)
-        self.emit(AddUp(self._whole("own c", sources), "all c"))
+        shape = self.arrays["own c"].shape
+        self.new("all c", shape, self.wide, self.order)
+        parts = self._collected(self.rank_plan.added("c"), "c", shape, "each c")
+        self.emit(AddUp(parts, "all c"))
         return "all c"
-
-    def _whole(self, own: Name, sources: Mapping[int, Name]) -> tuple[Name, ...]:
-        """All of each rank's matrix, which has the shape of this rank's own, in rank order."""
-        x = self.matrix(own)
-        box = (0, x.rows), (0, x.columns)
-        ranks = sorted(sources) if x.size else []
-        return tuple(self.part(f"all of {sources[src]}", sources[src], *box) for src in ranks)
 
     def _add_gradients(self) -> None:
         """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
@@ -547,17 +525,16 @@ class Lowering(ProgramBuilder):
         self.meet("vector")
         assert epilog.makes_bgrad is not None
         shape = need.local_shape(self.rank)
-        parts = self._collected(self.rank_plan.vectors, "vector", shape, "vectors")
+        parts = self._collected(self.rank_plan.added("vector"), "vector", shape, "vectors")
         self.emit(AddUp(parts, output(epilog.makes_bgrad)))
 
     # -- eight-bit results -------------------------------------------------------------------------
 
     def _find_greatest(self) -> None:
         """The greatest of all ranks' values."""
-        sources = self.reach("amax", "", self.rank_plan.amax_moves)
         parts = [
-            self.part(f"amax of {rank}, {word}", sources[rank], (0, 1), (word, word + 1))
-            for rank in sorted(sources)
+            self.read("amax", f"amax of {move.src}, {word}", move, ((0, 1), (word, word + 1)))
+            for move in self.rank_plan.moves("amax")
             for word in range(self.words)
         ]
         self.emit(Greatest(tuple(parts), output("result_amax")))
@@ -691,9 +668,9 @@ class ScaledLowering(Lowering):
     def _scale_of_result(self) -> Name:
         """Where the scale of an eight-bit D can be read; "" where it is 1."""
         name = SCALES[3]
-        if name not in self.buffers and name in self.lying.ones:
+        if name not in self.arrays and name in self.lying.ones:
             return ""
-        given = self.scales_as(3, (1, 1)) if name in self.buffers else ""
+        given = self.scales_as(3, (1, 1)) if name in self.arrays else ""
         scale = self.new("scale d", (1, 1), "float32", "C")
         self.emit(LayOut(given, name, Blocks(None, None), (scale,), 1))
         return scale
@@ -779,8 +756,9 @@ class ScaledLowering(Lowering):
         """This rank's own elements of an operand, to where they are wanted."""
         moves = tuple(move for move in moves if move.elements)
         if moves:
-            source = (self.rank, self.factors[index])
-            self.emit(Gather(f"own of {target}", moves, (source,), target))
+            factor = self.factors[index]
+            taken = SomeMoves(moves, self.matrix(factor).itemsize)
+            self.emit(MoveStep(taken, factor, target))
 
     def _padded(
         self, index: int, name: Name, memory: str, start: int, k: int, width: int, lines: int
@@ -833,20 +811,17 @@ class ScaledLowering(Lowering):
         moves, name = self.rank_plan.scale_moves[index], f"scales {'ab'[index]}"
         if moves is None:
             one = None
-            if number in self.buffers:
-                one = View(number, Matrix(self.matrix(number).address, 1, 1, 0, 0, "float32"))
+            if number in self.arrays:
+                x = Matrix(self.matrix(number).address, 1, 1, 0, 0, "float32")
+                one = View.of(number, x)
             return _Source(one, Blocks(None, None), number)
         if self._stays(index):
-            given = self.buffers[self._given_scales(index, moves)]
-            assert isinstance(given, View)
-            return _Source(given, moves.given, number)
+            return _Source(self.arrays[self._given_scales(index, moves)], moves.given, number)
         come, shape = f"come {name}", moves.transfer.dst.local_shape(self.rank)
-        if come not in self.buffers:
+        if come not in self.arrays:
             self.new(come, shape, "float32", "F")
-            self.gather(name, "", self.rank_plan.scales_into(index), come)
-        view = self.buffers[come]
-        assert isinstance(view, View)
-        return _Source(view, moves.blocks, number)
+            self.gather(name, self.rank_plan.moves(name), come)
+        return _Source(self.arrays[come], moves.blocks, number)
 
     def _lay_out(self, index: int) -> list[ScaleOf]:
         """The scales of each interval, where its product reads them; of lines that are exchanged,
@@ -857,7 +832,7 @@ class ScaledLowering(Lowering):
             lines = known = self.rank_plan.own_lines
         mode, name = self.rank_plan.modes[index], f"laid scales {'ab'[index]}"
         if mode == "tensor":
-            given = SCALES[index] if SCALES[index] in self.buffers else ""
+            given = SCALES[index] if SCALES[index] in self.arrays else ""
             return [ScaleOf(mode, given)] * len(self._intervals)
         source, scales, used = self._source(index), [], 0
         for number, each in enumerate(self._intervals):
@@ -886,13 +861,16 @@ class ScaledLowering(Lowering):
             known = -(-known // BLOCK)
         view = source.view
         if view is not None and source.blocks.columns is not None:
-            view = view.part((0, view.matrix.rows), (each.lo // BLOCK, view.matrix.columns))
+            view = view.part(1, each.lo // BLOCK, view.shape[1])
         laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
         blocks = blocks_in_layout(mode, source.blocks)
         is_plain = source.number in self.lying.ones and blocks.rows == 1
         if is_plain and view is not None and lies_as(view.matrix, laid):
-            return self.lay(name, *view)
-        given = "" if view is None else self.lay(f"source of {name}", *view)
+            self.arrays[name] = view
+            return name
+        given = "" if view is None else f"source of {name}"
+        if view is not None:
+            self.arrays[given] = view
         target = self.lay(name, memory, laid)
         self.emit(LayOut(given, source.number, blocks, (target,), known))
         return target
@@ -932,12 +910,12 @@ class ScaledLowering(Lowering):
         ranks = range(len(rounds.lines))
         places = [self._place(rounds, rank) for rank in ranks]
         if not rounds.cuts:
-            self.emit(REUSE)
+            self.emit(TAKEN)
             self._send_scales(rounds, ranks)
             self.emit(Push(self._sent, tuple(places)), READ)
             return
         self._follow("side", "", "begun")
-        self.emit(REUSE, stream="side")
+        self.emit(TAKEN, stream="side")
         self._follow("copies", "side", "free")
         self._send_scales(rounds, [rank for rank in ranks if rank != self.rank], stream="side")
         for number in range(1, rounds.count + 1):
@@ -950,8 +928,7 @@ class ScaledLowering(Lowering):
 
     def _columns_of_sent(self, index: int) -> Name:
         """The lines that are sent, as columns."""
-        view = self.buffers[self._sent]
-        assert isinstance(view, View)
+        view = self.arrays[self._sent]
         return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
 
     def _follow(self, stream: str, other: str, event: str) -> None:
@@ -969,7 +946,7 @@ class ScaledLowering(Lowering):
         lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
         name, box = f"lines at {rank}", ((0, self._deep(rounds.index)), lines)
         dtype = self._scaling.given[rounds.index]
-        self.buffers[name] = Peer(_LINES, rank, dtype, box=box)
+        self.peers[name] = Peer(_LINES, rank, dtype, box)
         return name
 
     def _come_lines(self, index: int, stage: Stage) -> Name:
@@ -1005,9 +982,11 @@ class ScaledLowering(Lowering):
         source, targets = self._source(index), []
         for rank in ranks:
             place = f"line scales at {rank}"
-            self.buffers[place] = self._scales_place(rounds, rank, rows, columns)
+            self.peers[place] = self._scales_place(rounds, rank, rows, columns)
             targets.append(place)
-        given = "" if source.view is None else self.lay("sent scales", *source.view)
+        given = "" if source.view is None else "sent scales"
+        if source.view is not None:
+            self.arrays[given] = source.view
         blocks = blocks_in_layout(mode, source.blocks)
         self.emit(LayOut(given, source.number, blocks, tuple(targets), rows), stream=stream)
 

@@ -44,7 +44,8 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     Tiling,
     make_schedule,
 )
-from shardmath.operators.matmul.gpu.rank_plan import AddressTable, Operands, RankPlan, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import AddressTable, RankPlan
+from shardmath.program.steps import Memory
 from shardmath.redistribution.box_copies import BoxCopies
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import StridedCopy, lowered
@@ -63,11 +64,11 @@ _FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer tha
 
 
 class PanelGemm:
-    """One execution of a panel GEMM, of op(A) and op(B) into `out`."""
+    """One execution of a panel GEMM, of this rank's `a` and `b` into `out`."""
 
-    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane, out: Matrix) -> None:
+    def __init__(self, rank_plan: RankPlan, a: Matrix, b: Matrix, out: Matrix, lane: Lane) -> None:
         self._rank_plan = rank_plan
-        self._operands = operands
+        self._ab = a, b
         self._lane = lane
         self._device = lane.team.device
         self._transposed = out.column_stride != 1
@@ -81,10 +82,7 @@ class PanelGemm:
         return self._panel_operand(self._order[0]), self._panel_operand(self._order[1])
 
     def _panel_operand(self, index: int) -> PanelOperand:
-        operand_plan, own = (
-            self._rank_plan.operand_plans[index],
-            matrix_of(self._operands.ab[index]),
-        )
+        operand_plan, own = self._rank_plan.operand_plans[index], self._ab[index]
         moves, place, shape = (
             operand_plan.moves,
             operand_plan.place,
@@ -141,20 +139,18 @@ class PanelGemm:
             fixup_steps=left.tiling.fixup_steps,
         )
 
-    def prepare(self) -> None:
-        """Allocate progress counters and partial sums. Raises HeapExhausted."""
-        self._lane.buffer("progress", 8 * (_PROGRESS_COUNTERS + self._processors))
-        self._lane.buffer("sums", SUMS_BYTES * self._processors)
-
     @property
     def _processors(self) -> int:
         """Multiprocessors, and blocks at most."""
         return self._device.processors
 
     @property
-    def panels(self) -> dict[str, int]:
-        """Bytes of the panel of each operand, by the name of the lane's memory for it."""
-        return {f"panel {'ab'[x.index]}": x.panel_bytes() for x in self._panel_operands}
+    def memories(self) -> dict[str, Memory]:
+        """The lane's memories of progress counters, of partial sums and of panels."""
+        counters = Memory(8 * (_PROGRESS_COUNTERS + self._processors), shared=True)
+        sums = Memory(SUMS_BYTES * self._processors, shared=True)
+        panels = {f"panel {'ab'[x.index]}": Memory(x.panel_bytes()) for x in self._panel_operands}
+        return {"progress": counters, "sums": sums, **panels}
 
     def run(self, places_of: Callable[[int], AddressTable], stream: int) -> bool:
         """Put it on a stream; false, with nothing done, where copy engines do not suit.
@@ -241,7 +237,7 @@ class PanelGemm:
                 fetch.operand, fetch.first, fetch.last, (fetch.lo, fetch.hi)
             )
             moves.sort(key=operand.ring_key)
-            engines = engine_copies(_lowered(operand, moves, place))
+            engines = engine_copies([Box.of(x, 0) for x in _lowered(operand, moves, place)])
             if engines is None:
                 return None
             fetches.append(

@@ -8,6 +8,7 @@ in host memory are carried there and back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -16,19 +17,18 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.handles import device_array
 from shardmath.handles.operand import Operand
-from shardmath.local.epilog import INPUTS
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.machine import Machine
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu.fused import FusedProduct
-from shardmath.operators.matmul.gpu.phases import Phases
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales, matrix_of
+from shardmath.operators.matmul.gpu.lowering import lowered
+from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
-from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.program import SCALES
-from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer, Ready, Told
-from shardmath.program.gpu_steps import Launch
-from shardmath.program.numbers import Numbers, real
+from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
+from shardmath.program.gpu_steps import GPUProgram
+from shardmath.program.numbers import real
 from shardmath.program.performing import Plan, Turn
 
 _ORDERS = ("", "C", "F")  # of products that one collective adds up; "" where peers read them
@@ -39,8 +39,6 @@ _DECISIONS = [  # from 1 on: by one kernel or not, the order, and whether in the
     for is_fused in (False, True)
 ]
 _UNKNOWN = b"?"  # what one kernel would take, before the plan is known
-# Sums that are faster, or slower, and not the usual.
-_FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
 
 
 class Products(GPUPerformer):
@@ -56,7 +54,7 @@ class Products(GPUPerformer):
         rank_plan, out = rank_plan_of(self._context, execution.plan), execution.results["d"].array
         form = b""
         if rank_plan.one_kernel:
-            form = FusedProduct(rank_plan, self._operands(execution), execution.lane.team).form
+            form = self._by_one_kernel(execution).form
         return self._said(execution.stream, matrix_of(out).by_columns, form)
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
@@ -79,85 +77,81 @@ class Products(GPUPerformer):
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
         bindings()  # raises where there is no cuBLASLt
-        context, lane = self._context, execution.lane
-        rank_plan, operands = rank_plan_of(context, execution.plan), self._operands(execution)
-        is_fused, order, _ = _DECISIONS[decision - 1]
+        context, is_fused = self._context, _DECISIONS[decision - 1][0]
         if is_fused:
-            product = FusedProduct(rank_plan, operands, lane.team)
+            product = self._by_one_kernel(execution)
+            return Ready((product.result_place,), partial(product.bind, context))
+        return super()._ready(execution, decision, allocate=allocate)
 
-            def bind_kernel(told: Sequence[Told]) -> Launch:
-                return product.bind(context, told)
+    def _by_one_kernel(self, execution: Execution) -> FusedProduct:
+        rank_plan, given = rank_plan_of(self._context, execution.plan), self._given(execution)
+        return FusedProduct(rank_plan, _operands(given), execution.lane.team)
 
-            return Ready((product.result_place,), bind_kernel)
-        phases = Phases(context, rank_plan, operands, lane, addition_order=order)
+    def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
+        context, lane, plan = self._context, execution.lane, execution.plan
+        rank_plan, lying = rank_plan_of(context, plan), _operands(given).lying()
+        _, order, _ = _DECISIONS[decision - 1]
 
-        def bind_phases(told: Sequence[Told]) -> Launch:
-            return phases.bind([each.places for each in told])
+        def make() -> GPUProgram:
+            return ProductProgram(context, lane, lowered(rank_plan, lying, order), rank_plan)
 
-        scales = operands.scales  # one that was copied from the host lives as long as this call
-        carried = scales is not None and any(x and x.keep is not None for x in scales.arrays)
-        return Ready(phases.prepare(), bind_phases, lasting=not carried)
+        return self._programs.made((lane.number, rank_plan, lying, order), make)
 
     def _meet(self, lane: Lane, decision: int) -> None:
         is_fused, order, _ = _DECISIONS[decision - 1]
         if order and not is_fused:
-            Phases.collectives(self._context, lane)
+            collectives_of(self._context, lane)
 
     def release(self) -> None:
         """See Performer. Workspace is the lanes', which all operations share."""
 
-    def _operands(self, execution: Execution) -> Operands:
-        """The arrays of one execution, which keep no memory but what was copied for it. Local.
+    def _given(self, execution: Execution) -> Given:
+        """What the program is performed on: no memory is kept but what was copied for this execution.
 
         Raises HeapExhausted where algorithms are to be timed.
         """
         context, problem = self._context, execution.plan.problem
-        arrays, numbers, results = execution.operands, execution.numbers, execution.results
-        algorithms = rank_plan_of(context, execution.plan).algorithms
+        operands, numbers, results = execution.operands, execution.numbers, execution.results
         out = results["d"].array.without_memory()
-        if algorithms.timings is not None and "c" in arrays and arrays["c"].address == out.address:
+        timings = rank_plan_of(context, execution.plan).algorithms.timings
+        if timings is not None and "c" in operands and operands["c"].address == out.address:
             out = device_array.laid_out_alike(context, out)  # what is timed spoils it
-        a, b = (
-            arrays[name].transposed() if turned else arrays[name]
-            for name, turned in zip("ab", problem.transpose, strict=True)
-        )
-        alpha, beta = numbers["alpha"], numbers["beta"]
-        assert alpha is not None and beta is not None, "they have defaults"
-        return Operands(
-            a=a,
-            b=b,
-            c=arrays.get("c"),
-            out=out,
-            alpha=alpha,
-            beta=beta,
-            inputs={name: arrays[name] for name in INPUTS if name in arrays},
-            outputs={name: x.array.without_memory() for name, x in results.items() if name != "d"},
-            algorithms=algorithms,
-            scales=_scales(context, problem, arrays, numbers),
-            compute=problem.compute if problem.compute in _FAST_COMPUTE else None,
-        )
+        arrays = {name: x for name, x in operands.items() if name not in SCALES}
+        for name, turned in zip("ab", problem.transpose, strict=True):
+            arrays[name] = operands[name].transposed() if turned else operands[name]
+        arrays["d"] = out
+        arrays |= {name: x.array.without_memory() for name, x in results.items() if name != "d"}
+        values: dict[str, complex] = dict.fromkeys(SCALES, 1.0)
+        for name in ("alpha", "beta"):
+            number = numbers[name]
+            assert number is not None, "it has a default"
+            values[name] = number
+        if problem.scaling is not None:
+            for index, name in enumerate(SCALES):
+                if numbers[name] is not None and problem.scaling.whole[index]:
+                    values[name] = real(numbers, name)
+                elif (scale := self._scale(execution, index)) is not None:
+                    arrays[name] = scale
+        carried = any(name in arrays and arrays[name].keep is not None for name in SCALES)
+        values = {name: complex(value) for name, value in values.items()}
+        return Given(arrays, values, lasting=not carried)
+
+    def _scale(self, execution: Execution, index: int) -> Operand | None:
+        """The array of the scales of an eight-bit matrix: those of a and b as op(A) and op(B) lie;
+        one that is copied from the host lives as long as this call.
+        """
+        name, transpose = SCALES[index], execution.plan.problem.transpose
+        array = execution.operands.get(name)
+        if execution.numbers[name] is not None:  # of one row, in host memory
+            one = np.full((1, 1), real(execution.numbers, name), np.float32)
+            array = device_array.read(self._context, one, name)
+        if array is not None and index < 2 and transpose[index] and len(array.shape) == 2:
+            return array.transposed()
+        return array
 
 
-def _scales(
-    context: Context, problem: Problem, arrays: Mapping[str, Operand], numbers: Numbers
-) -> Scales | None:
-    """The scales of eight-bit matrices: those of a and b lie as op(A) and op(B)."""
-    scaling = problem.scaling
-    if scaling is None:
-        return None
-    scales: list[Operand | None] = []
-    values = []
-    for index, (name, is_whole) in enumerate(zip(SCALES, scaling.whole, strict=True)):
-        known = numbers[name] is not None and is_whole
-        values.append(real(numbers, name) if known else 1.0)
-        array = None if known else arrays.get(name)
-        if array is None and not known and numbers[name] is not None:  # of one row, in host memory
-            one = np.full((1, 1), real(numbers, name), np.float32)
-            array = device_array.read(context, one, name)
-        if array is not None and index < 2 and problem.transpose[index] and len(array.shape) == 2:
-            array = array.transposed()
-        scales.append(array)
-    return Scales(tuple(values), tuple(scales))
+def _operands(given: Given) -> Operands:
+    return Operands(given.arrays, given.numbers)
 
 
 def rank_plan_of(context: Context, plan: Plan) -> RankPlan:

@@ -1,7 +1,7 @@
-"""How the program of a product is put together on one rank: buffers, steps, and what peers reach.
+"""How the program of a product is put together on one rank: arrays, steps, and what peers reach.
 
-What moves from rank to rank is published by its owner under a name, and reached by moves: in place
-on one host; between hosts it is packed before peers read it, and fetched by them. Pure.
+What passes from rank to rank is shared by its owner, and reached by moves: in place on one host;
+between hosts it is packed before peers read it, and fetched by them. Pure.
 """
 
 from __future__ import annotations
@@ -14,30 +14,21 @@ from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
-from shardmath.operators.matmul.gpu.steps import (
-    Fetched,
-    Gather,
-    Name,
-    Packed,
-    Peer,
-    Published,
-    View,
-)
+from shardmath.operators.matmul.gpu.steps import ByEngines, Name
 from shardmath.operators.matmul.program import SCALES
-from shardmath.program.steps import (
-    Await,
-    Memory,
-    On,
-    Reason,
-    Record,
-    Synchronise,
-)
-from shardmath.redistribution.parcels import room_for
-
-READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-REUSE = Synchronise((Reason.BEFORE_REUSING,))
+from shardmath.program.rank_program import Peer, RankProgram, View
+from shardmath.program.steps import READ, Await, Fused, Get, Memory, On, Pack, Record, Unpack
+from shardmath.program.steps import Move as MoveStep
+from shardmath.redistribution.delivery import Delivery
+from shardmath.redistribution.plan import SomeMoves
 
 _SIDE = "side"  # the stream of what is gathered while something else is multiplied
+# What peers may read and write, beside op(A) and op(B), in the order in which ranks tell of it.
+_SHARED = (
+    *("own c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
+    *("lines", "line scales"),
+)
+Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 class ProgramBuilder:
@@ -50,31 +41,39 @@ class ProgramBuilder:
         self.lying = lying
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.steps: list[Any] = []
-        self.buffers: dict[Name, View | Peer] = {n: View(n, x) for n, x in lying.arrays}
+        self.arrays = {name: View.of(name, x) for name, x in lying.arrays}
+        self.peers: dict[Name, Peer] = {}
         self.memories: dict[str, Memory] = {}
-        self.published: dict[str, Published] = {}
-        self.factors = ["a", "b"]  # buffers of op(A) and op(B)
+        self.told: dict[str, View] = {}
+        self.factors = ["a", "b"]  # arrays of op(A) and op(B)
         self.out = self.matrix("d")
         self.order = "F" if self.out.by_columns else "C"
-        self.addend = "c" if "c" in self.buffers and "beta" not in lying.zeros else ""
-        self.own: dict[str, Name] = {}  # buffers of what this rank has itself of what is moved
+        self.addend = "c" if "c" in self.arrays and "beta" not in lying.zeros else ""
         self.addition_order = addition_order
         scaling = self.problem.scaling
         self.quantizes = scaling is not None and scaling.d
         self.wants_amax = scaling is not None and scaling.amax and scaling.d
         self.sums = self._sums()  # this rank's product, to be added or moved; "" if that is D
 
-    # -- buffers -----------------------------------------------------------------------------------
+    def built(self, steps: tuple[Any, ...]) -> RankProgram:
+        """The program of these steps."""
+        shared = (*self.factors, *_SHARED)
+        if self.rank_plan.multi_host:
+            shared = tuple(map(_outbox, shared))
+        outboxes = {name for name in shared if self.rank_plan.multi_host and name in self.memories}
+        told = {name: self.told.get(name) for name in shared if name not in outboxes}
+        arrays, memories = self.arrays, self.memories
+        return RankProgram(steps, arrays, memories, shared, told=told, peers=self.peers)
+
+    # -- arrays ------------------------------------------------------------------------------------
 
     def emit(self, *steps: Any, stream: str = "") -> None:
         """Steps that follow, on a stream of the lane's or the user's."""
         self.steps += [On(stream, step) for step in steps] if stream else steps
 
     def matrix(self, name: Name) -> Matrix:
-        """The matrix of a buffer that lies in memory of this rank."""
-        view = self.buffers[name]
-        assert isinstance(view, View), name
-        return view.matrix
+        """The matrix of an array in memory of this rank."""
+        return self.arrays[name].matrix
 
     def take(self, memory: str, nbytes: int, *, shared: bool = False) -> None:
         """Memory of the lane of at least that size."""
@@ -82,48 +81,56 @@ class ProgramBuilder:
         self.memories[memory] = Memory(max(held.nbytes, nbytes), shared or held.shared)
 
     def lay(self, name: Name, memory: str, x: Matrix) -> Name:
-        """A buffer of that name at a place of a memory."""
-        self.buffers[name] = View(memory, x)
+        """An array of that name at a place of a memory."""
+        self.arrays[name] = View.of(memory, x)
         return name
 
     def new(
         self, name: Name, shape: tuple[int, ...], dtype: str, order: str, *, shared: bool = False
     ) -> Name:
-        """A packed matrix in memory of the same name; one that peers reach is published."""
+        """A packed matrix in memory of the same name, which peers may reach."""
         rows, columns = shape
         x = Matrix.packed(0, (rows, columns), dtype, order)
-        self.take(name, x.size * x.itemsize, shared=shared and not self.rank_plan.multi_host)
+        self.take(name, x.size * x.itemsize)
+        self.lay(name, name, x)
         if shared:
-            self.own[name] = name
-            if self.rank_plan.multi_host:
-                self._make_outbox(name, x.itemsize)
-            else:
-                self.published[name] = Published(name)
-        return self.lay(name, name, x)
+            self.share(name)
+        return name
 
     def part(self, name: Name, of: Name, rows: tuple[int, int], columns: tuple[int, int]) -> Name:
-        """A buffer of that name that is a part of another."""
-        self.buffers[name] = self.buffers[of].part(rows, columns)
-        return name
+        """An array of that name that is a part of another."""
+        return self.lay(name, self.arrays[of].memory, self.matrix(of).part(rows, columns))
 
     # -- what peers read ---------------------------------------------------------------------------
 
-    def _make_outbox(self, name: str, itemsize: int) -> None:
-        nbytes = self.rank_plan.routes.outbox(name, self.rank, itemsize).nbytes
-        if nbytes:
-            outbox = f"outbox {name}"
-            self.take(outbox, nbytes, shared=True)
-            self.lay(outbox, outbox, Matrix.packed(0, (1, nbytes), "uint8", "C"))
-            self.published[name] = Published(outbox)
+    def own(self, name: str) -> Name:
+        """The array that this rank has itself of the matrices of that name."""
+        a, b = self.factors
+        return {"a": a, "b": b, "c": "own c"}.get(name, name)
+
+    def delivery(self, name: str) -> Delivery:
+        """How the matrices of that name pass between hosts."""
+        return self.rank_plan.delivery(name, self.matrix(self.own(name)).itemsize)
+
+    def share(self, name: str, view: View | None = None) -> None:
+        """Let peers reach the matrix of that name, or a `view` in place of it; between hosts what
+        they take of it, once that is packed.
+        """
+        own = self.own(name)
+        if not self.rank_plan.multi_host:
+            self.told[own] = view = view or self.arrays[own]
+            if view.memory in self.memories:
+                self.take(view.memory, 0, shared=True)
+        elif nbytes := self.delivery(name).outbox.nbytes:
+            self.take(_outbox(own), nbytes, shared=True)
 
     def publish(self, name: str) -> None:
         """What peers take of this rank's matrix of that name is there for them, when all have
         synchronised.
         """
-        if self.rank_plan.multi_host and name in self.published:
-            own = self.own[name]
-            outbox = self.rank_plan.routes.outbox(name, self.rank, self.matrix(own).itemsize)
-            self.emit(Packed(outbox, own, self.published[name].buffer))
+        own = self.own(name)
+        if self.rank_plan.multi_host and _outbox(own) in self.memories:
+            self.emit(Pack(self.delivery(name), own, _outbox(own)))
 
     def meet(self, name: str) -> None:
         """After writing what a peer will read, the matrix of that name, and before reading what it
@@ -132,51 +139,45 @@ class ProgramBuilder:
         self.publish(name)
         self.emit(READ)
 
-    def reach(
-        self, name: str, part: str, moves: Sequence[Move], *, stream: str = ""
-    ) -> dict[int, Name]:
-        """The buffers of the ranks' matrices of that name that `moves` read, by rank; between hosts
-        a `part` of them is fetched, and what was fetched for another part is gone.
-        """
-        own = self.own[name]
-        itemsize, dtype = self.matrix(own).itemsize, self.matrix(own).dtype
-        starts: dict[int, int] = {}
+    def gather(self, name: str, moves: Sequence[Move], target: Name, *, stream: str = "") -> None:
+        """Put what moves bring of the ranks' matrices of that name into `target`."""
+        moves, own = tuple(move for move in moves if move.elements), self.own(name)
+        if not moves:
+            return
+        step: Any = MoveStep(SomeMoves(moves, self.matrix(own).itemsize), own, target)
         if self.rank_plan.multi_host:
-            found = self.rank_plan.routes.fetches(name, moves, itemsize)
-            starts = {each.src: each.at - each.offset for each in found}
-            if found:
-                room = f"room {name}"
-                self.take(room, room_for(found), shared=True)
-                self.lay(room, room, Matrix(0, 0, 0, 0, 0, "uint8"))
-                self.emit(Fetched(found, name, room), stream=stream)
-        sources: dict[int, Name] = {}
-        for src in dict.fromkeys(move.src for move in moves if move.elements):
-            buffer = sources[src] = own if src == self.rank else f"{name} of {src}"
-            if src == self.rank:
-                continue
-            if not self.rank_plan.multi_host:
-                self.buffers[buffer] = Peer(name, src, dtype)
-                continue
-            parcel = self.rank_plan.routes.parcel(name, src, itemsize)
-            if src not in starts:
-                place = parcel.offset, parcel.strides
-                self.buffers[buffer] = Peer(name, src, dtype, parcel=place)
-                continue
-            sources[src] = buffer = f"{name} of {src}, {part}"
-            (rows, columns), (one, two) = parcel.shape, parcel.strides
-            start, strides = starts[src] + parcel.offset, (one // itemsize, two // itemsize)
-            self.lay(buffer, f"room {name}", Matrix(start, rows, columns, *strides, dtype))
-        return sources
+            delivery = self.delivery(name).only(moves)
+            room = self._fetched(delivery, own, f"room {name}", stream)
+            step = Unpack(delivery, own, _outbox(own), room, target)
+        self.emit(Fused(ByEngines(), (step,)) if stream else step, stream=stream)
 
-    def gather(
-        self, name: str, part: str, moves: Sequence[Move], target: Name, *, stream: str = ""
-    ) -> None:
-        """What moves bring of the ranks' matrices of that name."""
-        moves = tuple(move for move in moves if move.elements)
-        sources = self.reach(name, part, moves, stream=stream)
-        if moves:
-            step = Gather(f"{part} of {name}", moves, tuple(sources.items()), target)
-            self.emit(step, stream=stream)
+    def read(self, name: str, array: Name, move: Move, box: Box | None = None) -> Name:
+        """An array that is the dense box which a move reads of the ranks' matrices of that name, or
+        another box of those, where that is readable; between hosts it is fetched.
+        """
+        own, src = self.own(name), move.src
+        rows, columns = box or [(run.src_start, run.src_start + run.length) for run in move.runs]
+        if src == self.rank:
+            return self.part(array, own, rows, columns)
+        dtype, parcel = self.matrix(own).dtype, None
+        if self.rank_plan.multi_host:
+            delivery = self.delivery(name).only([move])
+            start, (one, two) = parcel = delivery.place(src)
+            if delivery.is_far(src):
+                room = self._fetched(delivery, own, f"room of {array}", "")
+                item = delivery.transfer.itemsize
+                x = Matrix(start, 0, 0, one // item, two // item, dtype)
+                return self.lay(array, room, x.part(rows, columns))
+            own = _outbox(own)
+        self.peers[array] = Peer(own, src, dtype, (rows, columns), parcel)
+        return array
+
+    def _fetched(self, delivery: Delivery, own: Name, room: str, stream: str) -> str:
+        """Memory with what is fetched from other hosts; what it had before is gone."""
+        self.take(room, delivery.room, shared=True)
+        if delivery.fetches:
+            self.emit(Get(delivery, _outbox(own), room), stream=stream)
+        return room
 
     # -- what is multiplied ------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class ProgramBuilder:
     def scales_as(self, index: int, shape: tuple[int, int]) -> Name:
         """The scales of a matrix, which are of that shape, an array or a number."""
         name = SCALES[index]
-        if name in self.buffers:
+        if name in self.arrays:
             self.lay(name, name, self.matrix(name)._replace(rows=shape[0], columns=shape[1]))
         return name
 
@@ -233,3 +234,8 @@ class ProgramBuilder:
         """The product of interval `number` has been put on its stream."""
         if overlaps:
             self.emit(Record(f"used {number}"))
+
+
+def _outbox(own: Name) -> str:
+    """The memory in which peers on other hosts find what they take of an array."""
+    return f"outbox {own}"

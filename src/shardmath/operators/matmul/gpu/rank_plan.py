@@ -6,15 +6,14 @@ execution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
-from shardmath.base.lru_cache import LRUCache
-from shardmath.geometry import Move, shared_part
+from shardmath.geometry import Move
 from shardmath.handles.operand import Operand
 from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix
@@ -41,11 +40,10 @@ from shardmath.operators.matmul.program import SCALES, passed
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program import steps
 from shardmath.program.steps import Combine
-from shardmath.redistribution import TransferPlan
-from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of
+from shardmath.redistribution.delivery import Delivery
+from shardmath.redistribution.plan import Overlap, Transfer
 
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
-_KEPT = 32  # programs
 # Of an operand every parcel has k slowest: an interval of k is one range of its bytes.
 _SLOWEST = {"a": (1, 0), "b": (0, 1)}
 
@@ -64,56 +62,13 @@ class Lying(NamedTuple):
     zeros: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Scales:
-    """The scales of eight-bit a, b, c and D: for each a number, and what multiplies it, if any: an
-    array on the GPU, of a's and b's granularity and lying as op(A) and op(B).
+class Operands(NamedTuple):
+    """One execution's arrays on this rank's GPU and its numbers, by the names that programs have:
+    op(A) as "a", op(B) as "b", "c", D as "d", what an epilog reads and makes, and scales.
     """
 
-    numbers: tuple[float, ...]
-    arrays: tuple[Operand | None, ...]
-
-    def address(self, index: int) -> int:
-        """That of an array of one element; 0 if there is none."""
-        array = self.arrays[index]
-        return 0 if array is None else array.address
-
-
-@dataclass(frozen=True)
-class Operands:
-    """One execution's arrays on this rank's GPU: op(A), op(B), C, D to be filled, what an epilog
-    reads (`inputs`) and makes (`outputs`), and how.
-    """
-
-    a: Operand
-    b: Operand
-    c: Operand | None
-    out: Operand
-    alpha: complex
-    beta: complex
-    inputs: Mapping[str, Operand] = field(repr=False)
-    outputs: Mapping[str, Operand] = field(repr=False)
-    scales: Scales | None = None
-    compute: int | None = None  # a MatmulComputeType that is faster, and less exact
-    algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
-
-    @property
-    def arrays(self) -> dict[str, Operand]:
-        """All of them by the names that programs have for them."""
-        named = {"a": self.a, "b": self.b, "d": self.out, **self.inputs, **self.outputs}
-        if self.c is not None:
-            named["c"] = self.c
-        if self.scales is not None:
-            arrays = zip(SCALES, self.scales.arrays, strict=True)
-            named |= {name: array for name, array in arrays if array is not None}
-        return named
-
-    @property
-    def values(self) -> dict[str, complex]:
-        """The numbers by name."""
-        scales = (1.0,) * len(SCALES) if self.scales is None else self.scales.numbers
-        names, values = ("alpha", "beta", *SCALES), (self.alpha, self.beta, *scales)
-        return {name: complex(value) for name, value in zip(names, values, strict=True)}
+    arrays: Mapping[str, Operand]
+    numbers: Mapping[str, complex]
 
     def lying(self) -> Lying:
         """How the arrays lie, as far as a program depends on it."""
@@ -125,18 +80,12 @@ class Operands:
             else:
                 x = matrix_of(array)
             matrices.append((name, x._replace(address=x.address % ALIGNMENT)))
-        values = self.values.items()
         return Lying(
             tuple(matrices),
-            (self.a.block is not None, self.b.block is not None),
-            frozenset(name for name, value in values if value == 1),
-            frozenset(name for name, value in values if value == 0),
+            (self.arrays["a"].block is not None, self.arrays["b"].block is not None),
+            frozenset(name for name, value in self.numbers.items() if value == 1),
+            frozenset(name for name, value in self.numbers.items() if value == 0),
         )
-
-    @property
-    def ab(self) -> tuple[Operand, Operand]:
-        """op(A) and op(B)."""
-        return self.a, self.b
 
 
 def matrix_of(array: Operand) -> Matrix:
@@ -146,100 +95,12 @@ def matrix_of(array: Operand) -> Matrix:
     return Matrix(array.address, rows, columns, one, two, array.dtype)
 
 
-class Routes:
-    """The matrices, by name, that ranks on several hosts pack for each other, and where `rank`
-    finds them. The ranks with equal numbers in `hosts` are on one host.
-
-    All is worked out when it is asked for.
-    """
-
-    def __init__(self, strategy: Strategy, rank: int, hosts: Sequence[int]) -> None:
-        self._strategy = strategy
-        self._rank = rank
-        self._hosts = tuple(hosts)
-        self._passed = passed(strategy)
-        self._outboxes: dict[tuple[str, int, int], Outbox] = {}
-        self._parcels: dict[tuple[str, int, int], Parcel] = {}
-        self._transfers: dict[tuple[str, int], TransferPlan] = {}
-
-    def outbox(self, name: str, src: int, itemsize: int) -> Outbox:
-        """The parcels that `src` packs of its matrix, whose elements have so many bytes."""
-        key = (name, src, itemsize)
-        if key not in self._outboxes:
-            axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
-            if transfer is not None:
-                self._outboxes[key] = Outbox.of_transfer(transfer, src, axes)
-            else:
-                self._outboxes[key] = Outbox.of(self._added(name, src), itemsize, axes)
-        return self._outboxes[key]
-
-    def parcel(self, name: str, src: int, itemsize: int) -> Parcel:
-        """The parcel that this rank takes of it."""
-        key = (name, src, itemsize)
-        if key not in self._parcels:
-            axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
-            if transfer is not None:
-                self._parcels[key] = parcel_of(transfer, src, self._rank, axes)
-            else:
-                self._parcels[key] = self.outbox(name, src, itemsize).parcels[self._rank]
-        return self._parcels[key]
-
-    def boxed(self, name: str, moves: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
-        """Moves into this rank, those of peers out of what they have packed."""
-        made: list[Move] = []
-        for move in moves:
-            if move.src == self._rank:
-                made.append(move)
-            else:
-                made += self.parcel(name, move.src, itemsize).boxed(move)
-        return tuple(made)
-
-    def fetches(self, name: str, boxed: Sequence[Move], itemsize: int) -> tuple[Fetch, ...]:
-        """The parts of outboxes on other hosts that moves read."""
-        return fetches(
-            boxed,
-            lambda src: self.parcel(name, src, itemsize),
-            lambda src: self._hosts[src] != self._hosts[self._rank],
-        )
-
-    def _transfer(self, name: str, itemsize: int) -> TransferPlan | None:
-        """The transfer of the matrices of that name; None where they are added up."""
-        key = (name, itemsize)
-        if isinstance(self._passed.get(name), Combine):
-            return None
-        if key not in self._transfers:
-            self._transfers[key] = self._made_transfer(name, itemsize)
-        return self._transfers[key]
-
-    def _made_transfer(self, name: str, itemsize: int) -> TransferPlan:
-        strategy, step = self._strategy, self._passed.get(name)
-        if name == "amax":
-            return amax_transfer(strategy.problem.size)
-        if name.startswith("scales "):
-            found = scale_moves(strategy, "ab".index(name[-1]))
-            assert found is not None, "there are some"
-            return found.transfer
-        assert step is not None and not isinstance(step, Combine), name
-        transfer = step.transfer
-        assert isinstance(transfer, TransferPlan), "between layouts"
-        return transfer if name in ("a", "b") else replace(transfer, itemsize=itemsize)
-
-    def _added(self, name: str, src: int) -> list[Move]:
-        """All moves out of a matrix of `src` that is added to others, to whomever needs it."""
-        step = self._passed[name]
-        assert isinstance(step, Combine), name
-        ranks = () if step.alone else range(self._strategy.problem.size)
-        return [
-            move for dst in ranks for move in shared_part(step.held, step.needed, src=src, dst=dst)
-        ]
-
-
 @dataclass(frozen=True)
 class RankPlan:
     """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
-    All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
-    several hosts.
+    All moves of peers are out of what they share: their arrays, or, where ranks are on several
+    hosts, the parcels that they pack.
     """
 
     strategy: Strategy
@@ -256,65 +117,62 @@ class RankPlan:
         """The processors and hosts of the ranks."""
         return Machine("cuda", self.hosts)
 
+    def transfer(self, name: str) -> Transfer:
+        """What passes from rank to rank of the matrices of that name."""
+        problem = self.strategy.problem
+        if name == "amax":
+            return amax_transfer(problem.size)
+        if name.startswith("scales "):
+            found = self.scale_moves["ab".index(name[-1])]
+            assert found is not None, "there are some"
+            return found.transfer
+        step = self.passed[name]
+        if isinstance(step, steps.Move):
+            return step.transfer
+        itemsize = dtypes.accumulator(problem.dtype).itemsize
+        return Overlap(step.held, step.needed, itemsize, step.alone)
+
+    def delivery(self, name: str, itemsize: int) -> Delivery:
+        """How they pass between hosts, elements being of so many bytes."""
+        if (name, itemsize) not in self._deliveries:
+            transfer: Any = self.transfer(name)
+            axes = _SLOWEST.get(name, (0, 1))
+            delivery = Delivery(replace(transfer, itemsize=itemsize), self.rank, self.hosts, axes)
+            self._deliveries[name, itemsize] = delivery
+        return self._deliveries[name, itemsize]
+
     @cached_property
-    def routes(self) -> Routes:
-        """The contents of the ranks' outboxes."""
-        return Routes(self.strategy, self.rank, self.hosts)
+    def _deliveries(self) -> dict[tuple[str, int], Delivery]:
+        return {}
+
+    def moves(self, name: str) -> tuple[Move, ...]:
+        """The moves into this rank out of the ranks' matrices of that name, or of their parcels."""
+        transfer = self.transfer(name)
+        if self.multi_host:
+            return self.delivery(name, transfer.itemsize).moves
+        return transfer.into(self.rank)
+
+    def added(self, name: str) -> list[tuple[Move, ...]]:
+        """By source rank in order: the moves of what this rank adds up."""
+        step, moves = self.passed[name], self.moves(name)
+        assert isinstance(step, Combine), name
+        sources = step.sources(self.rank)
+        return [tuple(move for move in moves if move.src == src) for src in sources]
 
     @cached_property
     def operand_plans(self) -> tuple[OperandPlan, OperandPlan]:
         """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
-        (one, two), rank = self.strategy.transfers, self.rank
+        rank = self.rank
         shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
         return (
-            OperandPlan.plan(self._published_moves("a", one.into(rank)), shapes[0], rank, 1),
-            OperandPlan.plan(self._published_moves("b", two.into(rank)), shapes[1], rank, 0),
+            OperandPlan.plan(self.moves("a"), shapes[0], rank, 1),
+            OperandPlan.plan(self.moves("b"), shapes[1], rank, 0),
         )
 
     @cached_property
     def passed(self) -> dict[str, steps.Move | Combine]:
         """The steps that pass data from rank to rank, by the matrix that is read."""
         return passed(self.strategy)
-
-    @cached_property
-    def additions(self) -> tuple[tuple[Move, ...], ...]:
-        """By source rank in order: its products that this rank adds to complete its sums."""
-        return self._added("sums")
-
-    @cached_property
-    def last_moves(self) -> tuple[Move, ...]:
-        """The moves that bring the complete sums to where the caller wants them."""
-        name = "reduced" if self.strategy.reduces else "sums"
-        step = self.passed[name]
-        assert not isinstance(step, Combine), name
-        return self._published_moves(name, step.transfer.into(self.rank))
-
-    @cached_property
-    def vectors(self) -> tuple[tuple[Move, ...], ...]:
-        """The moves of the sums of a bias's gradient: of each rank, or of this one of replicas."""
-        return self._added("vector")
-
-    @cached_property
-    def all_c(self) -> tuple[Move, ...]:
-        """The moves that bring every rank's C, where all have one."""
-        return tuple(move for moves in self._added("c") for move in moves)
-
-    def _added(self, name: str) -> tuple[tuple[Move, ...], ...]:
-        """By source: what this rank adds of the matrices of that name."""
-        step = self.passed[name]
-        assert isinstance(step, Combine), name
-        return tuple(
-            self._published_moves(name, shared_part(step.held, step.needed, src=src, dst=self.rank))
-            for src in step.sources(self.rank)
-        )
-
-    def _published_moves(self, name: str, moves: tuple[Move, ...]) -> tuple[Move, ...]:
-        """Moves of ranks' matrices of that name, as they are shown."""
-        if not self.multi_host:
-            return moves
-        dtype = dtypes.of(self.strategy.problem.dtype)
-        wide = dtypes.accumulator(dtype)
-        return self.routes.boxed(name, moves, (dtype if name in ("a", "b") else wide).itemsize)
 
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
@@ -366,17 +224,6 @@ class RankPlan:
         """How the scales of float8 operands get here."""
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
 
-    def scales_into(self, index: int) -> tuple[Move, ...]:
-        """The moves of the scales of an operand that do not stay where they are."""
-        found = self.scale_moves[index]
-        assert found is not None, "there are some"
-        return self._published_moves(f"scales {'ab'[index]}", found.transfer.into(self.rank))
-
-    @cached_property
-    def amax_moves(self) -> tuple[Move, ...]:
-        """The moves of the greatest value of every rank's part of D."""
-        return self._published_moves("amax", amax_transfer(len(self.hosts)).into(self.rank))
-
     @cached_property
     def modes(self) -> tuple[str, str]:
         """The modes of a product of float8 operands."""
@@ -391,11 +238,6 @@ class RankPlan:
     def cache(self) -> dict[Any, Any]:
         """Geometry that is on the device, which executions keep for the next."""
         return {}
-
-    @cached_property
-    def programs(self) -> LRUCache[Any, Any]:
-        """The programs of executions whose arrays lay alike, as this GPU performs them."""
-        return LRUCache(_KEPT)
 
     @cached_property
     def algorithms(self) -> Algorithms:

@@ -1,64 +1,20 @@
 """What a product is made of on GPUs, beside the steps of all programs. Pure data.
 
-A buffer is a matrix in a memory of this rank, or in what a peer publishes. Memories are the user's
-arrays, by their names, and the lane's.
+A buffer is an array of the rank's program, or of a peer. Memories are the user's arrays, by their
+names, and the lane's; those of the user's begin at the multiple of ALIGNMENT before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
-from shardmath.local.gpu import Matrix
-from shardmath.program.steps import Memory, plain
-from shardmath.redistribution.parcels import Fetch, Outbox
+from shardmath.program.steps import Fused
 
 Name = str  # of a buffer; "" for none
-
-
-class View(NamedTuple):
-    """A matrix in a memory of this rank, whose address counts from where that begins.
-
-    The memory of an array of the user's begins at the multiple of `rank_plan.ALIGNMENT` before it.
-    """
-
-    memory: str
-    matrix: Matrix
-
-    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> View:
-        """See Matrix."""
-        return View(self.memory, self.matrix.part(rows, columns))
-
-
-class Peer(NamedTuple):
-    """What `rank` has published under a name: a matrix of elements of `dtype`.
-
-    `box` is the rows and the columns, from a first to behind a last; None where moves say what is
-    read. A `parcel` is an offset and strides in bytes within what is published; without one the
-    rank tells how its matrix lies.
-    """
-
-    name: str
-    rank: int
-    dtype: str
-    box: tuple[tuple[int, int], tuple[int, int]] | None = None
-    parcel: tuple[int, tuple[int, ...]] | None = None
-
-    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Peer:
-        """These rows and columns of all of it."""
-        return self._replace(box=(rows, columns))
-
-
-class Published(NamedTuple):
-    """A buffer that peers read or write, which is their matrix from row and column `first` on."""
-
-    buffer: Name
-    first: tuple[int, int] = (0, 0)
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -72,47 +28,6 @@ class Clear:
 
     def __str__(self) -> str:
         return f"clear {self.target}"
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Strided boxes of all ranks' matrices to this rank's `target`.
-
-    `sources` are pairs of a rank and the buffer that moves of that rank are read from. Equal names
-    stand for equal moves.
-    """
-
-    name: str
-    moves: tuple[Move, ...] = field(repr=False)
-    sources: tuple[tuple[int, Name], ...]
-    target: Name
-
-    def __str__(self) -> str:
-        return f"gather {self.target} from ranks {', '.join(str(src) for src, _ in self.sources)}"
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What peers take of `source`, copied into an outbox that they reach."""
-
-    outbox: Outbox = field(repr=False)
-    source: Name
-    target: Name
-
-    def __str__(self) -> str:
-        return f"pack {self.source} into {self.target}: {self.outbox.nbytes:,} bytes"
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """Parts of what ranks on other hosts have published under a name, by `get` into `target`."""
-
-    fetches: tuple[Fetch, ...]
-    name: str
-    target: Name
-
-    def __str__(self) -> str:
-        return f"get {sum(each.nbytes for each in self.fetches):,} bytes of {self.name}"
 
 
 @dataclass(frozen=True)
@@ -232,6 +147,15 @@ class OneKernel:
 
 
 @dataclass(frozen=True)
+class ByEngines:
+    """A move beside a product, by the copy engines where they can: they take no multiprocessor."""
+
+    def explain(self) -> str:
+        """How, in a few words."""
+        return "move by the copy engines"
+
+
+@dataclass(frozen=True)
 class PanelProduct:
     """A product of factors that come while it runs: see `panel_gemm`."""
 
@@ -264,43 +188,16 @@ class Collective:
         return f"{'reduce-scatter' if self.counts else 'all-reduce'} {self.source} by a collective"
 
 
-@dataclass(frozen=True)
-class ProductProgram:
-    """What one rank does, in order, over `buffers` in its own arrays and in `memories`.
-
-    Peers reach what is `published`, by name.
-    """
-
-    steps: tuple[Any, ...]
-    buffers: Mapping[Name, View | Peer] = field(repr=False)
-    memories: Mapping[str, Memory] = field(repr=False)
-    published: Mapping[str, Published] = field(repr=False)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
-
-    def memories_of(self, steps: tuple[Any, ...]) -> dict[str, Memory]:
-        """The memories of the lane that these steps use, and those that peers reach."""
-        names = {name for step in steps for name in buffer_names(step)}
-        names |= {each.buffer for each in self.published.values()}
-        found = {self.buffers[name] for name in names if name in self.buffers}
-        used = {view.memory for view in found if isinstance(view, View)}
-        return {name: memory for name, memory in self.memories.items() if name in used}
-
-    @cached_property
-    def plain(self) -> tuple[Any, ...]:
-        """The steps without any that are fused: what those replace stands in their place."""
-        return plain(self.steps)
-
-
 def buffer_names(step: Any) -> Iterator[Name]:
-    """All that may name a buffer in a step, and in those that it is made of or replaces."""
+    """All that may name a buffer in a step, and in those that it is done by or replaces."""
     if isinstance(step, str):
         yield step
     elif isinstance(step, tuple):
-        for each in step:
-            yield from buffer_names(each)
-    elif hasattr(step, "__dataclass_fields__"):
-        for each in fields(step):
-            if each.name not in ("moves", "fetches", "outbox"):
-                yield from buffer_names(getattr(step, each.name))
+        for part in step:
+            yield from buffer_names(part)
+    elif isinstance(step, Fused):
+        yield from tuple(buffer_names(step.plan)) or buffer_names(step.replaces)
+    elif is_dataclass(step):
+        for part in fields(step):
+            if part.name not in ("transfer", "delivery"):
+                yield from buffer_names(getattr(step, part.name))
