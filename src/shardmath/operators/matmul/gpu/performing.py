@@ -106,7 +106,7 @@ class Products(GPUPerformer):
         """See Performer. Workspace is the lanes', which all operations share."""
 
     def _given(self, execution: Execution) -> Given:
-        """What the program is performed on: no memory is kept but what was copied for this execution.
+        """What the program is performed on, without memory but what was copied for this execution.
 
         Raises HeapExhausted where algorithms are to be timed.
         """
