@@ -14,6 +14,7 @@ from rank_interpreter import Rank, interpret_ranks
 
 from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu.lowering import lowered
+from shardmath.operators.matmul.gpu.rank_plan import lying
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     Clear,
@@ -28,11 +29,12 @@ from shardmath.program.steps import Convert, Dequantize, Fused, Quantize, SumLin
 __all__ = ["interpret_products", "program_of"]
 
 
-def program_of(rank_plan, lying, addition_order=""):
+def program_of(rank_plan, given, addition_order=""):
     """`lowered`, once for the interpreter and for what performs programs on GPUs."""
-    key = "as lowered", lying, addition_order
+    arrays = lying(given.arrays, given.numbers)
+    key = "as lowered", arrays, addition_order
     if key not in rank_plan.cache:
-        rank_plan.cache[key] = lowered(rank_plan, lying, addition_order)
+        rank_plan.cache[key] = lowered(rank_plan, arrays, addition_order)
     return rank_plan.cache[key]
 
 
@@ -56,7 +58,7 @@ def interpret_products(rank_plans, operands, addition_order="", *, seed=0, withi
     """
     ranks = []
     for rank_plan, own in zip(rank_plans, operands, strict=True):
-        program = program_of(rank_plan, own.lying(), addition_order)
+        program = program_of(rank_plan, own, addition_order)
         steps = within_products(program.steps) if within else None
         users = {name: (x.keep, start_of(x)) for name, x in own.arrays.items()}
         ranks.append(Rank(rank_plan.rank, program, users, numbers=own.numbers, steps=steps))

@@ -29,7 +29,7 @@ from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu import performing, product_program
 from shardmath.operators.matmul.gpu.product_program import ProductProgram
 from shardmath.program import gpu_performing, gpu_steps
-from shardmath.program.gpu_performing import Given, GPUPerformer
+from shardmath.program.gpu_performing import GPUPerformer
 from shardmath.program.gpu_steps import Memories
 from shardmath.program.steps import Await, Memory, On, Record, Synchronise
 from shardmath.symmetric.heap import Location
@@ -238,7 +238,7 @@ def perform_programs(rank_plans, operands, addition_order="", *, seed=0, within=
         patch.multiple(gpu_steps, BoxCopies=Copies, fetch=fetch),
     ):
         for rank, plan, given in zip(ranks, rank_plans, operands, strict=True):
-            program = program_of(plan, given.lying(), addition_order)
+            program = program_of(plan, given, addition_order)
             made.append(ProductProgram(rank, rank, program, plan))
             own = {
                 name: x.address - x.address % ProductProgram.alignment
@@ -247,9 +247,9 @@ def perform_programs(rank_plans, operands, addition_order="", *, seed=0, within=
             for name, memory in made[-1].memories.items():
                 own[name] = rank.private(name, memory.nbytes)
             made[-1].prepare(own, 0, (0, 0))
-            performer, arrays = SimpleNamespace(_context=rank), Given(given.arrays)
+            performer = SimpleNamespace(_context=rank)
             texts = [
-                GPUPerformer._told(performer, rank, made[-1], arrays, name)
+                GPUPerformer._told(performer, rank, made[-1], given, name)
                 for name in program.shared
             ]
             places.append([Exposed.unpack(text) if text else None for text in texts])

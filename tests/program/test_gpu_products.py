@@ -35,7 +35,7 @@ from shardmath.local.epilog import requirements
 from shardmath.machine import Machine, h200
 from shardmath.operators.matmul.gpu import panels, rounds
 from shardmath.operators.matmul.gpu.product_program import memories_of
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy, keeps_blocks
 from shardmath.operators.matmul.gpu.steps import (
     Collective,
@@ -48,6 +48,7 @@ from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.program import SCALES, output
 from shardmath.operators.matmul.scaling import TENSOR, Scaling
 from shardmath.operators.matmul.strategy import candidates
+from shardmath.program.gpu_performing import Given
 from shardmath.program.steps import Fused
 
 ANY = settings(
@@ -93,7 +94,7 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
     if problem.scaling is not None and problem.scaling.amax:
         outputs[output("result_amax")] = on_gpu(np.zeros(1, np.float32))
     held["d"] = on_gpu(result_array((m, n), problem.result, order))
-    return Operands({**held, **outputs}, {name: complex(x) for name, x in values.items()})
+    return Given({**held, **outputs}, {name: complex(x) for name, x in values.items()})
 
 
 def performed(problem, strategy, calls, *, hosts=None, orders=("C",), heaps=((True, True),), **how):

@@ -51,3 +51,10 @@ def tensor_map(
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return struct.pack("16Q", *(int(word) for word in made.opaque))
+
+
+def require_aligned(**addresses: int) -> None:
+    """Raise ValueError for a matrix, by its name, whose boxes cannot be copied from its address."""
+    for name, address in addresses.items():
+        if address % ALIGNMENT:
+            raise ValueError(f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}")

@@ -16,7 +16,7 @@ has at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -317,21 +317,18 @@ def _divisors(number: int) -> Sequence[int]:
 
 
 def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return _in_units(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
 
 
 def _count(number: float) -> str:
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {prefix}"
-    return f"{number:.0f} "
+    return _in_units(number, {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}, whole="")
 
 
 def _bytes(number: float) -> str:
-    for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:.0f} B"
+    return _in_units(number, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}, whole="B")
+
+
+def _in_units(number: float, units: Mapping[str, float], whole: str | None = None) -> str:
+    """A number in the largest of units of which it is one at least, or the last; `whole` ones."""
+    unit = next((unit for unit, scale in units.items() if number >= scale), list(units)[-1])
+    return f"{number / units[unit]:{'.0f' if unit == whole else '.3g'}} {unit}"

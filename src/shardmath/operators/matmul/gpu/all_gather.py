@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder
-from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
+from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned, tensor_map
 from shardmath.geometry.integers import up
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
@@ -68,7 +69,7 @@ class AllGatherGemm:
         self.tiling = tiling
         self._memory = memory
         self._row_push = RowPush(memory.team, problem, tiling, memory.bases)
-        self._arguments: dict[tuple[int, ...], Argument] = {}
+        self._arguments: LRUCache[tuple[int, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
         device = self.team.device
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
@@ -144,11 +145,8 @@ class AllGatherGemm:
         problem, tiling = self.problem, self.tiling
         kernel = product_kernel(self.team, problem, tiling, aligned=self._aligned(result, pitch))
         key = (a, b, result, pitch)
-        if key not in self._arguments:
-            if len(self._arguments) >= _MOST_ARGUMENTS:
-                self._arguments.clear()
-            self._arguments[key] = Argument(self._packed(*key))
-        kernel.launch(stream, tiling.blocks, _THREADS, self._arguments[key])
+        argument = self._arguments.made(key, lambda: Argument(self._packed(*key)))
+        kernel.launch(stream, tiling.blocks, _THREADS, argument)
 
     def _aligned(self, result: int, pitch: int) -> bool:
         """Whether what each rank's rows make of the result can be stored 16 bytes at a time."""
@@ -159,8 +157,7 @@ class AllGatherGemm:
     def _packed(self, a: int, b: int, result: int, pitch: int) -> bytes:
         """The struct `GatheredArgument`."""
         problem, tiling, rank, size = self.problem, self.tiling, self.team.rank, self.team.size
-        _require_aligned("A", a if problem.rows[rank] else 0)
-        _require_aligned("B", b if problem.columns else 0)
+        require_aligned(A=a if problem.rows[rank] else 0, B=b if problem.columns else 0)
         arrivals = problem.arrivals(rank)
         absent = size - len(arrivals)
         maps = [self._map_of_rows(src, a) for src in arrivals] + [bytes(NBYTES)] * absent
@@ -300,8 +297,3 @@ def product_kernel(
     )
     shared = tiling.shared_bytes(b_along_k=b_along_k)
     return team.kernel("all_gather_gemm", "all_gather_gemm", defines, shared=shared, features="a")
-
-
-def _require_aligned(name: str, address: int) -> None:
-    if address % ALIGNMENT:
-        raise ValueError(f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}")

@@ -23,11 +23,11 @@ from shardmath.handles.operand import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
 from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
-from shardmath.program.gpu_performing import Told
+from shardmath.program.gpu_performing import Given, Told
 from shardmath.program.gpu_steps import Launch
 from shardmath.symmetric.team import Team
 
@@ -44,14 +44,14 @@ class FusedProduct:
     is transposed, and a digest; b"" where it cannot be.
     """
 
-    def __init__(self, rank_plan: RankPlan, operands: Operands, team: Team) -> None:
+    def __init__(self, rank_plan: RankPlan, given: Given, team: Team) -> None:
         pattern = rank_plan.pattern
         assert pattern is not None, "a kernel is for a pattern"
         self._pattern = pattern
         self._device = team.device
         self._rank_plan = rank_plan
-        self._operands = operands
-        self._a, self._b, self._out = (matrix_of(operands.arrays[name]) for name in "abd")
+        self._given = given
+        self._a, self._b, self._out = (matrix_of(given.arrays[name]) for name in "abd")
         transposed = self._out.by_columns if pattern.transposed is None else pattern.transposed
         if transposed:
             self._a, self._b = self._b.transposed(), self._a.transposed()
@@ -73,7 +73,7 @@ class FusedProduct:
         """Where peers write the result on the heap; b"" where they cannot, or not in whole pieces
         of 16 bytes.
         """
-        order_and_pitch, out = _order_and_pitch(self._out), self._operands.arrays["d"]
+        order_and_pitch, out = _order_and_pitch(self._out), self._given.arrays["d"]
         if order_and_pitch is None or self._pattern.kind != "all-reduce" or out.block is None:
             return b""
         pieces = self._out.address // 2, order_and_pitch[1], self._out.columns
@@ -106,7 +106,7 @@ class FusedProduct:
 
     def _is_supported(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
-        (arrays, numbers), dtype = self._operands, self._rank_plan.strategy.problem.dtype
+        (arrays, numbers, _), dtype = self._given, self._rank_plan.strategy.problem.dtype
         plain = numbers["alpha"] == 1 and ("c" not in arrays or numbers["beta"] == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
         return plain and aligned and self._out.dtype == dtype and dtype in HALVES

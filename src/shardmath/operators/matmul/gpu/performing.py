@@ -23,7 +23,7 @@ from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu.fused import FusedProduct
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
-from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan, lying, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.program import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
@@ -85,17 +85,17 @@ class Products(GPUPerformer):
 
     def _by_one_kernel(self, execution: Execution) -> FusedProduct:
         rank_plan, given = rank_plan_of(self._context, execution.plan), self._given(execution)
-        return FusedProduct(rank_plan, _operands(given), execution.lane.team)
+        return FusedProduct(rank_plan, given, execution.lane.team)
 
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan
-        rank_plan, lying = rank_plan_of(context, plan), _operands(given).lying()
+        rank_plan, arrays = rank_plan_of(context, plan), lying(given.arrays, given.numbers)
         _, order, _ = _DECISIONS[decision - 1]
 
         def make() -> GPUProgram:
-            return ProductProgram(context, lane, lowered(rank_plan, lying, order), rank_plan)
+            return ProductProgram(context, lane, lowered(rank_plan, arrays, order), rank_plan)
 
-        return self._programs.made((lane.number, rank_plan, lying, order), make)
+        return self._programs.made((lane.number, rank_plan, arrays, order), make)
 
     def _meet(self, lane: Lane, decision: int) -> None:
         is_fused, order, _ = _DECISIONS[decision - 1]
@@ -148,10 +148,6 @@ class Products(GPUPerformer):
         if array is not None and index < 2 and transpose[index] and len(array.shape) == 2:
             return array.transposed()
         return array
-
-
-def _operands(given: Given) -> Operands:
-    return Operands(given.arrays, given.numbers)
 
 
 def rank_plan_of(context: Context, plan: Plan) -> RankPlan:

@@ -62,30 +62,26 @@ class Lying(NamedTuple):
     zeros: frozenset[str]
 
 
-class Operands(NamedTuple):
-    """One execution's arrays on this rank's GPU and its numbers, by the names that programs have:
-    op(A) as "a", op(B) as "b", "c", D as "d", what an epilog reads and makes, and scales.
+def lying(arrays: Mapping[str, Operand], numbers: Mapping[str, complex]) -> Lying:
+    """How an execution's arrays lie, as far as a program depends on it, and its numbers.
+
+    They have the names that programs have for them: op(A) is "a", op(B) "b", C "c" and D "d"; what
+    an epilog reads and makes, and scales.
     """
-
-    arrays: Mapping[str, Operand]
-    numbers: Mapping[str, complex]
-
-    def lying(self) -> Lying:
-        """How the arrays lie, as far as a program depends on it."""
-        matrices = []
-        for name, array in self.arrays.items():
-            if name in SCALES and len(array.shape) < 2:  # one axis fits one of its matrix
-                step = 0 if not array.shape else array.strides[0] // array.itemsize
-                x = Matrix(array.address, array.size, 1, step, step, array.dtype)
-            else:
-                x = matrix_of(array)
-            matrices.append((name, x._replace(address=x.address % ALIGNMENT)))
-        return Lying(
-            tuple(matrices),
-            (self.arrays["a"].block is not None, self.arrays["b"].block is not None),
-            frozenset(name for name, value in self.numbers.items() if value == 1),
-            frozenset(name for name, value in self.numbers.items() if value == 0),
-        )
+    matrices = []
+    for name, array in arrays.items():
+        if name in SCALES and len(array.shape) < 2:  # one axis fits one of its matrix
+            step = 0 if not array.shape else array.strides[0] // array.itemsize
+            x = Matrix(array.address, array.size, 1, step, step, array.dtype)
+        else:
+            x = matrix_of(array)
+        matrices.append((name, x._replace(address=x.address % ALIGNMENT)))
+    return Lying(
+        tuple(matrices),
+        (arrays["a"].block is not None, arrays["b"].block is not None),
+        frozenset(name for name, value in numbers.items() if value == 1),
+        frozenset(name for name, value in numbers.items() if value == 0),
+    )
 
 
 def matrix_of(array: Operand) -> Matrix:

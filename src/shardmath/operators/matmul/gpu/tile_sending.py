@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Self
@@ -25,10 +24,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
+from shardmath.cuda.tensormap import require_aligned, tensor_map
 from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import combine, copy
@@ -56,67 +56,28 @@ _BLOCKS_OF_TILE = (
 _MOST_ARGUMENTS = 256
 
 
-@dataclass(frozen=True)
 class SlotLayout:
-    """Where the parts of one rank's memory begin, in bytes."""
+    """Where the parts of one rank's memory begin, in bytes, and how many those are.
 
-    tile_order: TileOrder
-    rank: int
-    extra_bytes: int
+    Counters begin as zeros. `stride` is the bytes of one source's slots.
+    """
 
-    @property
-    def ledger(self) -> int:
-        """`Ledger` of tile_slots.cuh."""
-        return 0
-
-    @cached_property
-    def arrived(self) -> int:
-        """Counters of tiles, [source][chunk]; peers write them."""
-        return up(8 * (2 + self._size), _ROUND)
-
-    @cached_property
-    def claimed(self) -> int:
-        """[chunk]: pieces of sums that have been begun with."""
-        return self.arrived + up(8 * self._size * self.tile_order.chunks, _ROUND)
-
-    @cached_property
-    def slots(self) -> int:
-        """[source][tile]; peers write them. All before are counters, and begin as zeros."""
-        return self.claimed + up(4 * self.tile_order.chunks, _ROUND)
-
-    @cached_property
-    def extra(self) -> int:
-        """The caller's."""
-        return self.slots + self._size * self.stride
-
-    @cached_property
-    def tiles(self) -> int:
-        """The table of all tiles that the rank computes, filled up for clusters."""
-        return self.extra + up(self.extra_bytes, _ROUND)
-
-    @cached_property
-    def owned(self) -> int:
-        """The table of its own."""
-        return self.tiles + up(16 * 2 * self.tile_order.count, _ROUND)
-
-    @cached_property
-    def chunks(self) -> int:
-        """The table of its chunks."""
-        return self.owned + up(16 * self.tile_order.tiles(self.rank), _ROUND)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.chunks + up(8 * self.tile_order.chunks, _ROUND)
-
-    @property
-    def stride(self) -> int:
-        """Bytes of one source's slots."""
-        return self.tile_order.tiles(self.rank) * _TILE_BYTES
-
-    @property
-    def _size(self) -> int:
-        return len(self.tile_order.rows)
+    def __init__(self, tile_order: TileOrder, rank: int, extra_bytes: int) -> None:
+        self.tile_order, size = tile_order, len(tile_order.rows)
+        self.stride = tile_order.tiles(rank) * _TILE_BYTES
+        parts = (
+            8 * (2 + size),  # counters: `Ledger` of tile_slots.cuh
+            8 * size * tile_order.chunks,  # counters of tiles, [source][chunk]; peers write them
+            4 * tile_order.chunks,  # counters by chunk: pieces of sums that have been begun with
+            size * self.stride,  # slots, [source][tile]; peers write them
+            extra_bytes,  # the caller's
+            16 * 2 * tile_order.count,  # the table of all tiles of the rank, filled up for clusters
+            16 * tile_order.tiles(rank),  # the table of its own
+            8 * tile_order.chunks,  # the table of its chunks
+        )
+        starts = accumulate((up(nbytes, _ROUND) for nbytes in parts), initial=0)
+        self.ledger, self.arrived, self.claimed, self.slots, *others = starts
+        self.extra, self.tiles, self.owned, self.chunks, self.nbytes = others
 
 
 class TileSendingGemm:
@@ -140,7 +101,7 @@ class TileSendingGemm:
         self.bases = memory.bases
         self._own = places[self.team.rank]
         self._memory = memory
-        self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
+        self._arguments: LRUCache[tuple[object, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
 
     @classmethod
     def _made(
@@ -255,21 +216,12 @@ class TileSendingGemm:
 
     def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
         """The struct that `make` packs from these words, made once."""
-        key: tuple[str | int | bytes, ...] = (make.__name__, *words)
-        if key not in self._arguments:
-            if len(self._arguments) >= _MOST_ARGUMENTS:
-                self._arguments.clear()
-            self._arguments[key] = Argument(make(*words))
-        return self._arguments[key]
+        return self._arguments.made((make.__name__, *words), lambda: Argument(make(*words)))
 
     def _of_product(self, a: int, b: int, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
         problem, rank = self.problem, self.team.rank
-        for name, address in (("A", a), ("B", b)):
-            if address % ALIGNMENT:
-                raise ValueError(
-                    f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}"
-                )
+        require_aligned(A=a, B=b)
         columns = TILE_COLUMNS // self.shape.cluster
         slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
         skipped = 8 * rank * self.tile_order.chunks
