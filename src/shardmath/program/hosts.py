@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardmath.program.steps import (
+    READ,
+    TAKEN,
     Get,
     Move,
     Pack,
     Program,
-    Reason,
     SplitArray,
     Step,
     Synchronise,
@@ -25,9 +26,6 @@ from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
 OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of all operations
-
-_PACKED = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 
 
 def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Program:
@@ -60,4 +58,4 @@ def delivered(
     The outbox may be packed again when all ranks have synchronised after this: see TAKEN.
     """
     unpack = Unpack(delivery, source, outbox, fetched, target)
-    return Pack(delivery, source, outbox), _PACKED, Get(delivery, outbox, fetched), unpack
+    return Pack(delivery, source, outbox), READ, Get(delivery, outbox, fetched), unpack

@@ -42,6 +42,7 @@ class Synchronise:
 
 
 READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 

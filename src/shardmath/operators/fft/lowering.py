@@ -40,9 +40,9 @@ from shardmath.operators.fft.pushes import (
 )
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
-from shardmath.program.hosts import TAKEN, delivered
+from shardmath.program.hosts import delivered
 from shardmath.program.rank_program import USERS, Copy, RankProgram, View, packed
-from shardmath.program.steps import Await, Memory, On, Reason, Record, Synchronise
+from shardmath.program.steps import READ, TAKEN, Await, Memory, On, Record
 from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
@@ -51,9 +51,6 @@ USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can a
 
 _FETCH, _UNPACK = "fetch", "unpack"  # streams of the lane
 _FETCH_BUFFERS = 2  # into which parts of peers' outboxes are fetched, in turn
-
-_FREE = Synchronise((Reason.BEFORE_REUSING,))
-_WRITTEN = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
 
 _Ranges = tuple[tuple[int, int], ...]  # of every rank: indices of its local array along an axis
 
@@ -359,10 +356,10 @@ class _Pushes(_Lowering):
         transfer = _transfer(stage)
         pulls = target == "out" and not self.results.reachable
         if pulls:
-            self.steps.append(_WRITTEN)
+            self.steps.append(READ)
         elif not self.shared:
-            self.steps.append(_FREE)
-        self.steps += [MoveStep(transfer, source, target), _FREE if pulls else _WRITTEN]
+            self.steps.append(TAKEN)
+        self.steps += [MoveStep(transfer, source, target), TAKEN if pulls else READ]
         self.shared.append(self.arrays[source if pulls else target].memory)
 
     def end(self) -> None:

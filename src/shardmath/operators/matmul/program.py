@@ -20,6 +20,8 @@ from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program.steps import (
+    READ,
+    TAKEN,
     Axpby,
     Combine,
     Convert,
@@ -31,7 +33,6 @@ from shardmath.program.steps import (
     Multiply,
     Program,
     Quantize,
-    Reason,
     Scratch,
     SplitArray,
     Step,
@@ -41,9 +42,6 @@ from shardmath.program.steps import (
 from shardmath.redistribution import TransferPlan
 
 SCALES = tuple(f"the scale of {name}" for name in "abcd")
-
-_READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-_REUSE = Synchronise((Reason.BEFORE_REUSING,))
 
 
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
@@ -108,7 +106,7 @@ class _Product:
         """The whole program."""
         problem, scaling = self.problem, self.problem.scaling
         factors = self._prepare()
-        self.steps.append(_READ)
+        self.steps.append(READ)
         self._total(factors)
         self._finish(factors)
         like = ("c",) if problem.has_c else ("a", "b")
@@ -116,9 +114,9 @@ class _Product:
         if len([step for step in self.steps if isinstance(step, Synchronise)]) > 1 or any(
             self.strategy.moves_inputs
         ):
-            self.steps.append(_REUSE)
+            self.steps.append(TAKEN)
         else:
-            self.steps.remove(_READ)  # nothing passes from rank to rank
+            self.steps.remove(READ)  # nothing passes from rank to rank
         names = zip("ab", SCALES, problem.transpose, strict=False)
         equal = ["alpha", "beta"]
         if scaling is not None:
@@ -182,11 +180,11 @@ class _Product:
             if strategy.moves_result:
                 sums = "reduced"
                 self.workspace[sums] = SplitArray(strategy.reduced, self._wide)
-            self.steps += [_READ, replace(self._combine("sums"), target=sums)]
+            self.steps += [READ, replace(self._combine("sums"), target=sums)]
         if strategy.moves_result:
             move = self.passed[sums]
             assert isinstance(move, Move)
-            self.steps += [_READ, replace(move, target=self._last)]
+            self.steps += [READ, replace(move, target=self._last)]
 
     def _combine(self, name: str) -> Combine:
         found = self.passed[name]
@@ -214,7 +212,7 @@ class _Product:
         self.steps.append(Axpby(last, "alpha", addend, "beta" if addend else ""))
         if problem.sums_c and problem.has_c:
             everybodys = replace(self._combine("c"), source="c here", target=last)
-            self.steps += [_READ, everybodys]
+            self.steps += [READ, everybodys]
         m, n = problem.d.local_shape(self.rank)
         made = requirements(problem.epilog, m, n, problem.extras)
         gradient = problem.epilog.makes_bgrad
@@ -248,7 +246,7 @@ class _Product:
         elif problem.epilog is MatmulEpilog.BGRADB:
             self.steps.append(SumLines(factors[1], "vector", True, problem.conjugate[1]))
         if not combine.alone:
-            self.steps.append(_READ)
+            self.steps.append(READ)
         self.steps.append(replace(combine, held=held, needed=need, target=output(name)))
         self.results[output(name)] = LocalArray(need.local_shape(self.rank), problem.extras)
 
@@ -263,7 +261,7 @@ class _Product:
         self.results[output("result_amax")] = LocalArray((1,), "float32")
         greatest = Reduction.of("max", "float32")
         combine = Combine(one, one, "largest", output("result_amax"), reduction=greatest)
-        self.steps += [Largest(numbers, "largest"), _READ, combine]
+        self.steps += [Largest(numbers, "largest"), READ, combine]
 
 
 def _vector(column: Layout) -> Layout:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
-_MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
 
 
@@ -28,6 +28,8 @@ class OperandLayout:
 @dataclass(frozen=True)
 class LocalProduct:
     """(sum(rows) x depth) by (depth x columns), elements of `dtype`."""
+
+    most_ranks: ClassVar[int]  # of which a kernel keeps account
 
     rows: tuple[int, ...]
     columns: int
@@ -46,6 +48,27 @@ class LocalProduct:
         """Of this rank: a multiplication and an addition count as two."""
         return 2.0 * self.height * self.columns * self.depth
 
+    @property
+    def same_everywhere(self) -> list[tuple[str, object]]:
+        """Facts that must be the same on all ranks, by name."""
+        return [("the rows of each rank", list(self.rows)), ("dtype", self.dtype)]
+
+    def unsupported(self, device: Device) -> str:
+        """Why `device` cannot multiply so while it moves data, or "" where it can."""
+        if device.arch != "sm_90":
+            return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
+        if self.dtype not in HALVES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
+        if len(self.rows) > self.most_ranks:
+            return f"{len(self.rows)} ranks, and the kernel is for {self.most_ranks} at most"
+        for name, operand in (("A", self.a), ("B", self.b)):
+            if 2 * operand.pitch % ALIGNMENT:
+                return (
+                    f"{name}'s {'rows' if operand.order == 'C' else 'columns'} are {operand.pitch} "
+                    f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
+                )
+        return ""
+
 
 @dataclass(frozen=True)
 class SplitKProduct(LocalProduct):
@@ -63,37 +86,20 @@ class SplitKProduct(LocalProduct):
     layouts `a` and `b` may differ.
     """
 
+    most_ranks = 32  # whose slots a sender keeps account of in one word
+
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
-        """Facts that must be the same on all ranks, by name."""
-        return [
-            ("the rows of each rank", list(self.rows)),
-            ("columns", self.columns),
-            ("dtype", self.dtype),
-        ]
+        return [*super().same_everywhere, ("columns", self.columns)]
 
     def unsupported(self, device: Device) -> str:
-        """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
-        if reason := no_kernel(device, self.dtype):
+        if reason := super().unsupported(device):
             return reason
-        if len(self.rows) > _MOST_RANKS:
-            return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:
             return f"the result is {self.height} x {self.columns}: empty, or too large"
         if self.a.order == "F" and any(first % 8 for first in accumulate(self.rows[:-1])):
             return "columns of A are contiguous, and a rank's rows do not begin at a multiple of 8"
-        odd = [f"{f.pitch} elements" for f in (self.a, self.b) if 2 * f.pitch % ALIGNMENT]
-        need = f"need a multiple of {ALIGNMENT // 2}"
-        return f"an operand's lines are {odd[0]} apart, and copies by boxes {need}" if odd else ""
-
-
-def no_kernel(device: Device, dtype: str) -> str:
-    """Why no kernel multiplies elements of that type on `device` while it moves data, or ""."""
-    if device.arch != "sm_90":
-        return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-    if dtype not in HALVES:
-        return f"elements are {dtype}, and the kernel multiplies {' and '.join(HALVES)}"
-    return ""
+        return ""
 
 
 def even_rows(height: int, size: int) -> tuple[int, ...]:

@@ -52,10 +52,10 @@ from shardmath.operators.matmul.gpu.steps import (
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.program import SCALES, output
 from shardmath.operators.matmul.scaling import TENSOR, Scaling, blocks_of
-from shardmath.program.hosts import TAKEN
 from shardmath.program.rank_program import Peer, RankProgram, View
 from shardmath.program.steps import (
     READ,
+    TAKEN,
     Await,
     Convert,
     Dequantize,

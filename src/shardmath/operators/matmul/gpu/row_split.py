@@ -15,18 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry.integers import up
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import LocalProduct, no_kernel
+from shardmath.operators.matmul.gpu.local_product import LocalProduct
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
 CHUNKS = 8  # of k, at most, in which rows come
 PIECES = 4  # in which copy engines bring what is waited for: a copy takes long to begin
 DEPTH = 64  # of k, that is multiplied at once
-_MOST_RANKS = 64  # whose maps fit in a kernel's argument
 _LINE = 128  # bytes
 _SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
 
@@ -42,29 +40,11 @@ class RowSplitProduct(LocalProduct):
 
     out: str = "C"
 
+    most_ranks = 64  # whose maps fit in a kernel's argument
+
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
-        """Facts that must be the same on all ranks, by name."""
-        return [
-            ("the rows of each rank", list(self.rows)),
-            ("depth", self.depth),
-            ("dtype", self.dtype),
-            ("the order of A", self.a.order),
-        ]
-
-    def unsupported(self, device: Device) -> str:
-        """Why `device` cannot multiply so while rows arrive, or "" where it can."""
-        if reason := no_kernel(device, self.dtype):
-            return reason
-        if len(self.rows) > _MOST_RANKS:
-            return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
-        for name, operand in (("A", self.a), ("B", self.b)):
-            if 2 * operand.pitch % ALIGNMENT:
-                return (
-                    f"{name}'s {'rows' if operand.order == 'C' else 'columns'} are {operand.pitch} "
-                    f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
-                )
-        return ""
+        return [*super().same_everywhere, ("depth", self.depth), ("the order of A", self.a.order)]
 
     # -- how rows come, the same on all ranks ------------------------------------------------------
 
