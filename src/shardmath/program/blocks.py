@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from shardmath.geometry import Move, Run
+from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind
+from shardmath.program.panels import clip
 from shardmath.redistribution import StridedCopy, Transfer, lowered
 
 BLOCK_BYTES = 1 << 20  # of a block: it and its source fit in the second cache of a core
@@ -102,41 +103,9 @@ class Blocks:
             yield from itertools.product(*cuts)
 
 
-def clipped(move: Move, block: Block) -> Iterator[Move]:
+def clipped(move: Move, block: Block) -> list[Move]:
     """The part of a move that ends in `block` of the destination, seen from the block's corner."""
-    columns = [_clip(run, cut.start, cut.stop) for run, cut in zip(move.runs, block, strict=True)]
-    for runs in itertools.product(*columns):
-        yield Move(move.src, move.dst, runs)
-
-
-def _clip(run: Run, lo: int, hi: int) -> list[Run]:
-    """The part of a run written to lo, ..., hi - 1: whole blocks as one run, cut ones alone."""
-    step, length = max(run.dst_step, 1), run.length
-    first = max(0, -(-(lo - run.dst_start) // step)) if run.count > 1 else 0
-    clipped: list[Run] = []
-    singles: list[int] = []
-    if run.count == 1:
-        singles.append(0)
-    else:
-        # Blocks first, ..., last - 1 start and end within the limits.
-        last = min(run.count, (hi - length - run.dst_start) // step + 1)
-        if last > first:
-            src = run.src_start + first * run.src_step
-            dst = run.dst_start + first * run.dst_step - lo
-            several = last - first > 1
-            clipped.append(
-                Run(last - first, length, src, run.src_step * several, dst, step * several)
-            )
-            singles += [first - 1, last]
-        else:
-            near = range(max(0, first - 1), min(run.count, first + 2))
-            singles += list(near)
-    for index in singles:
-        if not 0 <= index < run.count:
-            continue
-        start = run.dst_start + index * run.dst_step
-        begin, end = max(lo, start), min(hi, start + length)
-        if begin < end:
-            src = run.src_start + index * run.src_step + begin - start
-            clipped.append(Run(1, end - begin, src, 0, begin - lo, 0))
-    return clipped
+    moves = [move]
+    for axis, cut in enumerate(block):
+        moves = [part for whole in moves for part in clip(whole, axis, cut.start, cut.stop)]
+    return moves

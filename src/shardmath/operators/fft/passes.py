@@ -20,6 +20,8 @@ from shardmath.operators.fft.strategy import Strategy
 from shardmath.operators.fft.strategy import Transform as LocalTransforms
 from shardmath.program import blocks
 from shardmath.program.steps import (
+    READ,
+    TAKEN,
     Convert,
     Move,
     Program,
@@ -33,11 +35,9 @@ from shardmath.redistribution import TransferPlan
 
 Order = Literal["C", "F"]
 
-_WRITTEN = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
 _WRITTEN_AND_READ = Synchronise(
     (Reason.AFTER_WRITING, Reason.BEFORE_READING, Reason.BEFORE_REUSING)
 )
-_READ = Synchronise((Reason.BEFORE_REUSING,))
 
 
 def cores_program(strategy: Strategy, problem: Problem) -> Program:
@@ -65,7 +65,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         crosses = one.transfer.crosses
         reuses = read and memory not in ("", memories[number - 1])
         if crosses or reuses:
-            steps.append(_WRITTEN_AND_READ if reuses else _WRITTEN)
+            steps.append(_WRITTEN_AND_READ if reuses else READ)
         read = crosses or (read and not reuses)
         made = target
         if memory:
@@ -74,7 +74,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         steps.append(one.step(computed, source, made))
         source = made
     if read:
-        steps.append(_READ)
+        steps.append(TAKEN)
     if narrow:
         steps.append(Convert(target, "out"))
     in_place = {"out": "operand"} if problem.inplace else {}

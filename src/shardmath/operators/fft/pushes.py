@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.arrays.spec import packed_strides
-from shardmath.program.steps import Await, Fused, On, Reason, Record, Synchronise
+from shardmath.program.steps import TAKEN, Await, Fused, On, Record
 from shardmath.redistribution import TransferPlan, lowered
 
 MAX_CHUNKS = 62  # kMaxChunks
@@ -130,7 +130,7 @@ class Signal:
 
 def started(start: Start) -> Fused:
     """The kernel starts: owners may still use what it overwrites."""
-    all_come = On(PUSH, Synchronise((Reason.BEFORE_REUSING,)))
+    all_come = On(PUSH, TAKEN)
     return Fused(start, (Record("begin"), On(PUSH, Await("begin")), all_come))
 
 

@@ -18,7 +18,7 @@ from shardmath.machine import Machine
 from shardmath.operators.arguments import check_blocking, check_logger
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
-from shardmath.program.steps import Move, Program, Reason, SplitArray, Step, Synchronise
+from shardmath.program.steps import READ, REUSE, Move, Program, SplitArray, Step
 from shardmath.redistribution import TransferPlan
 
 
@@ -110,9 +110,7 @@ class Redistribution:
         transfer = problem.transfer
         steps: tuple[Step, ...] = (Move(transfer, "operand", "out"),)
         if transfer.crosses:
-            before = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-            after = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
-            steps = (before, *steps, after)
+            steps = (READ, *steps, REUSE)
         out = SplitArray(transfer.dst, problem.dtype, problem.order)
         return Program(steps, results={"out": out}, blocking=problem.blocking)
 

@@ -271,10 +271,13 @@ class Lowering(ProgramBuilder):
         overlaps = len(intervals) > 1
         scales = self._scales()
         dense = [self._dense(index, target) for index in (0, 1)]
+        beside = "side" if overlaps else ""
         if overlaps:
-            self.fork()
+            self.follow(beside, "", "fork")
         for number, interval in enumerate(intervals):
             names = f"a {number}", f"b {number}"
+            if overlaps and interval.after is not None:  # whose memory the panels take
+                self.emit(Await(f"used {interval.after}"), stream=beside)
             for index, operand_plan in enumerate(self.rank_plan.operand_plans):
                 name, held = names[index], dense[index]
                 if held:
@@ -283,14 +286,15 @@ class Lowering(ProgramBuilder):
                     ranges[operand_plan.axis] = interval.lo, self._end(index, interval, x)
                     self.part(name, held, ranges[0], ranges[1])
                     continue
-                stream = self.beside(interval, overlaps=overlaps)
                 into = self._panel(index, name, interval, target)
                 moves = operand_plan.gather_moves(interval.lo, interval.hi)
-                self.gather("ab"[index], moves, into, stream=stream)
-            self.await_panels(number, overlaps=overlaps)
+                self.gather("ab"[index], moves, into, stream=beside)
+            if overlaps:
+                self.follow("", beside, f"come {number}")
             addend = target if number else self.addend if ends else ""
             self._gemm(names, target, addend, epilog, ends=ends, scales=scales[number], **how)
-            self.release(number, overlaps=overlaps)
+            if overlaps:
+                self.emit(Record(f"used {number}"))
 
     def _gemm(
         self,
@@ -914,27 +918,22 @@ class ScaledLowering(Lowering):
             self._send_scales(rounds, ranks)
             self.emit(Push(self._sent, tuple(places)), READ)
             return
-        self._follow("side", "", "begun")
+        self.follow("side", "", "begun")
         self.emit(TAKEN, stream="side")
-        self._follow("copies", "side", "free")
+        self.follow("copies", "side", "free")
         self._send_scales(rounds, [rank for rank in ranks if rank != self.rank], stream="side")
         for number in range(1, rounds.count + 1):
             to = places[rounds.target(self.rank, number)]
             if self.matrix(self._sent).size:
                 self.emit(Convert(self._columns_of_sent(rounds.index), to), stream="copies")
             if number in rounds.cuts:
-                self._follow("side", "copies", f"sent {number}")
+                self.follow("side", "copies", f"sent {number}")
                 self.emit(READ, Record(f"come {number}"), stream="side")
 
     def _columns_of_sent(self, index: int) -> Name:
         """The lines that are sent, as columns."""
         view = self.arrays[self._sent]
         return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
-
-    def _follow(self, stream: str, other: str, event: str) -> None:
-        """Make one stream wait for all that is on the other."""
-        self.emit(Record(event), stream=other)
-        self.emit(Await(event), stream=stream)
 
     def _await_round(self, number: int) -> None:
         """Make the products' stream wait for the lines of that round; 0 is no round."""

@@ -12,7 +12,6 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
-from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
 from shardmath.operators.matmul.gpu.steps import ByEngines, Name
 from shardmath.operators.matmul.program import SCALES
@@ -22,7 +21,6 @@ from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import SomeMoves
 
-_SIDE = "side"  # the stream of what is gathered while something else is multiplied
 # What peers may read and write, beside op(A) and op(B), in the order in which ranks tell of it.
 _SHARED = (
     *("own c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
@@ -213,27 +211,10 @@ class ProgramBuilder:
 
     # -- order -------------------------------------------------------------------------------------
 
-    def fork(self) -> None:
-        """What is gathered from here on runs on a stream of its own."""
-        self.emit(Record("fork"))
-        self.emit(Await("fork"), stream=_SIDE)
-
-    def beside(self, interval: Interval, *, overlaps: bool) -> str:
-        """The stream on which an interval's panels are gathered, once their memory is free."""
-        if overlaps and interval.after is not None:
-            self.emit(Await(f"used {interval.after}"), stream=_SIDE)
-        return _SIDE if overlaps else ""
-
-    def await_panels(self, number: int, *, overlaps: bool) -> None:
-        """The product of interval `number` comes after its panels."""
-        if overlaps:
-            self.emit(Record(f"come {number}"), stream=_SIDE)
-            self.emit(Await(f"come {number}"))
-
-    def release(self, number: int, *, overlaps: bool) -> None:
-        """The product of interval `number` has been put on its stream."""
-        if overlaps:
-            self.emit(Record(f"used {number}"))
+    def follow(self, stream: str, other: str, event: str) -> None:
+        """Make one stream wait for all that is on the other."""
+        self.emit(Record(event), stream=other)
+        self.emit(Await(event), stream=stream)
 
 
 def _outbox(own: Name) -> str:
