@@ -14,7 +14,7 @@ Every wait of the product has a deadline.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -44,11 +44,13 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     Tiling,
     make_schedule,
 )
-from shardmath.operators.matmul.gpu.rank_plan import AddressTable, RankPlan
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.program.steps import Memory
 from shardmath.redistribution.box_copies import BoxCopies
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import StridedCopy, lowered
+
+Places = Mapping[int, tuple[int, tuple[int, ...]]]  # by rank: addresses and strides, in bytes
 
 _THREADS = 384
 _LEAST_SECONDS = 2.5e-4  # of a rank: below, a gather and then cuBLASLt are as fast
@@ -152,13 +154,16 @@ class PanelGemm:
         panels = {f"panel {'ab'[x.index]}": Memory(x.panel_bytes()) for x in self._panel_operands}
         return {"progress": counters, "sums": sums, **panels}
 
-    def run(self, places_of: Callable[[int], AddressTable], stream: int) -> bool:
+    def run(self, places_of: Sequence[Places], stream: int) -> bool:
         """Put it on a stream; false, with nothing done, where copy engines do not suit.
 
-        `places_of(index)` says where each rank's part of an operand lies.
+        `places_of[index]` has the parts of an operand that are read.
         """
         lane = self._lane
-        places = [self._oriented(places_of(operand.index)) for operand in self._panel_operands]
+        places = [places_of[operand.index] for operand in self._panel_operands]
+        if self._transposed:
+            places = [{rank: (at, strides[::-1]) for rank, (at, strides) in some.items()}
+                      for some in places]  # fmt: skip
         plan = self._plan(places)
         if plan is None:
             return False
@@ -176,10 +181,8 @@ class PanelGemm:
         for operand, own, panel in zip(self._panel_operands, plan.own_copies, panels, strict=True):
             if own is not None:
                 own.launch(stream, [operand.own.address], [panel.address])
-        sources = [
-            [place(rank)[0] if is_source else 0 for rank, is_source in enumerate(ranks)]
-            for place, ranks in zip(places, plan.is_source, strict=True)
-        ]
+        ranks = range(lane.team.size)
+        sources = [[some[rank][0] if rank in some else 0 for rank in ranks] for some in places]
         for fetch, copies, number in plan.fetches:
             operand, panel = self._panel_operands[fetch.operand], panels[fetch.operand]
             target = operand.panel_slice(panel, fetch.lo, fetch.hi)
@@ -190,39 +193,19 @@ class PanelGemm:
         call("cuStreamWaitEvent", stream, lane.event("join"), 0)
         return True
 
-    def _oriented(self, places: AddressTable) -> AddressTable:
-        """The same for the transposed product."""
-        if not self._transposed:
-            return places
-
-        def transposed(rank: int) -> tuple[int, tuple[int, ...]]:
-            address, strides = places(rank)
-            return address, strides[::-1]
-
-        return transposed
-
     # -- the plan, cached with the rank plan -------------------------------------------------------
 
-    def _plan(self, places: Sequence[AddressTable]) -> _Plan | None:
-        sources = [
-            {move.src for move in operand.moves} if operand.place is None else set()
-            for operand in self._panel_operands
-        ]
-        strides = tuple(
-            tuple((rank, place(rank)[1]) for rank in sorted(need))
-            for need, place in zip(sources, places, strict=True)
-        )
+    def _plan(self, places: Sequence[Places]) -> _Plan | None:
+        strides = tuple(tuple((rank, some[rank][1]) for rank in sorted(some)) for some in places)
         own = tuple(operand.k_steps.reads_own for operand in self._panel_operands)
         key = ("panel gemm", self._transposed, strides, own)
         cache = self._rank_plan.cache
         if key not in cache:
-            cache[key] = self._make_plan(places, sources)
+            cache[key] = self._make_plan(places)
         plan: _Plan | None = cache[key]
         return plan
 
-    def _make_plan(
-        self, places: Sequence[AddressTable], sources: Sequence[set[int]]
-    ) -> _Plan | None:
+    def _make_plan(self, places: Sequence[Places]) -> _Plan | None:
         out, (left, right), tiles = self._out, self._panel_operands, self._tiles()
         wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
@@ -244,22 +227,18 @@ class PanelGemm:
                 (fetch, engines, fetch.part + (schedule.parts[0] if fetch.operand else 0))
             )
         own = [self._own_copies(*pair) for pair in zip(self._panel_operands, places, strict=True)]
-        ranks = range(self._lane.team.size)
-        reached = tuple(tuple(rank in need for rank in ranks) for need in sources)
         step_table = Constant(self._device, k_order.table())
         local_steps = k_order.local_steps(0), k_order.local_steps(1)
-        return _Plan(
-            schedule, tuple(fetches), tuple(own), reached, k_order.steps, local_steps, step_table
-        )
+        return _Plan(schedule, tuple(fetches), tuple(own), k_order.steps, local_steps, step_table)
 
-    def _own_copies(self, operand: PanelOperand, place: AddressTable) -> BoxCopies | None:
+    def _own_copies(self, operand: PanelOperand, places: Places) -> BoxCopies | None:
         """What this rank has but cannot load in place, into its panel."""
         if operand.place is not None:
             return None
         every = np.arange(len(operand.k_steps.offsets))
         moves = operand.k_steps.gather_moves(every, (0, operand.extent), operand.tiling.depth)
         mine = [move for move in moves if move.src == operand.rank]
-        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(operand, mine, place)]
+        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(operand, mine, places)]
         return BoxCopies(self._device, boxes) if boxes else None
 
     # -- the kernel --------------------------------------------------------------------------------
@@ -320,14 +299,13 @@ class PanelGemm:
 @dataclass(frozen=True)
 class _Plan:
     """What is launched: the schedule; each fetch's copies and the index of its progress counter;
-    copies of what this rank has itself; by operand and rank, whether that rank is a source; and
-    the steps along k: how many, how many are local for each operand, and their table.
+    copies of what this rank has itself; and the steps along k: how many, how many are local for
+    each operand, and their table.
     """
 
     schedule: PanelSchedule
     fetches: tuple[tuple[Fetch, EngineCopies, int], ...]
     own_copies: tuple[BoxCopies | None, ...]
-    is_source: tuple[tuple[bool, ...], ...]
     steps: int
     local_steps: tuple[int, int]
     step_table: Constant
@@ -459,11 +437,9 @@ def _is_loadable(x: Matrix) -> bool:
     return pitch >= width and aligned
 
 
-def _lowered(
-    operand: PanelOperand, moves: Sequence[Move], places: AddressTable
-) -> list[StridedCopy]:
+def _lowered(operand: PanelOperand, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
     """Moves into an operand's panel as strided copies."""
     panel = operand.panel(0)
     item = panel.itemsize
     steps = panel.row_stride * item, panel.column_stride * item
-    return [lowered(move, item, places(move.src)[1], steps) for move in moves]
+    return [lowered(move, item, places[move.src][1], steps) for move in moves]

@@ -24,7 +24,7 @@ from shardmath.local.gpu.gemm import has_algorithm, multiply
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import engine_copies
 from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
-from shardmath.operators.matmul.gpu.rank_plan import ALIGNMENT, AddressTable, Place, RankPlan
+from shardmath.operators.matmul.gpu.rank_plan import ALIGNMENT, RankPlan
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     ByEngines,
@@ -287,9 +287,10 @@ class ProductProgram(GPUProgram):
         """By the kernel for it; where copy engines do not suit, one interval after the other."""
         a, b, d = (self._matrix(name, memories) for name in "abd")
         panel_gemm = PanelGemm(self._rank_plan, a, b, d, self.lane)
-
-        def places(index: int) -> AddressTable:
-            return lambda src: self._place(index, src, memories)
+        places = [
+            {src: self._place(name, src, memories) for src in {move.src for move in plan.moves}}
+            for name, plan in zip("ab", self._rank_plan.operand_plans, strict=True)
+        ]
 
         def run(stream: int) -> None:
             if not panel_gemm.run(places, stream):
@@ -297,12 +298,11 @@ class ProductProgram(GPUProgram):
 
         return run
 
-    def _place(self, index: int, src: int, memories: Memories) -> Place:
-        """Where the part of op(A), index 0, or op(B) lies that a rank has."""
-        own = self._matrix("ab"[index], memories)
+    def _place(self, name: Name, src: int, memories: Memories) -> tuple[int, tuple[int, ...]]:
+        """The address of the part of op(A) or op(B) that a rank has, and its strides in bytes."""
+        own = self._matrix(name, memories)
         if src != self.rank:
-            box = (0, 0), (0, 0)
-            return self.peers_view(Peer("ab"[index], src, own.dtype, box), memories)
+            return self.peers_view(Peer(name, src, own.dtype, ((0, 0), (0, 0))), memories)
         return own.address, (own.row_stride * own.itemsize, own.column_stride * own.itemsize)
 
     PERFORMERS: ClassVar[Mapping[type, Any]] = {

@@ -6,7 +6,7 @@ execution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,9 +46,6 @@ from shardmath.redistribution.plan import Overlap, Transfer
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
 # Of an operand every parcel has k slowest: an interval of k is one range of its bytes.
 _SLOWEST = {"a": (1, 0), "b": (0, 1)}
-
-Place = tuple[int, tuple[int, ...]]  # the address of element (0, 0), strides in bytes
-AddressTable = Callable[[int], Place]  # by rank
 
 
 class Lying(NamedTuple):
