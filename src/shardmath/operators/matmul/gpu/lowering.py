@@ -546,10 +546,10 @@ class Lowering(ProgramBuilder):
 
 class _Source(NamedTuple):
     """The source of an operand's scales: a matrix, lines first, in which one scale is for each of
-    the `blocks`, and the name of the number that multiplies them all.
+    the `blocks`, "" where all are 1; and the name of the number that multiplies them all.
     """
 
-    view: View | None
+    array: Name
     blocks: Blocks
     number: str
 
@@ -814,18 +814,18 @@ class ScaledLowering(Lowering):
         number = SCALES[index]
         moves, name = self.rank_plan.scale_moves[index], f"scales {'ab'[index]}"
         if moves is None:
-            one = None
+            one = ""
             if number in self.arrays:
                 x = Matrix(self.matrix(number).address, 1, 1, 0, 0, "float32")
-                one = View.of(number, x)
+                one = self.lay(f"one scale {'ab'[index]}", number, x)
             return _Source(one, Blocks(None, None), number)
         if self._stays(index):
-            return _Source(self.arrays[self._given_scales(index, moves)], moves.given, number)
+            return _Source(self._given_scales(index, moves), moves.given, number)
         come, shape = f"come {name}", moves.transfer.dst.local_shape(self.rank)
         if come not in self.arrays:
             self.new(come, shape, "float32", "F")
             self.gather(name, self.rank_plan.moves(name), come)
-        return _Source(self.arrays[come], moves.blocks, number)
+        return _Source(come, moves.blocks, number)
 
     def _lay_out(self, index: int) -> list[ScaleOf]:
         """The scales of each interval, where its product reads them; of lines that are exchanged,
@@ -863,20 +863,18 @@ class ScaledLowering(Lowering):
         """Where an interval's scales are: in memory of their own, or where they lie already."""
         if mode == "squares":
             known = -(-known // BLOCK)
-        view = source.view
-        if view is not None and source.blocks.columns is not None:
-            view = view.part(1, each.lo // BLOCK, view.shape[1])
+        array = source.array
+        if array and source.blocks.columns is not None:
+            x = self.matrix(array)
+            columns = each.lo // BLOCK, x.columns
+            array = self.part(f"source of {name}", array, (0, x.rows), columns)
         laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
         blocks = blocks_in_layout(mode, source.blocks)
         is_plain = source.number in self.lying.ones and blocks.rows == 1
-        if is_plain and view is not None and lies_as(view.matrix, laid):
-            self.arrays[name] = view
-            return name
-        given = "" if view is None else f"source of {name}"
-        if view is not None:
-            self.arrays[given] = view
+        if is_plain and array and lies_as(self.matrix(array), laid):
+            return array
         target = self.lay(name, memory, laid)
-        self.emit(LayOut(given, source.number, blocks, (target,), known))
+        self.emit(LayOut(array, source.number, blocks, (target,), known))
         return target
 
     # -- lines that all ranks need -----------------------------------------------------------------
@@ -983,11 +981,8 @@ class ScaledLowering(Lowering):
             place = f"line scales at {rank}"
             self.peers[place] = self._scales_place(rounds, rank, rows, columns)
             targets.append(place)
-        given = "" if source.view is None else "sent scales"
-        if source.view is not None:
-            self.arrays[given] = source.view
         blocks = blocks_in_layout(mode, source.blocks)
-        self.emit(LayOut(given, source.number, blocks, tuple(targets), rows), stream=stream)
+        self.emit(LayOut(source.array, source.number, blocks, tuple(targets), rows), stream=stream)
 
     def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
         """Where the scales of this rank's lines lie at another: within those of their stage."""
