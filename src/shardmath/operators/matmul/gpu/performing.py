@@ -95,7 +95,7 @@ class Products(GPUPerformer):
         def make() -> GPUProgram:
             return ProductProgram(context, lane, lowered(rank_plan, arrays, order), rank_plan)
 
-        return self._programs.made((lane.number, rank_plan, arrays, order), make)
+        return self._programs.made((lane.number, plan, arrays, order), make)
 
     def _meet(self, lane: Lane, decision: int) -> None:
         is_fused, order, _ = _DECISIONS[decision - 1]
