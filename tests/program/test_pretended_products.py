@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from shardmath.arrays import library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul
+from shardmath.operators.matmul.gpu import product_program
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
 SPLITS = {"gather": (X, X, X), "add": (Y, X, X), "share": (Y, X, R), "move": (X, Y, Y)}
@@ -116,3 +118,32 @@ def change(context, where, splits):
 @pytest.mark.parametrize("where", ["heap", "ordinary"])
 def test_a_call_comes_again_and_a_ranks_arrays_are_others(ranks, where, splits):
     assert ranks.run(on_gpus, __name__, "change", where, splits, ranks=3) == [[]] * 3
+
+
+def plan_again(context):
+    """Whether a plan that is tuned multiplies by algorithms of its own, where all else is as it
+    was.
+    """
+    used, plain = [], product_program.multiply
+
+    def multiply(*args, algorithms, **named):
+        used.append(algorithms)
+        plain(*args, algorithms=algorithms, **named)
+
+    a, b = (part_of(np.ones((12, 12)), Slab.X, context.rank, context.size) for _ in "ab")
+    a, b = a.copy(), b.copy()
+    with (
+        context,
+        patch.object(product_program, "multiply", multiply),
+        Matmul(a, b, distributions=[Slab.X] * 3) as product,
+    ):
+        product.plan()
+        product.execute()
+        first = used[-1]
+        product.plan(autotune=True)
+        right = bool((product.execute() == 12).all())
+    return used[-1] is not first, right
+
+
+def test_a_tuned_plan_has_its_own_algorithms(ranks):
+    assert ranks.run(on_gpus, __name__, "plan_again", ranks=2) == [(True, True)] * 2
