@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from shardmath.redistribution.bound_copies import bind, bind_array, bind_moves
 
@@ -29,7 +28,9 @@ def copy_moves(moves, source, destination, *, rank=0):
 
 
 def copy_boxes(boxes, sources, target):
-    """Units of contiguous bytes from memories to one memory; each is (bytes, where it begins)."""
+    """Units of contiguous bytes from memories to one memory; each is (bytes, where it begins), of
+    which the bytes are any buffer.
+    """
     for box in boxes:
         memory, start = sources[box.source]
         taken = _units(memory, start + box.source_offset, box, box.source_strides)
@@ -43,5 +44,5 @@ def _units(memory, start, box, strides):
         return np.zeros((*box.shape, box.unit), np.uint8)
     ends = [(n - 1) * step for n, step in zip(box.shape, strides, strict=True)]
     assert start + sum(min(end, 0) for end in ends) >= 0
-    assert start + sum(max(end, 0) for end in ends) + box.unit <= memory.size
-    return as_strided(memory[start:], (*box.shape, box.unit), (*strides, 1))
+    assert start + sum(max(end, 0) for end in ends) + box.unit <= len(memory)
+    return np.ndarray((*box.shape, box.unit), np.uint8, memory, start, (*strides, 1))

@@ -47,34 +47,23 @@ def view(x: Matrix):
     """A matrix of the "GPU" as NumPy sees it."""
     if not x.size:
         return np.zeros((x.rows, x.columns), to_numpy(x.dtype))
-    item = x.itemsize
-    steps = x.row_stride * item, x.column_stride * item
-    down, across = (x.rows - 1) * steps[0], (x.columns - 1) * steps[1]
-    low, high = min(0, down) + min(0, across), max(0, down) + max(0, across)
-    buffer = (ctypes.c_char * (high - low + item)).from_address(x.address + low)
-    return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, offset=-low, strides=steps)
+    steps = x.row_stride * x.itemsize, x.column_stride * x.itemsize
+    return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), around(x.address), MIDDLE, steps)
 
 
 def copy_between(boxes, sources, target):
     """The copies that boxes are, from memories at addresses, by number, to one at an address."""
-    places = {number: (Around(address), MIDDLE) for number, address in sources.items()}
-    copy_boxes(boxes, places, (Around(target), MIDDLE))
+    places = {number: (around(address), MIDDLE) for number, address in sources.items()}
+    copy_boxes(boxes, places, (around(target), MIDDLE))
 
 
 MIDDLE = 1 << 40
+AROUND = ctypes.c_ubyte * (2 * MIDDLE)
 
 
-class Around:
-    """All memory, of which byte MIDDLE is at an address."""
-
-    size = 1 << 60
-
-    def __init__(self, address):
-        self.address = address - MIDDLE
-
-    def __getitem__(self, part):
-        buffer = (ctypes.c_ubyte * (1 << 31)).from_address(self.address + part.start)
-        return np.frombuffer(buffer, np.uint8)
+def around(address):
+    """The memory before and behind an address, which is byte MIDDLE of it."""
+    return AROUND.from_address(address - MIDDLE)
 
 
 move_bytes = ctypes.memmove
