@@ -125,7 +125,8 @@ def make_mistakes(context, culprit, through):
             except Exception as error:
                 said[name] = type(error).__name__, str(error)
             result, aux = Call(context).make()  # the context is as good as before
-            assert (result.astype(float) == 448).all(), name
+            rounded = 448 if context.size > 1 else 256  # 260, or too much for the type
+            assert (result.astype(float) == rounded).all(), name
             assert aux["result_amax"][0] == K * context.size
     return said
 

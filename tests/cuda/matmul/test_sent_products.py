@@ -93,13 +93,11 @@ class Case:
         """
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
-        sending, rank = plan, self.context.rank
-        own = sending.places[rank]
-        addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
-        addresses.append((sending.extra(rank), own.extra_bytes))
-        for address, nbytes in addresses:
+        own, base = plan.places[self.context.rank], plan.bases[self.context.rank]
+        slots = self.context.size * own.stride
+        for first, nbytes in ((own.slots, slots), (own.extra, own.tiles - own.extra)):
             if nbytes:
-                call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
+                call("cuMemsetD8Async", base + first, 0xFF, nbytes, 0)
         self.result.fill_(SENTINEL)
         self.done()
         self.context.barrier()  # before a peer sends here again
