@@ -22,7 +22,7 @@ from arrangements import part_of
 from heap_use import settled_use
 from mistakes import heard
 from shardmath.arrays import library_named, library_of
-from shardmath.context.context import Context
+from shardmath.context.context import DistributedContext
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import (
@@ -142,9 +142,9 @@ def settled(context):
         context.team.device.synchronize()
         return plain_used.fget(heap)
 
-    plain, plain_used = Context.barrier, Heap.used
+    plain, plain_used = DistributedContext.barrier, Heap.used
     with (
-        patch.object(Context, "barrier", barrier),
+        patch.object(DistributedContext, "barrier", barrier),
         patch.object(Heap, "used", property(used)),
     ):
         yield
