@@ -19,7 +19,7 @@ from shardmath.distribution import (
     Replicated,
     Slab,
 )
-from shardmath.geometry import Run, decode
+from shardmath.geometry import Move, Run, decode
 from shardmath.machine import Machine
 from shardmath.operators.fft.operation import FFT_OF_ANY_KIND
 from shardmath.operators.fft.options import FFTDirection
@@ -29,6 +29,7 @@ from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import Exchange, Transform
 from shardmath.program import blocks, steps
 from shardmath.program.blocks import Blocks
+from shardmath.program.panels import clip
 
 SHAPE = (64, 48, 32)
 
@@ -246,7 +247,8 @@ def test_a_clipped_run_copies_what_lies_within(run):
                     lo + part.dst_start + i * part.dst_step + j,
                     part.src_start + i * part.src_step + j,
                 )
-                for part in blocks._clip(run, lo, hi)
+                for move in clip(Move(0, 0, (run,)), 0, lo, hi)
+                for part in move.runs
                 for i in range(part.count)
                 for j in range(part.length)
             ]
