@@ -186,6 +186,29 @@ def test_results_lie_wherever_they_are_made(contexts, name, form, store):
     assert contexts.run(keep, name, form, store, ranks=3) == [[]] * 3
 
 
+def without_elements(context):
+    """The shapes and values of results of which only rank 0 has elements. Those of others do not
+    say where they lie, as torch's tensors.
+    """
+    library, rank, size = type(library_named("numpy")), context.rank, context.size
+    pointer = library.pointer
+    whole = np.arange(float(N)).reshape(1, N)
+    with (
+        pretended(context, "heap"),
+        patch.object(library, "pointer", lambda self, x: pointer(self, x) if x.size else 0),
+    ):
+        x = arrays(context, "heap")(part_of(whole, Slab.Y, rank, size))
+        results = [redistribute(x, Slab.Y, Slab.X) for _ in range(4)]
+        context.board.barrier("done")
+    return [result.tolist() for result in results]
+
+
+def test_results_without_elements(contexts):
+    first, *others = contexts.run(without_elements, ranks=3)
+    assert first == [[list(map(float, range(N)))]] * 4
+    assert others == [[[]] * 4] * 2
+
+
 def count(context, name, form, store):
     """The functions of Python that a call with a new result calls until its graph."""
     operation = OPERATIONS[name]

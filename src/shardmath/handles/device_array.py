@@ -175,20 +175,22 @@ class ResultTemplate:
             else self._library.maker(self._shape, dtype, order, device)
         )
 
-    def make(self, array: Any = None) -> Result:
-        """One more of them, or that array on the GPU. Local.
+    def make(self, array: Any = None, address: int | None = None) -> Result:
+        """One more of them, or that array on the GPU, which lies at `address`. Local.
 
         Raises HeapExhausted, or what a library without memory does.
         """
         if self._on_host:
             return _back_to(self._context, self.new(), self._order)
         if array is None:
-            array = self.new()[0] if self.on_heap else self.new()
-        result = self.at(self.place(array), array)
+            array, address = self.new() if self.on_heap else (self.new(), None)
+        result = self.at(self.place(array) if address is None else address, array)
         if self.on_heap:
             block = result.array.block
-            assert block is not None, "it was allocated there"
-            self._context.announce(block)
+            # torch's tensors without elements do not say where they lie.
+            assert block is not None or not self._nbytes, "it was allocated there"
+            if block is not None:
+                self._context.announce(block)
         return result
 
     def at(self, address: int, array: Any = None) -> Result:
@@ -214,12 +216,13 @@ class ResultTemplate:
         one; as `make` where there is no block, or something that writes `into` its address. Local.
         Raises as `make`.
         """
+        address = None
         if array is None and self.on_heap:
             array, address = self.new()
             if into(address):
                 return self.at(address, array)
         if block is None:
-            return self.make(array)
+            return self.make(array, address)
         form = self._shape, self._strides, self._dtype, block
         return Result(block.address, form, array, copy=self.copy(block, array))
 
