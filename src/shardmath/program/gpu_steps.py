@@ -83,7 +83,7 @@ class GPUProgram:
     def __init__(self, context: Context, lane: Lane, program: RankProgram) -> None:
         self.context, self.lane, self.program = context, lane, program
         self.rank, self.size, self.device = context.rank, context.size, lane.team.device
-        self.steps = list(_with_streams(self.performed(program.steps)))
+        self.steps = list(with_streams(self.performed(program.steps)))
         self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT + len(self.steps))
 
     def performed(self, steps: Sequence[Any]) -> Sequence[Any]:
@@ -111,13 +111,10 @@ class GPUProgram:
 
     def bind(self, memories: Memories) -> Launch:
         """A function that puts all steps on the user's stream, and on the lane's."""
-        return self._sequence(self.steps, memories)
+        return self.sequence(self.steps, memories)
 
-    def sequence(self, steps: Iterable[Any], memories: Memories) -> Launch:
-        """The same of other steps."""
-        return self._sequence(_with_streams(steps), memories)
-
-    def _sequence(self, steps: Iterable[tuple[str, Any]], memories: Memories) -> Launch:
+    def sequence(self, steps: Iterable[tuple[str, Any]], memories: Memories) -> Launch:
+        """A function that puts steps on their streams, whose names come first, in this order."""
         launches: list[tuple[str, Launch]] = []
         for stream, step in steps:
             launch = self.bound(step, memories)
@@ -303,7 +300,7 @@ class GPUProgram:
     }
 
 
-def _with_streams(steps: Iterable[Any]) -> Iterable[tuple[str, Any]]:
+def with_streams(steps: Iterable[Any]) -> Iterable[tuple[str, Any]]:
     """Steps with the names of their streams, "" for the user's."""
     for step in steps:
         yield (step.stream, step.step) if isinstance(step, On) else ("", step)

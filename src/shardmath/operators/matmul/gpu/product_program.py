@@ -40,7 +40,7 @@ from shardmath.operators.matmul.gpu.steps import (
     Push,
     buffer_names,
 )
-from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
+from shardmath.program.gpu_steps import GPUProgram, Launch, Memories, with_streams
 from shardmath.program.rank_program import Peer, RankProgram
 from shardmath.program.steps import (
     Convert,
@@ -294,7 +294,7 @@ class ProductProgram(GPUProgram):
 
         def run(stream: int) -> None:
             if not panel_gemm.run(places, stream):
-                self.sequence(step.replaces, memories)(stream)
+                self.sequence(with_streams(step.replaces), memories)(stream)
 
         return run
 
