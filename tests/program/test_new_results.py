@@ -34,6 +34,7 @@ M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
 # On the heap, where the last one lay, or where blocks have their turn; with nothing to copy from.
 STORES = ["heap", "turns", "no room", "ordinary"]
+REPEATS = 16
 
 
 class Redistribution:
@@ -210,7 +211,10 @@ def test_results_without_elements(contexts):
 
 
 def count(context, name, form, store):
-    """The functions of Python that a call with a new result calls until its graph."""
+    """The functions of Python that a call with a new result calls until its graph.
+
+    The fewest of some calls: where memory for a result is new to a call, its graph is bound anew.
+    """
     operation = OPERATIONS[name]
     with pretended(context, store):
         made = arrays(context, store)
@@ -219,13 +223,18 @@ def count(context, name, form, store):
         work = operation(context, x, made)
         work.object.plan()
         call = work.forms[form] if form != "object" else lambda work, _: work.object.execute()
-        for _ in range(8):
-            result = call(work, x)
-        names = calls_before("Lane.launch", lambda: call(work, x))
-        del result
+        last, tries = [], []
+
+        def again():
+            last[:] = [call(work, x)]
+
+        for _ in range(REPEATS):
+            names = calls_before("Lane.launch", again)
+            tries.append([name for name in names if not name.startswith(("Pool.", "finalize."))])
+        last.clear()
         work.object.free()
         context.board.barrier("done")
-    return [name for name in names if not name.startswith(("Pool.", "finalize."))]
+    return min(tries, key=len)
 
 
 @pytest.mark.parametrize(("store", "most"), [("heap", 34), ("ordinary", 24)])
