@@ -37,14 +37,12 @@ def calls_before(last: str, call: Callable[[], Any]) -> list[str]:
     left out: that is done more or less often.
     """
     names: list[str] = []
-    seen = False
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal seen
-        name = frame.f_code.co_qualname
-        if event == "call" and not seen and not frame.f_code.co_filename.endswith(WAITING):
-            seen = name == last
-            names.append(name)
+        if event == "call" and not frame.f_code.co_filename.endswith(WAITING):
+            names.append(frame.f_code.co_qualname)
+            if names[-1] == last:
+                sys.setprofile(before)
 
     before = sys.getprofile()
     sys.setprofile(note)
