@@ -24,7 +24,7 @@ from zlib import crc32
 import numpy as np
 
 from shardmath import collectives
-from shardmath.base import collective_call, wire
+from shardmath.base import collective_call, immutable, wire
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import OpTimeout, ShardmathError
@@ -404,6 +404,9 @@ def digest_of(*chain: tuple[CodeType, int]) -> int:
     return crc32("\n".join(words).encode())
 
 
+PURE_FILES = ("<string>", immutable.__file__, wire.__file__)
+
+
 @cache
 def is_pure_file(name: str) -> bool:
     """Whether the code in a file makes values of values, and has no state.
@@ -412,7 +415,7 @@ def is_pure_file(name: str) -> bool:
     """
     folder = Path(name).parent
     known = folder.name in ("geometry", "machine") and folder.parent.name == "shardmath"
-    return known or folder.name == "json" or name in ("<string>", wire.__file__)
+    return known or folder.name == "json" or name in PURE_FILES
 
 
 def is_pure(code: CodeType) -> bool:

@@ -9,19 +9,19 @@ Fourier transforms know: on the host it is a pair of float16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import BackendUnavailable
 
 Kind = Literal["f", "c", "i", "u", "b", "V"]
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(Immutable):
     """A data type: canonical name, bytes per element, and kind; two are equal where these are.
 
     `kind` is NumPy's letter: f float (the narrow ones too), c complex, i and u integers, b bool,

@@ -7,15 +7,15 @@ for every library.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from shardmath.base.immutable import Immutable
 
 Order = Literal["C", "F", "both", "strided"]
 
 
-@dataclass(frozen=True)
-class ArraySpec:
+class ArraySpec(Immutable):
     """An array's library, dtype name, shape, strides in elements, device, and bytes per element.
 
     `library` is the name that `library_named` takes; `device` is "cpu" or like "cuda:0".

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardmath.arrays.dtypes import DType
+from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives.forms import UNKNOWN
 from shardmath.collectives.operand import bounds
@@ -56,8 +56,7 @@ _POST = "MAIL_BYTES", "POST_BYTES"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(Immutable):
     """A kernel's name and grid."""
 
     function: str

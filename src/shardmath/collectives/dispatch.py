@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardmath.arrays import array_of
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.immutable import Immutable
 from shardmath.call.driver import Driver
 from shardmath.collectives.forms import OnGPUs
 from shardmath.collectives.operand import kind_of
@@ -27,8 +28,7 @@ P = TypeVar("P")
 _NO_ROOT = "the root of a broadcast passes an array, not None"
 
 
-@dataclass(frozen=True)
-class NoOptions:
+class NoOptions(Immutable):
     """The options of a collective: there are none, and the package's logger is told of plans."""
 
     logger: None = None

@@ -8,7 +8,6 @@ results back to the host, for which the call waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardmath.arrays import DType, array_of, library_and_spec, library_named, l
 from shardmath.arrays.dtypes import HALVES, to_numpy
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.immutable import Immutable
 from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.collectives.forms import OwnParts
 from shardmath.collectives.operand import (
@@ -43,8 +43,7 @@ Counts = Sequence[int]
 Launch = Callable[[int, int, int], ReadyLaunch | None]
 
 
-@dataclass(frozen=True)
-class DirectLaunch:
+class DirectLaunch(Immutable):
     """The one launch of a call, with its addresses; `launch` takes any others, `ready` was put.
 
     `in_place`: the result may lie where the operand does.

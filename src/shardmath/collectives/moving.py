@@ -6,12 +6,12 @@ Each is one move: which sections of the axis go from which rank to which.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
+from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, perform
 from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
 from shardmath.collectives.operand import (
@@ -60,8 +60,7 @@ def broadcast(
     return perform(context, BROADCAST, (root,), x, out)
 
 
-@dataclass(frozen=True)
-class _Broadcast:
+class _Broadcast(Immutable):
     root: int
     library: str
     dtype: str
@@ -130,8 +129,7 @@ def all_gather(
     return perform(context, ALL_GATHER, (axis,), x, out)
 
 
-@dataclass(frozen=True)
-class _Gather:
+class _Gather(Immutable):
     dtype: str
     axis: int
     shape: Shape
@@ -218,8 +216,7 @@ def _arguments_of_all_to_all(
     return along, slab_counts(extent, size) if sent is None else sent, expected
 
 
-@dataclass(frozen=True)
-class _AllToAll:
+class _AllToAll(Immutable):
     dtype: str
     axis: int
     operands: tuple[Shape, ...]

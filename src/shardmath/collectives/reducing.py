@@ -6,12 +6,12 @@ Each is one step that combines what all ranks have; see `program.two_shots` for 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
+from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, perform
 from shardmath.collectives.forms import Form, OnGPUs
 from shardmath.collectives.operand import (
@@ -65,8 +65,7 @@ def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str
     return plan.reduction.result, operand.spec.shape
 
 
-@dataclass(frozen=True)
-class _AllReduce:
+class _AllReduce(Immutable):
     reduction: Reduction
     shape: Shape
     size: int  # of the group
@@ -139,8 +138,7 @@ def _arguments_of_reduce_scatter(
     return reduction.op, along, slab_counts(extent, size) if given is None else given
 
 
-@dataclass(frozen=True)
-class _ReduceScatter:
+class _ReduceScatter(Immutable):
     reduction: Reduction
     axis: int
     counts: Shape

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+
+from shardmath.base.immutable import Immutable
 
 UNIT = 16  # bytes, which whole elements of every type fill
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(Immutable):
     """The bytes of a chunk that one rank combines."""
 
     start: int

@@ -7,10 +7,10 @@ is a value: two layouts are equal exactly when every rank owns the same indices 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
@@ -21,8 +21,7 @@ from shardmath.geometry.spans import Spans
 Part = tuple[Spans, ...]
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Immutable):
     """The parts of all ranks: `parts[rank][axis]` is a `Spans`.
 
     Raises ValueError when a part has another number of axes than the global shape, or exceeds it.

@@ -15,12 +15,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shardmath.base import config
 from shardmath.base.caller import caller_line, caller_place, process_name
 from shardmath.base.config import Settings
+from shardmath.base.immutable import Immutable
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup, SoloProcessGroup
 from shardmath.group.local import LocalProcessGroup
@@ -29,8 +29,7 @@ from shardmath.group.mpi_process import bounded_start
 from shardmath.group.torch import TorchProcessGroup
 
 
-@dataclass(frozen=True)
-class _Convention:
+class _Convention(Immutable):
     """The variables by which one kind of launcher names a rank.
 
     Of several names for one thing the first that is set counts. All `required` must be set.
@@ -79,8 +78,7 @@ _CONVENTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class LaunchFacts:
+class LaunchFacts(Immutable):
     """Rank and size by the environment. `launcher` is None when nobody started ranks.
 
     `local_rank` and `local_size` count the ranks of this host; -1 where the launcher does not say.

@@ -13,7 +13,6 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from logging import Logger
 from types import ModuleType
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_p
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
+from shardmath.base.immutable import Immutable
 from shardmath.base.untraced import untraced
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context, open_contexts, require_context
@@ -259,8 +259,7 @@ def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-@dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(Immutable):
     """One buffer on every rank. This rank's is kept by `buffer`, and by nothing else.
 
     By rank: `locations` and `sizes` of all of them, and the `notes` that came with them.
@@ -308,8 +307,7 @@ def allocate_on_all_ranks(
     return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(Immutable):
     """The array that one rank asks for. `strides` are in elements, none of them negative."""
 
     library: Library

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import Order, byte_span, order_of
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Location
 
@@ -54,8 +55,7 @@ class Exposed:
         return cls(Location(segment, offset), nbytes, origin, strides)
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(Immutable):
     """Memory of this rank's cores or GPU, seen as an array.
 
     `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry.integers import index, up
 from shardmath.symmetric.heap import Buffer, Heap
@@ -60,8 +61,7 @@ def change_pad_setting(nbytes: int) -> None:
     PadSetting.setting = size
 
 
-@dataclass(frozen=True)
-class PeerLocation:
+class PeerLocation(Immutable):
     """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
 
     segment: int

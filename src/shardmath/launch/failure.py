@@ -16,14 +16,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from shardmath import errors
+from shardmath.base.immutable import Immutable
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Immutable):
     """One rank's failure. `status` is what a shell would show; `when` is on the monotonic clock.
 
     `error` is the module and the name of the exception's class, `message` its text, `text` its

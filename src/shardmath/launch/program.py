@@ -14,9 +14,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from shardmath.base.immutable import Immutable
 from shardmath.launch.failure import Failure, from_exception
 from shardmath.launch.job import FAILURE, Job
 from shardmath.launch.output import Prefixer
@@ -25,8 +25,7 @@ from shardmath.launch.ranks import Place, fork_ranks, share_cores
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Immutable):
     """A script or a module, and the arguments that it finds in `sys.argv`."""
 
     name: str

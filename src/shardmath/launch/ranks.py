@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TextIO
 
 from shardmath.base import config, current
+from shardmath.base.immutable import Immutable
 from shardmath.group.links import star
 
 REPORT_HEADER: Final = struct.Struct("<cQ")  # kind, length
@@ -60,8 +61,7 @@ class Rank:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Immutable):
     """A started rank, as it knows itself. `inherited` keeps the starter's contexts untouched."""
 
     rank: int

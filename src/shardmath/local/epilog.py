@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
+from shardmath.base.immutable import Immutable
 from shardmath.geometry.integers import up
 
 
@@ -116,8 +116,7 @@ class MatmulEpilog(IntEnum):
         return bool(self._function) or self.has_bias
 
 
-@dataclass(frozen=True)
-class Extra:
+class Extra(Immutable):
     """An array that an epilog reads or makes beside A, B, C and D.
 
     `shapes` lists the accepted ones, the canonical first. `column_major` says that each column must
@@ -146,8 +145,7 @@ class Extra:
         return None
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(Immutable):
     """The arrays that an epilog reads, by name in `epilog_inputs`, and those that it makes."""
 
     inputs: tuple[Extra, ...] = ()
@@ -327,8 +325,7 @@ def _gelu_slope(x: HostArray) -> HostArray:
     return e
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(Immutable):
     """An activation: `apply` may overwrite its argument, and `slope` is its derivative.
 
     Without a `slope` the derivative is 1 where the input is greater than 0, and else 0: a bit for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
+from shardmath.base.immutable import Immutable
 
 Kind = Literal["C2C", "R2C", "C2R"]
 Norm = Literal["backward", "ortho", "forward"] | None
@@ -43,8 +44,7 @@ def bound_transform(
     return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
 
 
-@dataclass(frozen=True, eq=False)
-class _Transform:
+class _Transform(Immutable, eq=False):
     """One transform of `x` into `out`. `scale` is NumPy's `norm`."""
 
     x: HostArray

@@ -10,18 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from shardmath.arrays.spec import Dimension, coalesced
+from shardmath.base.immutable import Immutable
 from shardmath.local.fft import Kind
 
 _MAX_AXES = 3  # of one plan
 _MAX_CALLS = 4096
 
 
-@dataclass(frozen=True)
-class StridedArray:
+class StridedArray(Immutable):
     """One side of a transform: the shape of an array, its strides in bytes, and bytes per element.
 
     `misalignment` is its address modulo 16.
@@ -33,8 +33,7 @@ class StridedArray:
     misalignment: int = 0
 
 
-@dataclass(frozen=True)
-class DataLayout:
+class DataLayout(Immutable):
     """Where cuFFT finds element (b, x, y): at (b distance + (x embed[1] + y) stride) elements."""
 
     embed: tuple[int, ...]
@@ -42,8 +41,7 @@ class DataLayout:
     distance: int
 
 
-@dataclass(frozen=True)
-class PlanMany:
+class PlanMany(Immutable):
     """A plan for a batch of `batch` transforms of `lengths`, and its calls.
 
     `lengths` are those of the real side where there is one. Each call starts at a pair of `offsets`

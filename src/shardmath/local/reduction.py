@@ -9,7 +9,6 @@ in the same way, so that every rank holds the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
@@ -18,6 +17,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
+from shardmath.base.immutable import Immutable
 from shardmath.local import compiled_sum
 
 OPERATIONS: dict[str, np.ufunc] = {
@@ -32,8 +32,7 @@ OPERATIONS: dict[str, np.ufunc] = {
 _CHUNK_BYTES = 128 << 10
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(Immutable):
     """An operation on elements of one type: names of the types of the result and of the sums."""
 
     op: str

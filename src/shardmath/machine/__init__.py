@@ -4,8 +4,7 @@ There is one file for each kind of processor, of rates, which are data. What fol
 an operation is worked out where the operation is planned.
 """
 
-from dataclasses import dataclass
-
+from shardmath.base.immutable import Immutable
 from shardmath.machine.cores import CORES
 from shardmath.machine.h200 import H200, H200_MULTI_HOST
 from shardmath.machine.rates import Rates
@@ -13,8 +12,7 @@ from shardmath.machine.rates import Rates
 __all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "Rates"]
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Immutable):
     """The kind of processor, "cpu" or "cuda", and the number of each rank's host."""
 
     kind: str

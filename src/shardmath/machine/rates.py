@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from shardmath.base.immutable import Immutable
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(Immutable):
     """One rank's processor: operations, bytes and seconds.
 
     `products` are floating-point operations per second of large matrix products by dtype, of all

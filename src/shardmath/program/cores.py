@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 from shardmath.arrays import Library, dtypes, library_named, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
@@ -63,8 +64,7 @@ _SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
 
 
-@dataclass(frozen=True)
-class HostArrays:
+class HostArrays(Immutable):
     """One rank's arrays: operands, and results that were given. New ones are of `library`.
 
     `held` keeps their memory. There is no `library` where all operands were left out.
@@ -89,8 +89,7 @@ class _Result(NamedTuple):
     in_place: str  # the operand whose memory it takes, or ""
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
+class _Prepared(Immutable, eq=False):
     """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
     the steps before the first synchronisation.
 
@@ -115,8 +114,7 @@ class _Prepared:
         return bool(self.memory) or self.half is not None
 
 
-@dataclass(frozen=True, eq=False)
-class _Bound:
+class _Bound(Immutable, eq=False):
     """What performs a program between the same arrays, by the number of each step: `parts`.
 
     `by_place` is all of it, in order, by where new results lie.

@@ -10,13 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.local.fft import Norm, bound_transform, starts_threads
 from shardmath.program.blocks import Blocks
@@ -35,8 +35,7 @@ def run(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(Immutable):
     """One pass of this rank: from `windows` on all ranks' arrays, or `source`, to `target`.
 
     `windows` are those of the ranks that something comes from; they are not looked at where all

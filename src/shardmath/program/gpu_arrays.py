@@ -7,13 +7,14 @@ What was found out about arrays is kept for others that look and lie alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of
 from shardmath.handles.device_array import Result, read, result_in
@@ -22,8 +23,7 @@ from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import LocalArray, SplitArray
 
 
-@dataclass(frozen=True)
-class GPUArrays:
+class GPUArrays(Immutable):
     """The user's arrays by name, `spec` being the first operand's:
     `operands`, and as `targets` the results that were given.
 

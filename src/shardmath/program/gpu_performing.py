@@ -16,12 +16,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardmath.arrays import library_of
+from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
@@ -119,8 +120,7 @@ class Execution(NamedTuple):
         return next(iter(self.results.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class Ready:
+class Ready(Immutable, eq=False):
     """One rank's side of an execution: where peers find what they reach, packed, and what binds the
     launches to what all ranks have told. These keep their tables, and no array. `check` raises,
     before each launch, where nothing more can be launched. `lasting`: it can be launched again.
@@ -132,8 +132,7 @@ class Ready:
     lasting: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
+class _Prepared(Immutable, eq=False):
     """The note and the launches of executions with arrays in the same places, as long as the lane's
     buffers are this `memory`. `ready` is None where that needs memory which is not there.
     """
@@ -578,8 +577,7 @@ class GPUPerformer(ABC):
         return [_unpack(note[self._start :])[2] for note in notes]
 
 
-@dataclass(frozen=True, eq=False)
-class Launching:
+class Launching(Immutable, eq=False):
     """One execution, put on a stream, from the second time on as a graph where it `replays`."""
 
     graphs: GraphCache

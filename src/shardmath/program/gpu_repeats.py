@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shardmath.arrays import library_named
 from shardmath.base.caller import caller_line
+from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
@@ -32,8 +32,7 @@ _MOST_MADE = 512  # launches for places on the heap, however often peers' arrays
 Elsewhere = Callable[["Launch", int], "Launch | None"]
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
+class Launch(Immutable, eq=False):
     """A graph that makes a call again on `stream`, if all ranks agree as in `agreement`.
 
     This rank's note is `note`, and `prepared` what the performer had prepared. `check` raises where

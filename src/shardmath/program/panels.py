@@ -9,8 +9,9 @@ k at every bound of both operands: within an interval each operand is one dense 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move, Run
 from shardmath.redistribution import Transfer
 
@@ -18,8 +19,7 @@ from shardmath.redistribution import Transfer
 _THIN = 128
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Immutable):
     """Indices lo to hi of the needed part's k axis, read in rank `src`'s local array.
 
     `k` and `other` are where the piece starts along the two axes of that array.
@@ -32,8 +32,7 @@ class Piece:
     other: int
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Immutable):
     """One rank's reading of one operand, whose k axis is `axis`.
 
     Either `pieces`, which cover k in order, or `moves` to gather, `panel` indices of k at a time.

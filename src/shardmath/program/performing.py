@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from shardmath.base.immutable import Immutable
 from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
@@ -49,8 +50,7 @@ class Arguments(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Immutable, eq=False):
     """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's.
 
     `kept` is what performers keep for all executions of it.

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.immutable import Immutable
 from shardmath.local.gpu import Matrix
 from shardmath.program.steps import Memory
 
 USERS = ("operand", "out")  # memories; they begin at the element with index 0 along every axis
 
 
-@dataclass(frozen=True)
-class View:
+class View(Immutable):
     """An array in a memory: strides in bytes from the element with index 0 along every axis.
 
     That element is `offset` bytes into the memory, and `misalignment` is its address modulo 16;
@@ -89,8 +89,7 @@ def packed(
     return View(memory, tuple(shape), strides, dtype)
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(Immutable):
     """Copy the bits of one array to another of the same shape, both on this rank."""
 
     source: View
@@ -100,8 +99,7 @@ class Copy:
         return f"copy {self.source} to {self.target.memory}"
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(Immutable):
     """A box of a matrix of `rank`, which shares it under this name: rows and columns, each from a
     first to behind a last. A `parcel` is an offset and strides in bytes within the memory that is
     shared; without one the rank tells how its matrix lies.
@@ -114,8 +112,7 @@ class Peer:
     parcel: tuple[int, tuple[int, ...]] | None = None
 
 
-@dataclass(frozen=True)
-class RankProgram:
+class RankProgram(Immutable):
     """One rank's steps, in order. The steps of all programs name `arrays`; others hold views.
 
     A `Move` pushes into arrays of its target where peers reach that, and else pulls from its

@@ -9,11 +9,12 @@ The names of a call's arguments are buffers, and so are those of its results and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.fft import Kind, Norm
@@ -31,8 +32,7 @@ class Reason(Enum):
     BEFORE_REUSING = "before reusing what a peer may still read"
 
 
-@dataclass(frozen=True)
-class Synchronise:
+class Synchronise(Immutable):
     """All ranks have come here, and all that they wrote before can be read."""
 
     reasons: tuple[Reason, ...]
@@ -46,8 +46,7 @@ TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(Immutable):
     """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
     Between the `Synchronise` before it and the one behind it peers may read the source and write
@@ -62,8 +61,7 @@ class Move:
         return f"move {self.source} to {self.target}: {self.transfer.kind}"
 
 
-@dataclass(frozen=True)
-class Multiply:
+class Multiply(Immutable):
     """The matrix product of two of this rank's buffers, summed in the type of `target`.
 
     `conjugate` says of each factor whether its complex conjugate is multiplied.
@@ -78,8 +76,7 @@ class Multiply:
         return f"multiply {self.left} by {self.right} into {self.target}"
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(Immutable):
     """A `Multiply` that takes its factors from where `moves` do, without the buffers in between.
 
     `rounding` are the steps that make a result of the sums, if nothing but rounding is left to do:
@@ -95,8 +92,7 @@ class Product:
         return f"{self.multiply}{''.join(moved)}"
 
 
-@dataclass(frozen=True)
-class Combine:
+class Combine(Immutable):
     """What all ranks have in `source`, each its part of layout `held`, added up in rank order.
 
     `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
@@ -123,8 +119,7 @@ class Combine:
         return (rank,) if self.alone else tuple(range(self.held.size))
 
 
-@dataclass(frozen=True)
-class Axpby:
+class Axpby(Immutable):
     """`target` times the number `alpha`, plus buffer `addend` times the number `beta`.
 
     Without an `addend` nothing is added; one whose number is 0 is not read, as in BLAS.
@@ -140,8 +135,7 @@ class Axpby:
         return f"{self.target} becomes {self.alpha} {self.target}{plus}"
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Immutable):
     """The epilog of a product: sums in `source` to elements of `target`, rounded once.
 
     `inputs` are the buffers that the epilog reads, which have their names. `outputs` are pairs of
@@ -159,8 +153,7 @@ class Finish:
         return f"finish {self.source} as {self.target}: {self.epilog.name.lower()}"
 
 
-@dataclass(frozen=True)
-class SumLines:
+class SumLines(Immutable):
     """The sums of the rows of matrix `source`, or of its columns, in the type of `target`."""
 
     source: str
@@ -172,8 +165,7 @@ class SumLines:
         return f"sum the {'columns' if self.columns else 'rows'} of {self.source} in {self.target}"
 
 
-@dataclass(frozen=True)
-class Convert:
+class Convert(Immutable):
     """The values of `source` in the type of `target`."""
 
     source: str
@@ -183,8 +175,7 @@ class Convert:
         return f"convert {self.source} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Dequantize:
+class Dequantize(Immutable):
     """The numbers that the eight-bit elements of `source` stand for.
 
     `scale` is a buffer with a scale for each of the `blocks`, or a number for the whole matrix.
@@ -199,8 +190,7 @@ class Dequantize:
         return f"dequantize {self.source} by {self.scale} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Quantize:
+class Quantize(Immutable):
     """`source` times the number `scale`, rounded to the eight-bit type of `target`.
 
     On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
@@ -216,8 +206,7 @@ class Quantize:
         return f"quantize {self.source} by {self.scale} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Largest:
+class Largest(Immutable):
     """The greatest absolute value in `source`, 0 where that is empty, to the one element of
     `target`.
     """
@@ -229,8 +218,7 @@ class Largest:
         return f"the largest of {self.source} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Transform:
+class Transform(Immutable):
     """The Fourier transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
 
     Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
@@ -253,8 +241,7 @@ class Transform:
         return f"{taken}{self.kind} along {axes}, {self.source} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Fused:
+class Fused(Immutable):
     """Steps that a performer of the operator's own does together: how, its `plan` says, and
     explains. Where it cannot, and in the tests, the steps that it `replaces` are performed.
     """
@@ -266,8 +253,7 @@ class Fused:
         return str(self.plan.explain())
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(Immutable):
     """What peers take of `source`, copied into this rank's `outbox`."""
 
     delivery: Delivery
@@ -278,8 +264,7 @@ class Pack:
         return f"pack {self.source} into {self.outbox}: {self.delivery.outbox.nbytes:,} bytes"
 
 
-@dataclass(frozen=True)
-class Get:
+class Get(Immutable):
     """This rank's parcels in the outboxes of ranks on other hosts, fetched into `target`."""
 
     delivery: Delivery
@@ -290,8 +275,7 @@ class Get:
         return f"get {self.delivery.room:,} bytes from the {self.outbox} of other hosts"
 
 
-@dataclass(frozen=True)
-class Unpack:
+class Unpack(Immutable):
     """Parcels to where they belong in `target`: from `fetched`, and from outboxes on this host.
 
     What stays on this rank comes from `source`.
@@ -317,8 +301,7 @@ class Memory(NamedTuple):
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class On:
+class On(Immutable):
     """A step on a stream of the lane's, by name, in place of the user's."""
 
     stream: str
@@ -328,8 +311,7 @@ class On:
         return f"beside, on {self.stream}: {self.step}"
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Immutable):
     """All that is on the stream so far is known by the name of an event."""
 
     event: str
@@ -338,8 +320,7 @@ class Record:
         return f"record {self.event!r}"
 
 
-@dataclass(frozen=True)
-class Await:
+class Await(Immutable):
     """Make the stream wait for all that the event was last recorded behind: on this rank, or
     `everywhere`, on all.
 
@@ -388,8 +369,7 @@ Step = (
 )
 
 
-@dataclass(frozen=True)
-class SplitArray:
+class SplitArray(Immutable):
     """An array of which every rank has a part: how it is split, its dtype, and its memory order.
 
     With `like`, names of operands, it is in column-major order where all of those are. Buffers of
@@ -407,8 +387,7 @@ class SplitArray:
         return self.layout.local_shape(rank)
 
 
-@dataclass(frozen=True)
-class LocalArray:
+class LocalArray(Immutable):
     """An array of this rank's own, in ordinary memory: its shape, dtype and memory order."""
 
     shape: tuple[int, ...]
@@ -420,16 +399,14 @@ class LocalArray:
         return self.shape
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(Immutable):
     """A buffer that no peer reaches, with the shape and the memory order of the buffer `like`."""
 
     like: str
     dtype: str
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Immutable):
     """What one rank does, in order. All ranks have the same synchronisations.
 
     What comes before the first of those is done before the ranks agree: it writes nothing but

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes, raw_view
 from shardmath.arrays.base import HostArray
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry.integers import up
 from shardmath.handles.operand import Operand
@@ -47,8 +48,7 @@ _NOWHERE = (-1, -1)
 _KIND = b"t"  # of what a note says of a buffer
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Immutable):
     """How blocks of `block` elements, and each rank's part of one, lie in a rank's staging buffer.
 
     Two stages of `block` elements of `source`, then two slots of `part` elements of `target`.
@@ -81,8 +81,7 @@ class Layout:
         )
 
 
-@dataclass(frozen=True)
-class _Peer:
+class _Peer(Immutable):
     """One rank's memory as this rank sees it.
 
     `operand` and `result` say where those lie if they are on the heap, `staging` where the staging
@@ -203,8 +202,7 @@ def bind(
     return [run]
 
 
-@dataclass(frozen=True)
-class _Pipeline:
+class _Pipeline(Immutable):
     """Calls on this rank between the same arrays: what happens to each block."""
 
     context: Context

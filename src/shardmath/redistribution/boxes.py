@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.immutable import Immutable
 from shardmath.redistribution.copies import StridedCopy, strided_copy
 
 BASES = 128  # kBases: sources and targets together
@@ -81,8 +82,7 @@ class Box:
         return self.unit * prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Immutable):
     """Tables that a launch reads: `boxes`, one row each, and `tiles`, (box, number), in order.
 
     `sources` and `targets` are how many memories there are of each; `nbytes` are copied.

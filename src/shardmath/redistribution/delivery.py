@@ -10,9 +10,10 @@ after that. A `Delivery` is pure; `fetch` puts the copies between hosts on a str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry import Move
 from shardmath.redistribution.boxes import Box
@@ -25,8 +26,7 @@ from shardmath.transport.base import DeviceBytes
 _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(Immutable):
     """The part of `rank` in a transfer.
 
     `hosts` are the numbers of all ranks' hosts; `axes` those of a parcel, the slowest first. `part`

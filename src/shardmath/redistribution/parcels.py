@@ -11,12 +11,13 @@ that several ranks take is there once. Pure, as the moves are.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move, Run
 from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
@@ -28,8 +29,7 @@ _Taken = tuple[int, int, int, int]  # blocks, their length, the first's start, f
 Columns = tuple[tuple[_Taken, ...], ...]
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(Immutable):
     """Every combination of indices that `columns` take of each axis of a local array, in order.
 
     It begins at byte `offset` of the outbox; `strides` are bytes.
@@ -80,8 +80,7 @@ class Parcel:
         return min(lows), max(highs) + min(self.strides, default=0)
 
 
-@dataclass(frozen=True)
-class Outbox:
+class Outbox(Immutable):
     """Parcels that one rank packs for its peers, by rank, and the bytes of all."""
 
     parcels: Mapping[int, Parcel]
@@ -159,8 +158,7 @@ def parcel_of(transfer: Transfer, src: int, dst: int, axes: Sequence[int]) -> Pa
     return Parcel.at(offsets[transfer.dst.spans(dst)], columns, transfer.itemsize, axes)
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Immutable):
     """`nbytes` from `offset` of the outbox of rank `src`, to byte `at` of the room."""
 
     src: int

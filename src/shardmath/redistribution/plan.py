@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import (
     Layout,
     Move,
@@ -145,8 +146,7 @@ class Transfer:
         return {}
 
 
-@dataclass(frozen=True)
-class Overlap(Transfer):
+class Overlap(Immutable, Transfer):
     """All that each rank needs of what every rank holds, or it `alone`: parts that are added up,
     which may overlap.
     """
@@ -186,8 +186,7 @@ class Overlap(Transfer):
         return shared_part(self.held, self.needed, src=src, dst=dst)
 
 
-@dataclass(frozen=True)
-class SomeMoves(Transfer):
+class SomeMoves(Immutable, Transfer):
     """These moves into one rank, and none of others."""
 
     moves: tuple[Move, ...] = field(repr=False)
@@ -205,8 +204,7 @@ class SomeMoves(Transfer):
         return tuple(move for move in self.moves if move.dst == rank)
 
 
-@dataclass(frozen=True)
-class TransferPlan(Transfer):
+class TransferPlan(Immutable, Transfer):
     """The redistribution of an array of `itemsize`-byte elements from layout `src` to layout `dst`.
 
     Raises ValueError when the global shapes or the numbers of ranks differ.

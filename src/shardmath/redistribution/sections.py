@@ -10,18 +10,17 @@ A rank puts what it takes one after the other along the axis, in rank order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move, Run
 from shardmath.redistribution.plan import Transfer
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Sections(Transfer):
+class Sections(Immutable, Transfer):
     """Ranges of `axis` of the ranks' arrays, which are of `shapes`.
 
     `counts[s][d]` indices of rank s go to rank d; they begin at `starts[s][d]`. Arrays of no axes

@@ -30,9 +30,9 @@ import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import HeapExhausted
 from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import GRANULE, FreeRanges, OwnSegment, aligned
@@ -51,8 +51,7 @@ _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(Immutable):
     """Where a block lies in its owner's memory."""
 
     segment: int

@@ -10,11 +10,11 @@ numbers, which differ, and messages give both. What a rank calls is in its row o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from shardmath.base.caller import caller_line
+from shardmath.base.immutable import Immutable
 from shardmath.errors import (
     CollectiveMismatch,
     HeapExhausted,
@@ -68,8 +68,7 @@ def different(names: Sequence[str | None]) -> str:
     return f"the ranks called different operations: {calls}"
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(Immutable):
     """Why a rank gave an operation up: `why`, in words.
 
     `blamed` are the ranks whose fault it was, if not its own; `late`: they did not come.

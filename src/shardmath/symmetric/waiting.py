@@ -30,8 +30,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import OpTimeout
 from shardmath.symmetric.rows import ORDERED, Rows
 
@@ -42,8 +42,7 @@ _DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores tha
 _FAR_DOUBT = 0.05  # the same between hosts, there and back
 
 
-@dataclass(frozen=True)
-class WaitPolicy:
+class WaitPolicy(Immutable):
     """How long to wait: `timeout` seconds, with a notice after `notice`; at first `spins` polls."""
 
     timeout: float

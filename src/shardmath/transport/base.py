@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import ProcessGroup
 
@@ -60,8 +60,7 @@ class _NonePending(Fence):
         return True
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(Immutable):
     """`nbytes` of memory that one rank exports: its `index`-th segment."""
 
     rank: int

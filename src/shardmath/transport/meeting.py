@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.transport import handshake
 from shardmath.transport.handshake import Conversation
@@ -39,8 +40,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 Admits = Callable[[socket.socket, Collection[int]], bool]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Immutable):
     """An address at which a rank listens, as the socket module takes it; `name` is for messages."""
 
     name: str
@@ -49,8 +49,7 @@ class Place:
     address: Any
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Immutable):
     """Whom to call: the places where it may listen, and the key that it has handed out.
 
     `reasons` say why there are no more places.

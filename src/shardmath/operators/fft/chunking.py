@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage
 
 
-@dataclass(frozen=True)
-class Chunking:
+class Chunking(Immutable):
     """The weights of the parts of the first transform, and the number of parts of the second.
 
     `tail`: so many of the first parts go to the peers in parts of the second.

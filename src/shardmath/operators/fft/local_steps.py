@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.machine import h200
 from shardmath.program.rank_program import Copy, View, packed
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(Immutable):
     """The numbers of `source`, times `factor`, in the type of `target`, which may be `source`.
 
     Types differ where one is of half precision, and the other float32.
@@ -34,8 +33,7 @@ class Scale:
         return f"scale {self.source} by {self.factor:.6g}{into}"
 
 
-@dataclass(frozen=True)
-class LocalFFT:
+class LocalFFT(Immutable):
     """Transform along `axes`, by cuFFT; C2R overwrites its source."""
 
     kind: Kind

@@ -14,10 +14,11 @@ for what unpacks. A buffer that is fetched into is filled again when what it hel
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Move, Run
 from shardmath.operators.fft.chunking import (
     Chunking,
@@ -62,8 +63,7 @@ class Results(NamedTuple):
     packed: bool
 
 
-@dataclass(frozen=True)
-class UserArrays:
+class UserArrays(Immutable):
     """The operand and the result of one execution on one rank.
 
     `overlap`: writing the result may change the operand. `in_place`: the result takes the operand's
@@ -76,8 +76,7 @@ class UserArrays:
     in_place: bool = False
 
 
-@dataclass(frozen=True)
-class GPUPlan:
+class GPUPlan(Immutable):
     """A strategy, on ranks of which the hosts have these numbers."""
 
     problem: Problem
@@ -143,7 +142,6 @@ def lowered(
     return lowering.program()
 
 
-@dataclass(frozen=True)
 class PartOfTransfer(TransferPlan):
     """The part of a transfer between slabs, the `whole`, that is in `source_ranges` of the sources'
     arrays along axis `u`, and in `target_ranges` of the destinations' along axis `v`.

@@ -9,10 +9,10 @@ place, and the last ones of these straight in the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
@@ -81,8 +81,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
     return Program(tuple(steps), {"out": result}, workspace, in_place=in_place)
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(Immutable):
     """Take the array of `source` to `transfer.dst`, and transform `axes` there.
 
     `kind` is not C2C where the last of `axes` turns from real to hermitian or back; `result` and

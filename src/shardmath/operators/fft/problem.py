@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from shardmath import geometry
 from shardmath.arrays import ArraySpec, dtypes, library_named
+from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
@@ -28,8 +29,7 @@ from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 _NORMS = (None, "backward", "ortho", "forward")
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Immutable):
     """The transform that all ranks have agreed on.
 
     `source` and `target` are the layouts of operand and result; `axes` are the transformed axes:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.immutable import Immutable
 from shardmath.program.steps import TAKEN, Await, Fused, On, Record
 from shardmath.redistribution import TransferPlan, lowered
 
@@ -42,8 +43,7 @@ _CHUNK = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(Immutable):
     """`count` rows of `width` bytes for rank `peer`, as cudaMemcpy2D takes them. All in bytes."""
 
     peer: int
@@ -80,8 +80,7 @@ def pushed_rows(transfer: TransferPlan, rank: int, order: Literal["C", "F"]) -> 
             yield Rows(move.dst, copy.unit, count, source, source_pitch, target, target_pitch)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Immutable):
     """Rows from memory `source` into memory `target` of the ranks, pushed when the transforms have
     been ready `ready_count` times.
 
@@ -103,8 +102,7 @@ class Chunk:
 # -- what is launched, each in place of these steps ------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Immutable):
     """The kernel starts. Exchange i goes from memory `sources[i]` to memory `targets[i]` of all."""
 
     size: int
@@ -117,8 +115,7 @@ class Start:
         return f"push {len(self.chunks)} chunks beside the steps that follow, by one kernel"
 
 
-@dataclass(frozen=True)
-class Signal:
+class Signal(Immutable):
     """A signal between the user's stream and the kernel that pushes: a verb of PushStream."""
 
     verb: Literal["signal_ready", "wait_for_chunk", "join"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import (
@@ -39,8 +39,7 @@ def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
     return Strategy(problem, tuple(search.run()), model)
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(Immutable):
     """A layout that the array may have between steps, before and after the real axis was halved.
 
     None where there is no such layout: it splits the real axis, which is then not halved there.

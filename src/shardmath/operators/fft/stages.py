@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Immutable):
     """One step of the strategy, into memory `target`.
 
     Before it, the array has `layout` and `dtype`, after it `result` and `result_dtype`. `kind` is

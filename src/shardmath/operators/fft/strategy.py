@@ -11,17 +11,17 @@ cheapest. Pure.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, bytes_received
 from shardmath.machine import CORES, Rates, h200
 from shardmath.operators.fft.problem import Problem
 
 
-@dataclass(frozen=True)
-class CostModel:
+class CostModel(Immutable):
     """How transforms and exchanges use a machine, which decides between strategies.
 
     As first step an exchange costs `first_exchange_passes` over memory, as last step
@@ -62,8 +62,7 @@ ON_GPUS = CostModel(replace(h200.H200, link=h200.PUSHED), 0.5, 0.0, whole_arrays
 ON_GPUS_OF_HOSTS = CostModel(h200.H200_MULTI_HOST, 2.0, 2.0, whole_arrays=True)
 
 
-@dataclass(frozen=True)
-class Transform:
+class Transform(Immutable):
     """Local transforms along `axes`, in this order, which are whole on all ranks in `layout`.
 
     `result` is another layout only where an axis turns from real to hermitian or back.
@@ -91,8 +90,7 @@ class Transform:
         return f"transform {'axis' if len(self.axes) == 1 else 'axes'} {axes}: {self.layout}"
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(Immutable):
     """Elements move between ranks: the layout `src` becomes `dst`."""
 
     src: Layout
@@ -114,8 +112,7 @@ class Exchange:
 Step = Transform | Exchange
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(Immutable):
     """The steps from `problem.source` to `problem.target`, chosen by a cost model."""
 
     problem: Problem

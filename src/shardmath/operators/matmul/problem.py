@@ -8,12 +8,13 @@ what does not fit together. Both are pure: neither touches an element.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.arrays.dtypes import FLOAT8
+from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
@@ -51,8 +52,7 @@ class Call(NamedTuple):
     scales: tuple[Given, ...] = (None, None, None, None)  # of a, b, c and the result
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Immutable):
     """The product that all ranks have agreed on.
 
     `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the

@@ -16,12 +16,12 @@ Quotients are rounded up. What has two axes lies as the operand does: transposed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays import ArraySpec, library_of
+from shardmath.base.immutable import Immutable
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Layout
 from shardmath.local.float8 import BLOCK, Blocks
@@ -34,8 +34,7 @@ _NAMES = ("a", "b", "c", "d")
 Given = ArraySpec | str | None  # an array, the word "number", or nothing
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(Immutable):
     """What all ranks agreed on: the types of a and b, and of what an epilog has beside D; the
     granularity of a's and b's scales; whether c and d have one, and whether the greatest absolute
     value of D is wanted.

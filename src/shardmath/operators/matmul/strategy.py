@@ -17,12 +17,13 @@ has at least one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import prod
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans, common_elements, kept_elements
 from shardmath.machine import Rates
 from shardmath.operators.matmul.problem import Problem
@@ -31,8 +32,7 @@ from shardmath.redistribution import TransferPlan
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(Immutable):
     """What the rank that does most has of each: operations, bytes of operands and results that its
     arithmetic reads and writes in memory, and bytes taken from peers; and predicted seconds.
     """
@@ -49,8 +49,7 @@ class Cost:
         )
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(Immutable):
     """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by
     rank.
 
@@ -226,8 +225,7 @@ class Strategy:
         return f"{self.kind} ({self.label})"
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(Immutable):
     """A product of m x k and k x n elements of `itemsize` bytes; the results have `wide` bytes."""
 
     m: int

@@ -11,6 +11,7 @@ from logging import Logger
 from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec
+from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution
@@ -41,8 +42,7 @@ class RedistributeOptions:
         check_blocking(self.blocking)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Immutable):
     """The redistribution that all ranks have agreed on.
 
     `transfer` is what moves; `library` and `dtype` are the arrays', and `order` the memory order of

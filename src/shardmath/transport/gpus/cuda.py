@@ -11,11 +11,11 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from shardmath.base.config import Settings
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.cuda.fence import DeviceFence
@@ -55,8 +55,7 @@ class Mapping:
         weakref.finalize(self, _unmap, device, address, nbytes).atexit = False
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(Immutable):
     segment: Segment
     mapping: Mapping
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
@@ -247,8 +247,7 @@ class RowPush:
         )
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(Immutable):
     """A copy of rows, from `offset` in A to `there`, and one of the words that say so."""
 
     rows: EngineCopy

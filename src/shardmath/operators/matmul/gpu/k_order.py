@@ -16,11 +16,12 @@ An operand with steps that have several sources is gathered in the order of k, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move, Run
 from shardmath.program.panels import clip
 
@@ -30,8 +31,7 @@ _SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the oper
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class OperandSteps:
+class OperandSteps(Immutable, eq=False):
     """One operand along k: by step, its source rank, and its offset along k in the source's array.
 
     `reads_own`: the steps of `rank` itself are read in place. `width` is the panel's extent along
@@ -146,8 +146,7 @@ class OperandSteps:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class KOrder:
+class KOrder(Immutable, eq=False):
     """k in steps of `step` indices: the `order` in which they are multiplied, and the operands."""
 
     step: int

@@ -5,11 +5,11 @@ It says, too, why the kernel may not fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from shardmath.arrays.dtypes import HALVES
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
@@ -17,16 +17,14 @@ from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 _MOST_ELEMENTS = 1 << 34  # of the result
 
 
-@dataclass(frozen=True)
-class OperandLayout:
+class OperandLayout(Immutable):
     """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
 
     order: str
     pitch: int
 
 
-@dataclass(frozen=True)
-class LocalProduct:
+class LocalProduct(Immutable):
     """(sum(rows) x depth) by (depth x columns), elements of `dtype`."""
 
     most_ranks: ClassVar[int]  # of which a kernel keeps account
@@ -70,7 +68,6 @@ class LocalProduct:
         return ""
 
 
-@dataclass(frozen=True)
 class SplitKProduct(LocalProduct):
     """A product of operands that are split along k, whose parts are added.
 

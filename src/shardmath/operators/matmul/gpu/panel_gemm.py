@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.allocation import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
@@ -296,8 +297,7 @@ class PanelGemm:
         kernel.launch(stream, blocks, _THREADS, Argument(packed))
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Immutable):
     """What is launched: the schedule; each fetch's copies and the index of its progress counter;
     copies of what this rank has itself; and the steps along k: how many, how many are local for
     each operand, and their table.
@@ -311,8 +311,7 @@ class _Plan:
     step_table: Constant
 
 
-@dataclass(frozen=True, eq=False)
-class PanelOperand:
+class PanelOperand(Immutable, eq=False):
     """Operand `index` (0: op(A), 1: op(B)) of this rank: `own` is its local array, `moves` bring
     what it needs, `place` is where that begins in `own` if nothing needs to move. All are oriented
     as the kernel takes them, on the right if `is_right`. `cache` lives as long as the plan.

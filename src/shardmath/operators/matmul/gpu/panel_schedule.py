@@ -16,11 +16,11 @@ Pure: no address and no rank is known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod, sqrt
 
 from shardmath.arrays.dtypes import HALVES
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import BOX_BYTES
 
 TILE_ROWS = 128
@@ -32,8 +32,7 @@ MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panel_gemm.cuh)
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(Immutable):
     """How `kernel` cuts its work: tiles of TILE_ROWS x `width`, steps of `depth` indices of k,
     pipelined through `stages` of shared memory, by clusters of `cluster` blocks. Each block of a
     cluster loads a part of B's columns for all of them; with `splits_k`, a part of k where B's
@@ -60,8 +59,7 @@ _DOUBLE = Tiling("panel_gemm_f64", 128, 16, 2, stages=6, splits_k=False, fixup_s
 TILINGS = {**dict.fromkeys(HALVES, _HALF), "float64": _DOUBLE}
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Immutable):
     """Rows of A (0) or columns of B (1), part number `part`, from `lo` to `hi`, for the
     steps along k from `first` to before `last`.
     """
@@ -74,8 +72,7 @@ class Fetch:
     last: int
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(Immutable):
     """Tiles that need the same rows and columns; in units of `cluster` tiles, and in tiles."""
 
     first: int  # its first unit in the schedule
@@ -87,8 +84,7 @@ class Region:
     columns_part: int
 
 
-@dataclass(frozen=True)
-class PanelSchedule:
+class PanelSchedule(Immutable):
     """What is fetched, in this order, and the regions in the order in which they are computed. The
     first `data_parallel_units` of all `units` are computed by one cluster each; the steps of the
     others are split evenly among all clusters (stream-K).
@@ -106,8 +102,7 @@ class PanelSchedule:
         return self.data_parallel_units == self.units
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(Immutable):
     """An m x n result in tiles of TILE_ROWS x `width`, of which `clusters` times `cluster` above
     each other are computed at once; a row of A and a column of B cost so many bytes to fetch, 0 if
     the operand is local. Reducing the partial sums of several clusters takes as long as

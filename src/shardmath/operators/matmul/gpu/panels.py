@@ -10,9 +10,9 @@ ranks compute the same elements the order is k's own, so that replicas hold the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move
 from shardmath.program.panels import clip
 
@@ -24,8 +24,7 @@ _ROOM = 2 << 30  # bytes of panels, of both operands together
 _SLOTS = 3  # panels in turn, where all together would need more than that
 
 
-@dataclass(frozen=True)
-class OperandPlan:
+class OperandPlan(Immutable):
     """One rank's reading of one operand, whose k axis is `axis`.
 
     `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
@@ -79,8 +78,7 @@ class OperandPlan:
         return run.dst_start if run is not None and run.count == 1 else 0
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(Immutable):
     """Indices lo to hi of k. Its panels start at `offset` indices of the panels' memory, which
     interval number `after`, if any, must have left before.
     """

@@ -12,14 +12,13 @@ kernel computes D^T = B^T A^T; where it is None, the order of D decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.matmul.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(Immutable):
     """A strategy as one collective and one product. `rows[r]` is how many rows of A rank r
     contributes to the AllGather, or of D it gets from the ReduceScatter.
     """

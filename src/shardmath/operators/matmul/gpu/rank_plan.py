@@ -7,12 +7,13 @@ execution.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move
 from shardmath.handles.operand import Operand
 from shardmath.local.float8 import BLOCK
@@ -88,8 +89,7 @@ def matrix_of(array: Operand) -> Matrix:
     return Matrix(array.address, rows, columns, one, two, array.dtype)
 
 
-@dataclass(frozen=True)
-class RankPlan:
+class RankPlan(Immutable):
     """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they share: their arrays, or, where ranks are on several

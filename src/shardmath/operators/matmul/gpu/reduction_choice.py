@@ -7,10 +7,10 @@ table. Pure: the same on all ranks for the same largest `depth`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmath.arrays.dtypes import HALVES
+from shardmath.base.immutable import Immutable
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
@@ -30,8 +30,7 @@ _MOST_BANDS, _MOST_CHUNKS = 16, 64
 _EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Immutable):
     """What was chosen, and the predicted seconds of both ways."""
 
     fused: bool

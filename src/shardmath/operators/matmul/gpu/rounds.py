@@ -16,10 +16,10 @@ Small parts come all at once, pushed by a kernel, and there is one product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry.integers import up
 from shardmath.local.gpu.scaled import GRAIN
 from shardmath.machine import h200
@@ -30,8 +30,7 @@ _TILE = 128  # lines of a tile of a product
 _ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Immutable):
     """Lines `lo` to `hi`, which have come and are multiplied after a round; 0: this rank's own."""
 
     round: int
@@ -39,8 +38,7 @@ class Stage:
     hi: int
 
 
-@dataclass(frozen=True)
-class Rounds:
+class Rounds(Immutable):
     """How operand `index`, 0 for op(A), comes: the `lines` of each rank, in the order of ranks, and
     the rounds that products follow on, from 0 to the last; none where all comes at once.
     """

@@ -12,9 +12,10 @@ left, left of the left, and the tiles of the result are computed in that order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry.integers import up
 from shardmath.machine import h200
@@ -29,7 +30,6 @@ _LINE = 128  # bytes
 _SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
 
 
-@dataclass(frozen=True)
 class RowSplitProduct(LocalProduct):
     """See LocalProduct: rows of A come from all ranks.
 
@@ -89,8 +89,7 @@ class RowSplitProduct(LocalProduct):
         return [src for src in order if self.rows[src]]
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(Immutable):
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
     that are on their way at once, on `blocks` multiprocessors. The nearest `piecewise` ranks on the
     right get this rank's rows in pieces, so that their tiles can begin soon.

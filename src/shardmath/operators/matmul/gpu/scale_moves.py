@@ -13,9 +13,9 @@ multiples of 128 of k these are blocks of the whole matrix too, and travel as it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans
 from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
@@ -30,8 +30,7 @@ from shardmath.operators.matmul.strategy import Cost, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
 
-@dataclass(frozen=True)
-class ScaleMoves:
+class ScaleMoves(Immutable):
     """One operand's scales on their way. `blocks` are the lines and indices of k of those that
     travel; those that a rank was given, `given`, may be of more lines.
     """

@@ -7,9 +7,9 @@ names, and the lane's; those of the user's begin at the multiple of ALIGNMENT be
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
+from shardmath.base.immutable import Immutable
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
 from shardmath.program.steps import Fused
@@ -20,8 +20,7 @@ Name = str  # of a buffer; "" for none
 # -- moves -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Clear:
+class Clear(Immutable):
     """Zeros in all bytes of a buffer."""
 
     target: Name
@@ -30,8 +29,7 @@ class Clear:
         return f"clear {self.target}"
 
 
-@dataclass(frozen=True)
-class Push:
+class Push(Immutable):
     """`source`, which has no gaps, into its place on all ranks, by one kernel."""
 
     source: Name
@@ -51,8 +49,7 @@ class ScaleOf(NamedTuple):
     buffer: Name
 
 
-@dataclass(frozen=True)
-class Gemm:
+class Gemm(Immutable):
     """target = F(alpha left right + beta addend), as BLAS has it, where F is an epilog.
 
     `alpha` are the names of numbers that are multiplied, none for 1, and `beta` the name of one, ""
@@ -80,8 +77,7 @@ class Gemm:
         return f"multiply {self.left} by {self.right} into {self.target}{plus}"
 
 
-@dataclass(frozen=True)
-class AddUp:
+class AddUp(Immutable):
     """target = F(alpha (the parts, added in this order) + beta addend), rounded once.
 
     `alpha` and `beta` are names of numbers, "" for 1. `unrounded` gets the result before it is
@@ -105,8 +101,7 @@ class AddUp:
         return f"{self.target} becomes {' + '.join(self.parts) or 'zeros'}{plus}{then}"
 
 
-@dataclass(frozen=True)
-class LayOut:
+class LayOut(Immutable):
     """Scales as products want them, the same in all `targets`: element (i, j) is that of the block
     which it is in, times `number`. Rows from `known` on are zeros. Without a `source` all are 1.
     """
@@ -121,8 +116,7 @@ class LayOut:
         return f"lay out {self.source or self.number} in {', '.join(self.targets)}"
 
 
-@dataclass(frozen=True)
-class Greatest:
+class Greatest(Immutable):
     """The greatest of numbers, none of them negative, to the one element of `target`."""
 
     parts: tuple[Name, ...]
@@ -135,8 +129,7 @@ class Greatest:
 # -- what several steps are done by ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OneKernel:
+class OneKernel(Immutable):
     """A product that one kernel can do, of the kind that a pattern has: see `patterns`."""
 
     kind: str
@@ -146,8 +139,7 @@ class OneKernel:
         return f"{self.kind}, by one kernel"
 
 
-@dataclass(frozen=True)
-class ByEngines:
+class ByEngines(Immutable):
     """A move beside a product, by the copy engines where they can: they take no multiprocessor."""
 
     def explain(self) -> str:
@@ -155,8 +147,7 @@ class ByEngines:
         return "move by the copy engines"
 
 
-@dataclass(frozen=True)
-class PanelProduct:
+class PanelProduct(Immutable):
     """A product of factors that come while it runs: see `panel_gemm`."""
 
     def explain(self) -> str:
@@ -164,8 +155,7 @@ class PanelProduct:
         return "multiply panels as they come, by one kernel"
 
 
-@dataclass(frozen=True)
-class EpilogProduct:
+class EpilogProduct(Immutable):
     """These steps, of which a product does what others would do behind it: see `fused_epilog`."""
 
     steps: tuple[Any, ...]
@@ -175,8 +165,7 @@ class EpilogProduct:
         return "; ".join(map(str, self.steps))
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(Immutable):
     """The ranks' matrices added up by one collective: all of them, or by rank so many elements."""
 
     source: Name
@@ -197,7 +186,7 @@ def buffer_names(step: Any) -> Iterator[Name]:
             yield from buffer_names(part)
     elif isinstance(step, Fused):
         yield from tuple(buffer_names(step.plan)) or buffer_names(step.replaces)
-    elif is_dataclass(step):
-        for part in fields(step):
-            if part.name not in ("transfer", "delivery"):
-                yield from buffer_names(getattr(step, part.name))
+    elif isinstance(step, Immutable):
+        for name in step.__dataclass_fields__:
+            if name not in ("transfer", "delivery"):
+                yield from buffer_names(getattr(step, name))

@@ -14,12 +14,13 @@ All of this is pure, and the same on every rank that asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+from shardmath.base.immutable import Immutable
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
@@ -27,8 +28,7 @@ Words = npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Immutable):
     """Some of an owner's tiles: a box of its rows of tiles and of its columns of tiles."""
 
     rows: range
@@ -45,8 +45,7 @@ class Chunk:
         return np.repeat(rows, columns.size), np.tile(columns, rows.size)
 
 
-@dataclass(frozen=True)
-class TileSchedule:
+class TileSchedule(Immutable):
     """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
     side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
     those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
@@ -61,8 +60,7 @@ class TileSchedule:
     stagger_cycles: int = 0
 
 
-@dataclass(frozen=True)
-class TileOrder:
+class TileOrder(Immutable):
     """The tiles of a product whose result has `columns`, and `rows[r]` rows for rank r.
 
     An owner's chunks are `chunk_columns` side by side in bands of its rows of tiles.
