@@ -32,10 +32,10 @@ def copy_boxes(boxes, sources, target):
     which the bytes are any buffer.
     """
     for box in boxes:
-        memory, start = sources[box.source]
-        taken = _units(memory, start + box.source_offset, box, box.source_strides)
+        memory, start = sources[box.src]
+        taken = _units(memory, start + box.src_offset, box, box.src_strides)
         raw, origin = target
-        _units(raw, origin + box.target_offset, box, box.target_strides)[...] = taken
+        _units(raw, origin + box.dst_offset, box, box.dst_strides)[...] = taken
 
 
 def _units(memory, start, box, strides):

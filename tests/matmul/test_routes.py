@@ -18,7 +18,6 @@ from shardmath.geometry import BlockCyclic, ProcessGrid, Slab, decode
 from shardmath.operators.matmul.gpu import panels
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.operators.matmul.strategy import candidates
-from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
 
 
@@ -45,7 +44,7 @@ class Ranks:
         for rank_plan, array in zip(self.rank_plans, arrays, strict=True):
             outbox = rank_plan.delivery(name, array.itemsize).outbox
             held = np.full(outbox.nbytes, 0xA5, np.uint8)
-            boxes = [Box.of(copy, 0) for copy in outbox.packing(array.strides)]
+            boxes = outbox.packing(array.strides)
             copy_boxes(boxes, [(bytes_of(array), 0)], (held, 0))
             self.outboxes[name].append(held)
 
@@ -70,9 +69,9 @@ class Ranks:
                 start, strides = delivery.place(move.src)
                 packed = self.rank_plans[move.src].delivery(name, itemsize).outbox.parcels[rank]
                 assert strides == packed.strides and (not near or start == packed.offset)
-            box = Box.of(lowered(move, itemsize, strides, target.strides), 0)
+            copy = lowered(move, itemsize, strides, target.strides)
             source = (memory, start)
-            copy_boxes([box], {move.src: source}, (bytes_of(target), 0))
+            copy_boxes([copy], {move.src: source}, (bytes_of(target), 0))
         return target
 
 

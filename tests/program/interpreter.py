@@ -34,7 +34,7 @@ from shardmath.program.steps import (
     Transform,
     Unpack,
 )
-from shardmath.redistribution import StridedCopy, Window
+from shardmath.redistribution import Window
 
 __all__ = ["interpret"]
 
@@ -218,27 +218,12 @@ def get(step, rank, buffers):
 
 
 def unpack(step, rank, buffers):
-    """The boxes name their memories by number: see `Delivery.memories`."""
+    """The copies name their memories by number: see `Delivery.memories`."""
     delivery, own, target = step.delivery, buffers[rank][step.source], buffers[rank][step.target]
     near = [buffers[peer][step.outbox] for peer in delivery.same_host]
     memories = dict(enumerate([own, buffers[rank][step.fetched], *near]))
     windows = {number: Window.of(memory) for number, memory in memories.items()}
-    perform(
-        map(copy_of, delivery.unpacking(own.strides, target.strides)), windows, Window.of(target)
-    )
-
-
-def copy_of(box):
-    """The copy that a box for GPUs is."""
-    return StridedCopy(
-        box.source,
-        box.unit,
-        box.shape,
-        box.source_offset,
-        box.source_strides,
-        box.target_offset,
-        box.target_strides,
-    )
+    perform(delivery.unpacking(own.strides, target.strides), windows, Window.of(target))
 
 
 PERFORM = {

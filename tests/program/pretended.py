@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
-from interpreter import copy_of
 
 from copying import perform
 from shardmath.arrays.dtypes import to_numpy
@@ -49,7 +48,7 @@ class Copies:
     def copy(self, sources, targets):
         windows = {number: Window(address, (), None) for number, address in enumerate(sources)}
         for box in self.boxes:
-            perform([copy_of(box)], windows, Window(targets[box.target], (), None))
+            perform([box], windows, Window(targets[box.dst], (), None))
 
     def ready(self, sources, targets):
         sources, targets = tuple(sources), tuple(targets)

@@ -28,7 +28,6 @@ from shardmath.operators.fft.local_steps import LocalFFT, Scale
 from shardmath.operators.fft.pushes import Chunk
 from shardmath.program.rank_program import USERS, Copy, View
 from shardmath.program.steps import Get, Move, Pack, Unpack, plain
-from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
 from shardmath.redistribution.plan import SomeMoves
 
@@ -137,8 +136,8 @@ def move(step, rank):
             if each.src != rank.number:
                 number = rank.program.shared.index(step.source)
                 view = there.program.told[there.program.shared[number]]
-            box = Box.of(lowered(each, transfer.itemsize, view.strides, target.strides), 0)
-            copy_boxes([replace(box, source=0)], [there.start(view)], rank.start(target))
+            copy = lowered(each, transfer.itemsize, view.strides, target.strides)
+            copy_boxes([replace(copy, src=0)], [there.start(view)], rank.start(target))
     elif target.memory in rank.program.shared:
         own = rank.array(source, element)
         for each in transfer.out_of(rank.number):
@@ -184,7 +183,7 @@ def chunk(step, rank):
 
 def pack(step, rank):
     source = rank.named(step.source)
-    boxes = step.delivery.packing(source.strides)
+    boxes = step.delivery.outbox.packing(source.strides)
     copy_boxes(boxes, [rank.start(source)], rank.memories[step.outbox])
 
 

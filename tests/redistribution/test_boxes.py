@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardmath.redistribution.boxes import BASES, Box, tables
+from shardmath.redistribution.boxes import BASES, tables
+from shardmath.redistribution.copies import StridedCopy
 
 MIB = 1 << 20
 
@@ -25,7 +26,7 @@ def dense(shape, unit, order=None):
 
 
 def box(shape, unit, source=None, target=None, at=(0, 0)):
-    return Box(
+    return StridedCopy(
         0, 0, unit, shape, at[0], source or dense(shape, unit), at[1], target or dense(shape, unit)
     )
 
@@ -71,8 +72,8 @@ def every_byte(box):
     offsets = np.arange(box.unit)
     pairs = []
     for start, strides in (
-        (box.source_offset, box.source_strides),
-        (box.target_offset, box.target_strides),
+        (box.src_offset, box.src_strides),
+        (box.dst_offset, box.dst_strides),
     ):
         at = start + sum(
             np.arange(n).reshape(-1, *[1] * (len(box.shape) - axis)) * stride
@@ -147,8 +148,8 @@ def test_links_are_busy_in_proportion(seed):
     """At any time, of every link the same part has been done, give or take two tiles."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 64, 6) * MIB
-    boxes = [Box(0, k, int(n), (), 0, (), 0, ()) for k, n in enumerate(sizes)]
-    boxes += [Box(0, k, 1024, (4096,), 0, (2048,), 0, (4096,)) for k in range(6)]
+    boxes = [StridedCopy(0, k, int(n), (), 0, (), 0, ()) for k, n in enumerate(sizes)]
+    boxes += [StridedCopy(0, k, 1024, (4096,), 0, (2048,), 0, (4096,)) for k in range(6)]
     made = tables(boxes)
     links = made.boxes["target"][made.tiles[:, 0]]
     assert links[:6].tolist() == list(range(1, 7))  # after the one source
@@ -160,7 +161,7 @@ def test_links_are_busy_in_proportion(seed):
 
 
 def test_a_launch_has_room_for_so_many_memories():
-    each = [Box(k, 0, 1, (), 0, (), k, ()) for k in range(BASES)]
+    each = [StridedCopy(k, 0, 1, (), 0, (), k, ()) for k in range(BASES)]
     assert tables(each[:-1]).sources == BASES - 1
     with pytest.raises(ValueError, match="the most is 128"):
         tables(each)

@@ -38,7 +38,7 @@ def delivered(transfer, parts, stores, hosts, axes):
         inner, whole = cases.stored(part, stores[rank], empty)
         held.append((inner, bytes_of(inner if whole is None else whole, inner)))
         outbox = np.full(ranks[rank].outbox.nbytes, SENTINEL, np.uint8)
-        copy_boxes(ranks[rank].packing(inner.strides), [held[-1][1]], (outbox, 0))
+        copy_boxes(ranks[rank].outbox.packing(inner.strides), [held[-1][1]], (outbox, 0))
         outboxes.append(outbox)
     results, fetched = [], []
     for rank, each in enumerate(ranks):

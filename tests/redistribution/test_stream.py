@@ -49,7 +49,7 @@ def test_rows_at_every_alignment(streamer, unit, rows, past_caches):
     for src_at, ahead in PLACES:
         target = np.full(room, 0xFF, "u1")
         dst_at = (memory.ctypes.data + src_at + ahead - target.ctypes.data) % PAGE
-        box = StridedCopy(0, unit, rows, src_at, strides, dst_at, strides)
+        box = StridedCopy(0, 0, unit, rows, src_at, strides, dst_at, strides)
         if not streamer(box, memory.ctypes.data, target.ctypes.data, past_caches):
             assert (target == 0xFF).all()  # a processor that it does not know
             continue

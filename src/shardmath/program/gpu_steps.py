@@ -33,8 +33,7 @@ from shardmath.program.steps import (
     Unpack,
 )
 from shardmath.redistribution.box_copies import BoxCopies
-from shardmath.redistribution.boxes import Box
-from shardmath.redistribution.copies import lowered, whole
+from shardmath.redistribution.copies import StridedCopy, lowered, whole
 from shardmath.redistribution.delivery import fetch
 from shardmath.symmetric.heap import Location
 
@@ -177,21 +176,20 @@ class GPUProgram:
 
         def make() -> BoxCopies:
             sources = range(first, first + _MOST_SOURCES)
-            boxes = [box for box in self.boxes(step, ends) if box.source in sources]
-            moved = (replace(box, source=box.source - first) for box in boxes)
+            boxes = [box for box in self.boxes(step, ends) if box.src in sources]
+            moved = (replace(box, src=box.src - first) for box in boxes)
             return BoxCopies(self.device, moved if first else boxes)
 
         return self._copies.made((step, first, *ends.strides.items()), make)
 
-    def boxes(self, step: Move | Copy | Pack | Unpack, ends: Ends) -> list[Box]:
+    def boxes(self, step: Move | Copy | Pack | Unpack, ends: Ends) -> list[StridedCopy]:
         """What a step copies, from memories to memories in the order of its ends."""
         arrays = self.program.arrays
         if isinstance(step, Copy):
             source, target = step.source, step.target
-            copy = whole(source.shape, source.itemsize, source.strides, target.strides)
-            return [Box.of(copy, 0)]
+            return [whole(source.shape, source.itemsize, source.strides, target.strides)]
         if isinstance(step, Pack):
-            return step.delivery.packing(arrays[step.source].strides)
+            return step.delivery.outbox.packing(arrays[step.source].strides)
         if isinstance(step, Unpack):
             strides = arrays[step.source].strides, arrays[step.target].strides
             return step.delivery.unpacking(*strides)
@@ -200,11 +198,9 @@ class GPUProgram:
             own = arrays[step.source].strides
             moves = step.transfer.out_of(self.rank)
             copies = [(lowered(move, itemsize, own, there[move.dst]), move.dst) for move in moves]
-            return [Box.of(replace(copy, src=0), dst) for copy, dst in copies]
+            return [replace(copy, src=0, dst=dst) for copy, dst in copies]
         own = arrays[step.target].strides
-        return [
-            Box.of(lowered(move, itemsize, there[move.src], own), 0) for move in self._pulled(step)
-        ]
+        return [lowered(move, itemsize, there[move.src], own) for move in self._pulled(step)]
 
     def ends(self, step: Move | Copy | Pack | Unpack, memories: Memories) -> Ends:
         """The memories that a step copies from and to."""

@@ -17,7 +17,6 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -132,13 +131,13 @@ def bind(
     `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
     """
     copies = list(copies)
-    if 0 < sum(copy.unit * prod(copy.shape) for copy in copies) <= _CACHED:
+    if 0 < sum(copy.nbytes for copy in copies) <= _CACHED:
         boxes = _boxes()
         if boxes is not None and all(len(copy.shape) <= _MOST_AXES for copy in copies):
             ends = [(destination.address, sources[copy.src].address) for copy in copies]
             keep = destination.keep, [sources[copy.src].keep for copy in copies]
             return [boxes(tuple(map(_box, copies, ends)), keep)]
-    in_rows = _bytes_in_rows(copies)
+    in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _ROW)
     compiled = _streamer() if in_rows >= _COMPILED else None
     bound = []
     for copy in copies:
@@ -210,10 +209,6 @@ def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> N
     """Copy by the compiled function, or by `plain` where it cannot."""
     if not compiled():
         plain()
-
-
-def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
-    return sum(copy.unit * prod(copy.shape) for copy in copies if copy.unit >= _ROW)
 
 
 class _Memory:

@@ -24,7 +24,8 @@ from shardmath.cuda.allocation import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.redistribution.boxes import BASES, Box, tables
+from shardmath.redistribution.boxes import BASES, tables
+from shardmath.redistribution.copies import StridedCopy
 
 _THREADS, _BLOCKS_EACH = 256, 3
 _KEPT = 16  # pairs of sources and targets
@@ -38,7 +39,7 @@ class BoxCopies:
     same. Keep the object while a CUDA graph that holds a launch may still run.
     """
 
-    def __init__(self, device: Device, copies: Iterable[Box]) -> None:
+    def __init__(self, device: Device, copies: Iterable[StridedCopy]) -> None:
         """Raises ValueError for more memories than a launch has room for, HeapExhausted."""
         made = tables(copies)
         self.device = device

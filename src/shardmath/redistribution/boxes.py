@@ -8,7 +8,7 @@ proportion to what it has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -45,43 +45,6 @@ _BOX = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """`shape` units of `unit` bytes from memory number `source` to memory number `target`.
-
-    Offsets and strides are bytes, of any sign, from the address that a launch gives for the memory.
-    A unit is contiguous in both. No two units of the target overlap.
-    """
-
-    source: int
-    target: int
-    unit: int
-    shape: tuple[int, ...]
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, copy: StridedCopy, target: int) -> Box:
-        """The box that `copy` is, from memory number `copy.src` to number `target`."""
-        return cls(
-            copy.src,
-            target,
-            copy.unit,
-            copy.shape,
-            copy.src_offset,
-            copy.src_strides,
-            copy.dst_offset,
-            copy.dst_strides,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are copied."""
-        return self.unit * prod(self.shape)
-
-
 class Tables(Immutable):
     """Tables that a launch reads: `boxes`, one row each, and `tiles`, (box, number), in order.
 
@@ -97,13 +60,13 @@ class Tables(Immutable):
     unaligned: bool
 
 
-def tables(boxes: Iterable[Box]) -> Tables:
+def tables(boxes: Iterable[StridedCopy]) -> Tables:
     """The tables of `boxes`. Tiles of memories are interleaved, in the order in which these first
     appear.
     """
     given = [box for box in boxes if box.nbytes]
-    sources = max((box.source for box in given), default=-1) + 1
-    targets = max((box.target for box in given), default=-1) + 1
+    sources = max((box.src for box in given), default=-1) + 1
+    targets = max((box.dst for box in given), default=-1) + 1
     if sources + targets > BASES:
         raise ValueError(f"boxes between {sources} and {targets} memories; the most is {BASES}")
     nbytes = sum(box.nbytes for box in given)
@@ -114,28 +77,27 @@ def tables(boxes: Iterable[Box]) -> Tables:
     rows = np.zeros(len(pieces), _BOX)
     counts = [_fill(row, piece, tile) for row, piece in zip(rows, pieces, strict=True)]
     rows["target"] += sources  # their addresses come after those of the sources
-    links = [(piece.source, piece.target) for piece in pieces]
+    links = [(piece.src, piece.dst) for piece in pieces]
     names = ("from", "to", "unit", "from_strides", "to_strides")
     unaligned = any((rows[name][rows["transposed"] == 0] & 15).any() for name in names)
     return Tables(rows, _interleaved(links, counts), sources, targets, nbytes, unaligned)
 
 
-def _coalesced(box: Box) -> Box:
+def _coalesced(box: StridedCopy) -> StridedCopy:
     """The box with as few axes as there can be, and no negative stride in the target."""
-    source_offset, target_offset = box.source_offset, box.target_offset
+    source_offset, target_offset = box.src_offset, box.dst_offset
     dims = []
-    for extent, src, dst in zip(box.shape, box.source_strides, box.target_strides, strict=True):
+    for extent, src, dst in zip(box.shape, box.src_strides, box.dst_strides, strict=True):
         if dst < 0:
             source_offset += (extent - 1) * src
             target_offset += (extent - 1) * dst
             dims.append((extent, -dst, -src))
         else:
             dims.append((extent, dst, src))
-    copy = strided_copy(box.source, box.unit, dims, source_offset, target_offset)
-    return Box.of(copy, box.target)
+    return strided_copy(box.src, box.unit, dims, source_offset, target_offset, box.dst)
 
 
-def _pieces(box: Box) -> Iterator[Box]:
+def _pieces(box: StridedCopy) -> Iterator[StridedCopy]:
     """`box` in parts that the kernel can count: few axes, and fewer than 2^30 rows and bytes."""
     if len(box.shape) > _DIMS or prod(box.shape) > _MAX_ROWS:
         extent, *rest = box.shape
@@ -144,8 +106,8 @@ def _pieces(box: Box) -> Iterator[Box]:
             part = replace(
                 box,
                 shape=(min(step, extent - start), *rest),
-                source_offset=box.source_offset + start * box.source_strides[0],
-                target_offset=box.target_offset + start * box.target_strides[0],
+                src_offset=box.src_offset + start * box.src_strides[0],
+                dst_offset=box.dst_offset + start * box.dst_strides[0],
             )
             yield from _pieces(_coalesced(part) if part.shape[0] == 1 else part)
     elif box.unit > _MAX_ROWS:
@@ -153,18 +115,18 @@ def _pieces(box: Box) -> Iterator[Box]:
             yield replace(
                 box,
                 unit=min(_MAX_ROWS, box.unit - start),
-                source_offset=box.source_offset + start,
-                target_offset=box.target_offset + start,
+                src_offset=box.src_offset + start,
+                dst_offset=box.dst_offset + start,
             )
     else:
         yield box
 
 
-def _fill(row: Any, box: Box, tile: int) -> int:
+def _fill(row: Any, box: StridedCopy, tile: int) -> int:
     """Write the box down; how many tiles it has."""
-    row["from"], row["to"] = box.source_offset, box.target_offset
-    row["source"], row["target"], row["unit"] = box.source, box.target, box.unit
-    dims = list(zip(box.shape, box.source_strides, box.target_strides, strict=True))
+    row["from"], row["to"] = box.src_offset, box.dst_offset
+    row["source"], row["target"], row["unit"] = box.src, box.dst, box.unit
+    dims = list(zip(box.shape, box.src_strides, box.dst_strides, strict=True))
     across = _across(box)
     if across is None:
         count = _fill_rows(row, box, tile)
@@ -181,11 +143,11 @@ def _fill(row: Any, box: Box, tile: int) -> int:
     return count
 
 
-def _across(box: Box) -> int | None:
+def _across(box: StridedCopy) -> int | None:
     """The axis along which the source is denser than along the target's densest, if it matters."""
     if len(box.shape) < 2 or box.unit >= _SHORT:
         return None
-    steps = [abs(stride) for stride in box.source_strides]
+    steps = [abs(stride) for stride in box.src_strides]
     moving = [axis for axis, step in enumerate(steps[:-1]) if step]
     if not moving or not steps[-1]:
         return None
@@ -193,7 +155,7 @@ def _across(box: Box) -> int | None:
     return dense if steps[dense] < min(steps[-1], _SHORT) else None
 
 
-def _fill_rows(row: Any, box: Box, tile: int) -> int:
+def _fill_rows(row: Any, box: StridedCopy, tile: int) -> int:
     count = prod(box.shape)
     row["count"] = count
     row["piece"] = min(tile, box.unit)
@@ -205,7 +167,7 @@ def _fill_rows(row: Any, box: Box, tile: int) -> int:
 _Axis = tuple[int, int, int]  # extent, stride in the source, stride in the target
 
 
-def _fill_transposed(row: Any, box: Box, along: _Axis, across: _Axis, tile: int) -> int:
+def _fill_transposed(row: Any, box: StridedCopy, along: _Axis, across: _Axis, tile: int) -> int:
     row["transposed"] = 1
     row["along"], row["from_along"], row["to_along"] = along
     row["across"], row["from_across"], row["to_across"] = across

@@ -1,4 +1,4 @@
-"""A move as the machine sees it: one strided copy between two local arrays, in bytes.
+"""A move as the machine sees it: one strided copy between two memories, in bytes.
 
 Still pure: addresses come later. Dimensions are dropped and joined until the fewest remain, so that
 whatever performs the copy has the longest possible inner loop; the last dimension is the one along
@@ -20,13 +20,15 @@ _PIECE = 32 << 10  # bytes that a network carries in about the time that one mor
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """`shape` units of `unit` bytes, from rank `src`'s local array to the own one.
+    """`shape` units of `unit` bytes, from memory number `src` to memory number `dst`.
 
-    Offsets and strides are bytes, from the element with index 0 along every axis. A unit is
-    contiguous in both: one element, or as many as lie side by side.
+    Memories are the ranks' local arrays, or what else a launch numbers. Offsets and strides are
+    bytes of any sign, from the element with index 0 along every axis. A unit is contiguous in both
+    memories: one element, or as many as lie side by side. No two units of the target overlap.
     """
 
     src: int
+    dst: int
     unit: int
     shape: tuple[int, ...]
     src_offset: int
@@ -34,11 +36,18 @@ class StridedCopy:
     dst_offset: int
     dst_strides: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are copied."""
+        return self.unit * prod(self.shape)
+
 
 def lowered(
     move: Move, itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
-    """The copy that `move` is between arrays of these strides, in bytes. The move is not empty."""
+    """The copy that `move`, which is not empty, is from the array of its source, memory number
+    `move.src`, to memory 0: between arrays of these strides, in bytes.
+    """
     src_offset = dst_offset = 0
     dims: list[Dimension] = []
     for run, src, dst in zip(move.runs, src_strides, dst_strides, strict=True):
@@ -52,12 +61,17 @@ def lowered(
 def whole(
     shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
-    """The copy of a whole array, of `shape` without zeros, from rank 0."""
+    """The copy of a whole array, of `shape` without zeros, from memory 0."""
     return strided_copy(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
 
 
 def strided_copy(
-    rank: int, itemsize: int, dims: Sequence[Dimension], src_offset: int, dst_offset: int
+    src: int,
+    itemsize: int,
+    dims: Sequence[Dimension],
+    src_offset: int,
+    dst_offset: int,
+    dst: int = 0,
 ) -> StridedCopy:
     """A copy of as few dimensions as there can be, the destination's densest last."""
     kept = sorted(
@@ -68,7 +82,8 @@ def strided_copy(
         unit *= dims.pop(0)[0]
     dims.reverse()
     return StridedCopy(
-        src=rank,
+        src=src,
+        dst=dst,
         unit=unit,
         shape=tuple(dim[0] for dim in dims),
         src_offset=src_offset,

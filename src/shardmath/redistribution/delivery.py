@@ -16,8 +16,7 @@ from functools import cached_property
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry import Move
-from shardmath.redistribution.boxes import Box
-from shardmath.redistribution.copies import lowered
+from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of, room_for
 from shardmath.redistribution.plan import Transfer
 from shardmath.symmetric.heap import Location
@@ -66,27 +65,23 @@ class Delivery(Immutable):
         here = {move.src for move in self.moves if not self.is_far(move.src)}
         return tuple(sorted(here - {self.rank}))
 
-    def packing(self, strides: Sequence[int]) -> list[Box]:
-        """The boxes from an array of these strides, in bytes, to the outbox, both memory 0."""
-        return [Box.of(copy, 0) for copy in self.outbox.packing(strides)]
-
-    def unpacking(self, own: Sequence[int], target: Sequence[int]) -> list[Box]:
-        """To an array of strides `target`, from memories in the order of `memories`.
+    def unpacking(self, own: Sequence[int], target: Sequence[int]) -> list[StridedCopy]:
+        """The copies to an array of strides `target`, from memories in the order of `memories`.
 
         `own` are the strides of this rank's array before.
         """
-        boxes = []
+        copies = []
         for move in self.moves:
             if move.src == self.rank:
                 copy = lowered(move, self.transfer.itemsize, own, target)
-                boxes.append(Box.of(replace(copy, src=_OWN), 0))
+                copies.append(replace(copy, src=_OWN))
                 continue
             start, strides = self.place(move.src)
             copy = lowered(move, self.transfer.itemsize, strides, target)
             far = self.is_far(move.src)
             number = _ROOM if far else _NEAR + self.same_host.index(move.src)
-            boxes.append(Box.of(replace(copy, src=number, src_offset=copy.src_offset + start), 0))
-        return boxes
+            copies.append(replace(copy, src=number, src_offset=copy.src_offset + start))
+        return copies
 
     def place(self, src: int) -> tuple[int, tuple[int, ...]]:
         """Where this rank's parcel of a peer begins, in its outbox, or in the room where that is on

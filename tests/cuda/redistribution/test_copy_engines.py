@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.operators.matmul.gpu import copy_engines
-from shardmath.redistribution.boxes import Box
+from shardmath.redistribution.copies import StridedCopy
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
@@ -22,7 +22,9 @@ def test_box(monkeypatch, box):
     shape, src_strides, dst_strides = BOXES[box]
     calls = []
     monkeypatch.setattr(copy_engines, "call", lambda *args: calls.append(args))
-    copies = copy_engines.engine_copies([Box(0, 0, 512, shape, 64, src_strides, 128, dst_strides)])
+    copies = copy_engines.engine_copies(
+        [StridedCopy(0, 0, 512, shape, 64, src_strides, 128, dst_strides)]
+    )
     copies.launch(STREAM, [SOURCE], TARGET)
     ((name, *given),) = calls
     assert given.pop() == STREAM

@@ -10,7 +10,7 @@ import pytest
 
 from shardmath.cuda.driver import call
 from shardmath.cuda.stream import resolve_stream
-from shardmath.redistribution.boxes import Box
+from shardmath.redistribution.copies import StridedCopy
 from shardmath.symmetric.heap import Location
 
 UNITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40, 64, 100, 256, 1000, 70_000)
@@ -49,7 +49,9 @@ def random_boxes(rng, sources, targets):
         rooms[source] = max(rooms[source], end + shift)
         at, strides, end = strided(rng, shape, unit)
         boxes.append(
-            Box(source, target, unit, shape, start + shift, steps, ends[target] + at, strides)
+            StridedCopy(
+                source, target, unit, shape, start + shift, steps, ends[target] + at, strides
+            )
         )
         ends[target] = -(-(ends[target] + end) // 16) * 16 + rng.choice([0, 0, 16, 3])
     return boxes, [room + 32 for room in rooms], [end + 32 for end in ends]
@@ -65,12 +67,8 @@ def viewed(memory, unit, shape, offset, strides):
 def perform(boxes, sources, targets):
     """What the kernel is to do, by NumPy."""
     for box in boxes:
-        source = viewed(
-            sources[box.source], box.unit, box.shape, box.source_offset, box.source_strides
-        )
-        target = viewed(
-            targets[box.target], box.unit, box.shape, box.target_offset, box.target_strides
-        )
+        source = viewed(sources[box.src], box.unit, box.shape, box.src_offset, box.src_strides)
+        target = viewed(targets[box.dst], box.unit, box.shape, box.dst_offset, box.dst_strides)
         target[...] = source
 
 
@@ -147,7 +145,7 @@ def check_peers(context, seed, cases):
         team.synchronize(0)
         want = np.full(starts[rank][-1], 0x5A, np.uint8)
         for r, (boxes, _, _) in enumerate(plans):
-            mine = [box for box in boxes if box.target == rank]
+            mine = [box for box in boxes if box.dst == rank]
             views = {rank: want[starts[rank][r] :]}
             perform(mine, [sources[r]], views)
         if not (held(into, len(want)) == want).all():
@@ -193,7 +191,7 @@ def check_capture(context):
     data = random_bytes(1, 6000)
     source, target = filled(context, data), filled(context, np.zeros(6000, np.uint8))
     addresses = [source.block.address], [target.block.address]
-    box = Box(0, 0, 2, (30, 100), 0, (200, 2), 0, (2, 60))
+    box = StridedCopy(0, 0, 2, (30, 100), 0, (200, 2), 0, (2, 60))
     BoxCopies(device, [box]).launch(0, *addresses)  # loads the kernel
     stream = call("cuStreamCreate", 1)
     call("cuStreamBeginCapture", stream, 0)
@@ -237,8 +235,8 @@ def check_dropped(context):
     data = random_bytes(2, 6000)
     source = filled(context, data)
     targets = [filled(context, np.zeros(6000, np.uint8)) for _ in range(5)]
-    box = Box(0, 0, 2, (30, 100), 0, (200, 2), 0, (2, 60))
-    other = Box(0, 0, 2, (100, 30), 0, (60, 2), 0, (2, 200))
+    box = StridedCopy(0, 0, 2, (30, 100), 0, (200, 2), 0, (2, 60))
+    other = StridedCopy(0, 0, 2, (100, 30), 0, (60, 2), 0, (2, 200))
     spare = filled(context, np.zeros(6000, np.uint8))
     BoxCopies(device, [box]).launch(
         stream.cuda_stream, [source.block.address], [spare.block.address]

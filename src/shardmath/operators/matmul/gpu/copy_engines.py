@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from shardmath.cuda.driver import bindings, call
-from shardmath.redistribution.boxes import Box
+from shardmath.redistribution.copies import StridedCopy
 
 _ROW = 512  # bytes: shorter rows take longer than their bytes
 _MOST = 64  # copies: each takes some microseconds to begin
@@ -62,7 +62,7 @@ class EngineCopies:
             copy.put(sources[rank] + source_offset, target + target_offset, stream)
 
 
-def engine_copies(boxes: Sequence[Box]) -> EngineCopies | None:
+def engine_copies(boxes: Sequence[StridedCopy]) -> EngineCopies | None:
     """Copies by copy engines of boxes into one memory; None where engines do not suit."""
     copies: list[tuple[int, int, int, EngineCopy]] = []
     for box in boxes:
@@ -71,13 +71,13 @@ def engine_copies(boxes: Sequence[Box]) -> EngineCopies | None:
         for piece in _pieces(box):
             if piece is None or len(copies) == _MOST:
                 return None
-            copies.append((box.source, *piece))
+            copies.append((box.src, *piece))
     return EngineCopies(copies)
 
 
-def _pieces(box: Box) -> Iterator[tuple[int, int, EngineCopy] | None]:
+def _pieces(box: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
     """(offset in the source, in the destination, the copy) of each; None: no way."""
-    dims = list(zip(box.shape, box.source_strides, box.target_strides, strict=True))
+    dims = list(zip(box.shape, box.src_strides, box.dst_strides, strict=True))
     if any(min(src, dst) < box.unit for _, src, dst in dims):
         yield None
         return
@@ -88,8 +88,8 @@ def _pieces(box: Box) -> Iterator[tuple[int, int, EngineCopy] | None]:
         inner = [dims.pop(max(range(len(dims)), key=lambda i: dims[i][0]))]
     what = EngineCopy(box.unit, inner)
     for index in product(*(range(extent) for extent, _, _ in dims)):
-        src = box.source_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
-        dst = box.target_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
+        src = box.src_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
+        dst = box.dst_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
         yield src, dst, what
 
 

@@ -48,7 +48,6 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.program.steps import Memory
 from shardmath.redistribution.box_copies import BoxCopies
-from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import StridedCopy, lowered
 
 Places = Mapping[int, tuple[int, tuple[int, ...]]]  # by rank: addresses and strides, in bytes
@@ -221,7 +220,7 @@ class PanelGemm:
                 fetch.operand, fetch.first, fetch.last, (fetch.lo, fetch.hi)
             )
             moves.sort(key=operand.ring_key)
-            engines = engine_copies([Box.of(x, 0) for x in _lowered(operand, moves, place)])
+            engines = engine_copies(_lowered(operand, moves, place))
             if engines is None:
                 return None
             fetches.append(
@@ -239,7 +238,7 @@ class PanelGemm:
         every = np.arange(len(operand.k_steps.offsets))
         moves = operand.k_steps.gather_moves(every, (0, operand.extent), operand.tiling.depth)
         mine = [move for move in moves if move.src == operand.rank]
-        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(operand, mine, places)]
+        boxes = [replace(copy, src=0) for copy in _lowered(operand, mine, places)]
         return BoxCopies(self._device, boxes) if boxes else None
 
     # -- the kernel --------------------------------------------------------------------------------
