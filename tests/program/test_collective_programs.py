@@ -1,8 +1,11 @@
-"""The programs of the collectives, performed by NumPy, every rank in one process."""
+"""The programs of the collectives, performed by NumPy, every rank in one process; and the verbs by
+which GPUs perform them.
+"""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +36,47 @@ def performed(operation, arrays, words_of, order):
     problem, machine = operation.check(specs), Machine("cpu", (0,) * SIZE)
     programs = [operation.program(problem, machine, rank) for rank in range(SIZE)]
     given = [{} if x is None else {"x": x} for x in arrays]
-    return [found["out"] for found in interpret(programs, given, order)]
+    results = [made["out"] for made in interpret(programs, given, order)]
+    verbs = [Verbs(arrays, rank) for rank in range(SIZE)]
+    require_equal([operation.gpus.launch(one, problem) for one in verbs], results)
+    for one, result in zip(verbs, results, strict=True):
+        assert operation.gpus.result(one, problem) in ((), (result.dtype.name, result.shape))
+    return results
+
+
+class Verbs:
+    """One rank's `DeviceOperand`, on the arrays of all ranks."""
+
+    def __init__(self, arrays, rank):
+        self.arrays, self.rank = arrays, rank
+        self.context = SimpleNamespace(rank=rank, size=SIZE)
+        self.spec = SimpleNamespace(shape=np.shape(arrays[rank]))
+
+    def is_pushed(self, reduction):
+        return False
+
+    def move(self, table, shape, axis, *, whole, in_place=False):
+        parts = []
+        for counts, x in zip(table, self.arrays, strict=True):
+            count, start = counts[self.rank], 0 if whole else sum(counts[: self.rank])
+            if axis is not None:
+                parts.append(x.take(range(start, start + count), axis))
+            elif count:
+                parts.append(x)
+        made = np.concatenate(parts, axis) if axis is not None else parts[0]
+        assert made.shape == shape
+        return made
+
+    def all_reduce(self, reduction, *, new):
+        assert new, "no rank has given an array for the result"
+        wide = [x.astype(reduction.result) for x in self.arrays]
+        return np.asarray(REDUCED[reduction.op](wide))
+
+    def reduce_scatter(self, reduction, axis, counts, shape):
+        whole = self.all_reduce(reduction, new=True)
+        made = np.split(whole, np.cumsum(counts)[:-1], axis)[self.rank]
+        assert made.shape == shape
+        return made
 
 
 def require_equal(found, wanted):

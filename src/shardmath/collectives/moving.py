@@ -15,6 +15,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, perform
 from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
 from shardmath.collectives.operand import (
+    OutputSpec,
     Shape,
     as_axis,
     as_counts,
@@ -33,6 +34,55 @@ if TYPE_CHECKING:
     from shardmath.collectives.gpu_operand import DeviceOperand
 
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
+
+
+class _Moved(Immutable):
+    """A collective on which all ranks have agreed: sections that move, of elements of `dtype`.
+
+    `library` is that of the first rank's result; `root` is -1 where there is none.
+    """
+
+    transfer: Sections
+    dtype: str
+    library: str
+    root: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first rank's result, which in a broadcast is that of all."""
+        return self.transfer.result_shape(0)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.transfer}"
+
+
+def _fitting(
+    transfer: Sections,
+    dtype: str,
+    libraries: Sequence[str],
+    outs: Sequence[OutputSpec],
+    root: int = -1,
+) -> _Moved:
+    """The plan of a transfer. Raises ValueError where a rank's `out` is not what it will get."""
+    shapes = [transfer.result_shape(rank) for rank in range(len(outs))]
+    require_outputs_fit(outs, libraries, dtype, shapes)
+    return _Moved(transfer, dtype, libraries[0], root)
+
+
+def _steps(plan: _Moved, rank: int) -> Program:
+    """One move, which peers take part in only where something changes its rank."""
+    steps: tuple[Step, ...] = (Move(plan.transfer, "x", "out"),)
+    if plan.transfer.crosses:
+        steps = (READ, *steps, REUSE)
+    result = LocalArray(plan.transfer.result_shape(rank), plan.dtype)
+    return Program(steps, results={"out": result}, library=plan.library)
+
+
+def _sections_on_gpus(operand: DeviceOperand, plan: _Moved, *, whole: bool) -> Any:
+    """See `DeviceOperand.move`."""
+    transfer = plan.transfer
+    shape = transfer.result_shape(operand.context.rank)
+    return operand.move(transfer.counts, shape, transfer.axis, whole=whole)
 
 
 @collective_call
@@ -60,15 +110,7 @@ def broadcast(
     return perform(context, BROADCAST, (root,), x, out)
 
 
-class _Broadcast(Immutable):
-    root: int
-    library: str
-    dtype: str
-    shape: Shape
-    size: int  # of the group
-
-
-def _plan_broadcast(specs: list[Any]) -> _Broadcast:
+def _plan_broadcast(specs: list[Any]) -> _Moved:
     *given, outs, roots = zip(*specs, strict=True)
     root = require_equal("root", roots)
     kinds = list(zip(*given, strict=True))
@@ -80,18 +122,13 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
             )
     size = len(specs)
     library, dtype, shape = kinds[root]
-    require_outputs_fit(outs, [library] * size, dtype, [shape] * size)
-    return _Broadcast(root, library, dtype, shape, size)
+    transfer = Sections.of_one(shape, root, size, dtypes.of(dtype).itemsize)
+    return _fitting(transfer, dtype, [library] * size, outs, root)
 
 
-def _steps_of_broadcast(plan: _Broadcast, rank: int) -> Program:
-    itemsize = dtypes.of(plan.dtype).itemsize
-    transfer = Sections.of_one(plan.shape, plan.root, plan.size, itemsize)
-    return _moved(transfer, rank, plan.dtype, plan.library)
-
-
-def _broadcast_on_gpus(operand: DeviceOperand, plan: _Broadcast) -> Any:
-    table = [[int(rank == plan.root)] * plan.size for rank in range(plan.size)]
+def _broadcast_on_gpus(operand: DeviceOperand, plan: _Moved) -> Any:
+    size = operand.context.size
+    table = [[int(rank == plan.root)] * size for rank in range(size)]
     return operand.move(table, plan.shape, None, whole=True, in_place=True)
 
 
@@ -99,7 +136,7 @@ BROADCAST = Collective(
     "broadcast",
     lambda spec, size, root: (as_index("root", root, size),),
     _plan_broadcast,
-    _steps_of_broadcast,
+    _steps,
     OnGPUs(Broadcast(), _broadcast_on_gpus),
     gives=lambda rank, root: bool(rank == root),
 )
@@ -129,39 +166,19 @@ def all_gather(
     return perform(context, ALL_GATHER, (axis,), x, out)
 
 
-class _Gather(Immutable):
-    dtype: str
-    axis: int
-    shape: Shape
-    operands: tuple[Shape, ...]
-
-
-def _plan_gather(specs: list[Any]) -> _Gather:
+def _plan_gather(specs: list[Any]) -> _Moved:
     libraries, _, shapes, outs, _ = zip(*specs, strict=True)
     dtype, axis = _require_one_kind(specs)
-    counts = [shape[axis] for shape in shapes]
-    first = shapes[0]
-    shape = (*first[:axis], sum(counts), *first[axis + 1 :])
-    require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
-    return _Gather(dtype, axis, shape, shapes)
-
-
-def _steps_of_gather(plan: _Gather, rank: int) -> Program:
-    itemsize = dtypes.of(plan.dtype).itemsize
-    return _moved(Sections.gathered(plan.operands, plan.axis, itemsize), rank, plan.dtype)
-
-
-def _gather_on_gpus(operand: DeviceOperand, plan: _Gather) -> Any:
-    table = [[shape[plan.axis]] * len(plan.operands) for shape in plan.operands]
-    return operand.move(table, plan.shape, plan.axis, whole=True)
+    transfer = Sections.gathered(shapes, axis, dtypes.of(dtype).itemsize)
+    return _fitting(transfer, dtype, libraries, outs)
 
 
 ALL_GATHER = Collective(
     "all_gather",
     lambda spec, size, axis: (as_axis(axis, spec.ndim),),
     _plan_gather,
-    _steps_of_gather,
-    OnGPUs(Gathered(), _gather_on_gpus),
+    _steps,
+    OnGPUs(Gathered(), lambda operand, plan: _sections_on_gpus(operand, plan, whole=True)),
 )
 
 
@@ -216,18 +233,9 @@ def _arguments_of_all_to_all(
     return along, slab_counts(extent, size) if sent is None else sent, expected
 
 
-class _AllToAll(Immutable):
-    dtype: str
-    axis: int
-    operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
-    sent: tuple[Shape, ...]
-
-
-def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
+def _plan_all_to_all(specs: list[Any]) -> _Moved:
     libraries, _, shapes, outs, _, sent, expected = zip(*specs, strict=True)
     dtype, axis = _require_one_kind(specs)
-    results = []
     for rank, counts in enumerate(expected):
         arriving = tuple(row[rank] for row in sent)
         if counts is not None and counts != arriving:
@@ -235,37 +243,17 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
                 f"rank {rank} expects receive_counts {list(counts)}, and the ranks send it "
                 f"{list(arriving)}"
             )
-        results.append((*shapes[0][:axis], sum(arriving), *shapes[0][axis + 1 :]))
-    require_outputs_fit(outs, libraries, dtype, results)
-    return _AllToAll(dtype, axis, shapes, tuple(results), sent)
-
-
-def _steps_of_all_to_all(plan: _AllToAll, rank: int) -> Program:
-    itemsize = dtypes.of(plan.dtype).itemsize
-    transfer = Sections.divided(plan.operands, plan.axis, plan.sent, itemsize)
-    return _moved(transfer, rank, plan.dtype)
-
-
-def _exchange_on_gpus(operand: DeviceOperand, plan: _AllToAll) -> Any:
-    return operand.move(plan.sent, plan.results[operand.context.rank], plan.axis, whole=False)
+    transfer = Sections.divided(shapes, axis, sent, dtypes.of(dtype).itemsize)
+    return _fitting(transfer, dtype, libraries, outs)
 
 
 ALL_TO_ALL = Collective(
     "all_to_all",
     _arguments_of_all_to_all,
     _plan_all_to_all,
-    _steps_of_all_to_all,
-    OnGPUs(Scattered(), _exchange_on_gpus),
+    _steps,
+    OnGPUs(Scattered(), lambda operand, plan: _sections_on_gpus(operand, plan, whole=False)),
 )
-
-
-def _moved(transfer: Sections, rank: int, dtype: str, library: str = "") -> Program:
-    """One move, which peers take part in only where something changes its rank."""
-    steps: tuple[Step, ...] = (Move(transfer, "x", "out"),)
-    if transfer.crosses:
-        steps = (READ, *steps, REUSE)
-    result = LocalArray(transfer.result_shape(rank), dtype)
-    return Program(steps, results={"out": result}, library=library)
 
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:

@@ -6,7 +6,7 @@ Each is one step that combines what all ranks have; see `program.two_shots` for 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.spec import ArraySpec
@@ -18,6 +18,7 @@ from shardmath.collectives.operand import (
     Shape,
     as_axis,
     as_counts,
+    bounds,
     context_of,
     require_outputs_fit,
     slab_counts,
@@ -59,36 +60,49 @@ def all_reduce(
     return perform(context, ALL_REDUCE, (op,), x, out)
 
 
-def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str, Shape] | None:
-    if operand.is_pushed(plan.reduction):
-        return None
-    return plan.reduction.result, operand.spec.shape
+class _Combined(Immutable):
+    """A collective on which all ranks have agreed: what all have is combined, and each gets what is
+    `needed`: all of it, or `counts` indices of the axis.
 
+    `new`: no rank has given an array for the result.
+    """
 
-class _AllReduce(Immutable):
     reduction: Reduction
-    shape: Shape
-    size: int  # of the group
-    new: bool  # no rank has given an array for the result
+    needed: Layout
+    new: bool
+    axis: int = 0
+    counts: Shape = ()
+
+    def __str__(self) -> str:
+        return f"{self.reduction.op} of {self.reduction.dtype}, {self.needed}"
 
 
-def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
+def _steps(plan: _Combined, rank: int) -> Program:
+    needed = plan.needed
+    held = Layout.replicated(needed.global_shape, needed.size)
+    combine = Combine(held, needed, "x", "out", reduction=plan.reduction)
+    result = LocalArray(needed.local_shape(rank), plan.reduction.result)
+    return Program((READ, combine, REUSE), results={"out": result})
+
+
+def _plan_all_reduce(specs: list[Any]) -> _Combined:
     libraries, dtypes, shapes, outs, ops = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     require_outputs_fit(outs, libraries, reduction.result, shapes)
-    return _AllReduce(reduction, shapes[0], len(specs), not any(outs))
+    return _Combined(reduction, Layout.replicated(shapes[0], len(specs)), not any(outs))
 
 
-def _steps_of_all_reduce(plan: _AllReduce, rank: int) -> Program:
-    whole = Layout.replicated(plan.shape, plan.size)
-    return _combined(plan.reduction, whole, whole, rank)
+def _result_of_all_reduce(operand: DeviceOperand, plan: _Combined) -> tuple[str, Shape] | None:
+    if operand.is_pushed(plan.reduction):
+        return None
+    return plan.reduction.result, operand.spec.shape
 
 
 ALL_REDUCE = Collective(
     "all_reduce",
     lambda spec, size, op: (Reduction.of(op, spec.dtype).op,),
     _plan_all_reduce,
-    _steps_of_all_reduce,
+    _steps,
     OnGPUs(
         Form(),
         lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
@@ -138,55 +152,37 @@ def _arguments_of_reduce_scatter(
     return reduction.op, along, slab_counts(extent, size) if given is None else given
 
 
-class _ReduceScatter(Immutable):
-    reduction: Reduction
-    axis: int
-    counts: Shape
-    shape: Shape  # of x
-    results: tuple[Shape, ...]
-
-
-def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
+def _plan_reduce_scatter(specs: list[Any]) -> _Combined:
     libraries, dtypes, shapes, outs, ops, axes, parts = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     axis = require_equal("axis", axes)
     counts = require_equal("counts", parts)
-    shape = shapes[0]
-    results = tuple((*shape[:axis], count, *shape[axis + 1 :]) for count in counts)
+    columns: list[list[Spans] | None] = [None] * len(shapes[0])
+    columns[axis] = [Spans.interval(*ends) for ends in pairwise(bounds(counts))]
+    needed = Layout.product(shapes[0], columns, size=len(specs))
+    results = [needed.local_shape(rank) for rank in range(len(specs))]
     require_outputs_fit(outs, libraries, reduction.result, results)
-    return _ReduceScatter(reduction, axis, counts, shape, results)
+    return _Combined(reduction, needed, not any(outs), axis, counts)
 
 
-def _steps_of_reduce_scatter(plan: _ReduceScatter, rank: int) -> Program:
-    size, starts = len(plan.counts), accumulate(plan.counts, initial=0)
-    columns: list[list[Spans] | None] = [None] * len(plan.shape)
-    columns[plan.axis] = [
-        Spans.interval(start, start + count)
-        for start, count in zip(starts, plan.counts, strict=False)
-    ]
-    parts = Layout.product(plan.shape, columns, size=size)
-    return _combined(plan.reduction, Layout.replicated(plan.shape, size), parts, rank)
+def _part_of(operand: DeviceOperand, plan: _Combined) -> Shape:
+    """The shape of this rank's result."""
+    return plan.needed.local_shape(operand.context.rank)
 
 
 REDUCE_SCATTER = Collective(
     "reduce_scatter",
     _arguments_of_reduce_scatter,
     _plan_reduce_scatter,
-    _steps_of_reduce_scatter,
+    _steps,
     OnGPUs(
         Form(),
         lambda operand, plan: operand.reduce_scatter(
-            plan.reduction, plan.axis, plan.counts, plan.results[operand.context.rank]
+            plan.reduction, plan.axis, plan.counts, _part_of(operand, plan)
         ),
-        lambda operand, plan: (plan.reduction.result, plan.results[operand.context.rank]),
+        lambda operand, plan: (plan.reduction.result, _part_of(operand, plan)),
     ),
 )
-
-
-def _combined(reduction: Reduction, held: Layout, needed: Layout, rank: int) -> Program:
-    combine = Combine(held, needed, "x", "out", reduction=reduction)
-    result = LocalArray(needed.local_shape(rank), reduction.result)
-    return Program((READ, combine, REUSE), results={"out": result})
 
 
 def _require_one_reduction(
