@@ -75,6 +75,9 @@ MISTAKES = {
         lambda s: s.option(result_type=0, result_amax=False), f"{V} or {MISMATCH}", V, "has d",
     ),
     "a scale of another name": (lambda s: s.scale(e=1.0), T, T, "no field 'e'"),
+    "scales are a pair": (
+        lambda s: setattr(s, "scales", (1.0, 1.0)), T, T, "quantization_scales is",
+    ),
     "scales are a number": (lambda s: setattr(s, "scales", 1.0), T, T, "quantization_scales is"),
     "a is text": (lambda s: s.scale(a="1"), V, V, "a number or a float32 array"),
     "a is a list": (lambda s: s.scale(a=[1.0]), V, V, "a number or a float32 array"),

@@ -45,8 +45,8 @@ from shardmath.operators.matmul.gpu.steps import (
 )
 from shardmath.operators.matmul.operation import MATMUL
 from shardmath.operators.matmul.problem import Problem, gradient_layouts
-from shardmath.operators.matmul.program import SCALES, output
-from shardmath.operators.matmul.scaling import TENSOR, Scaling
+from shardmath.operators.matmul.program import output
+from shardmath.operators.matmul.scaling import SCALES, TENSOR, Scaling
 from shardmath.operators.matmul.strategy import candidates
 from shardmath.program.gpu_performing import Given
 from shardmath.program.steps import Fused
@@ -347,7 +347,8 @@ def eight_bit_calls(layout, modes, shape, size, *, c=None, result="bfloat16", sc
             scales["d"] = scale_d
             options["result_amax"] = True
         named["options"] = MatmulOptions(**options)
-        calls.append(described(*parts, addend, distributions=own, scales=scales, **named))
+        named |= {"distributions": own, "quantization_scales": scales}
+        calls.append(described(*parts, addend, **named))
     return calls, [factor.numbers for factor in factors], dists
 
 

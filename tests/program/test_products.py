@@ -21,7 +21,8 @@ from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matrix_qualifiers_dtype
 from shardmath.machine import Machine
-from shardmath.operators.matmul.operation import MATMUL, arguments_of
+from shardmath.operators.matmul.description import arguments_of
+from shardmath.operators.matmul.operation import MATMUL
 from shardmath.operators.matmul.program import product_program
 from shardmath.operators.matmul.strategy import candidates
 from shardmath.program.arithmetic import fused
@@ -30,15 +31,11 @@ from shardmath.program.steps import Move, Synchronise
 ANY = settings(
     max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-LEFT_OUT = dict.fromkeys(
-    ("alpha", "beta", "qualifiers", "scales", "options", "epilog", "inputs", "preferences",
-     "stream")
-)  # fmt: skip
 
 
 def described(a, b, c, **named):
     """(arrays, spec, numbers) of one rank's call with new results."""
-    arguments = arguments_of(a, b, c, **{**LEFT_OUT, **named})
+    arguments = arguments_of(a, b, c, **named)
     arrays = dict(zip(MATMUL.names.operands, arguments.operands, strict=True))
     specs = {name: None if x is None else NumPy().spec(x) for name, x in arrays.items()}
     specs |= dict.fromkeys(MATMUL.names.results)
@@ -120,7 +117,7 @@ def calls_with_epilog(whole, name, kind, size, first=Slab.X, second=Slab.X):
                 alpha=0.5,
                 beta=2,
                 epilog=MatmulEpilog[name],
-                inputs=inputs or None,
+                epilog_inputs=inputs or None,
             )
         )
     return calls
@@ -184,7 +181,7 @@ def test_eight_bit_floats():
         columns = np.array(part_of(of_columns[None], b_, rank, size))[0]
         scales = {"a": rows, "b": columns, "c": 3.0, "d": 0.25}
         arrays, spec, told = described(
-            *parts, distributions=[a_, b_, d_], alpha=2.0, beta=1.0, scales=scales
+            *parts, distributions=[a_, b_, d_], alpha=2.0, beta=1.0, quantization_scales=scales
         )
         calls.append((arrays, spec, told))
     want = np.clip(want, -448, 448).astype(ml_dtypes.float8_e4m3fn)

@@ -21,12 +21,15 @@ from shardmath.call.planned import Planned
 from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.matmul.operation import MATMUL, arguments_of, given_results
+from shardmath.operators.matmul.description import Facts, arguments_of, place_of
+from shardmath.operators.matmul.operation import MATMUL, given_results
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
-from shardmath.operators.matmul.problem import Facts, place_of
+from shardmath.operators.matmul.problem import check_operands
 from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
 from shardmath.program.performing import Arguments, Plan, Turn
+
+_SCALES, _INPUTS = "quantization_scales", "epilog_inputs"
 
 
 @collective_call
@@ -80,10 +83,10 @@ def matmul(
         alpha=alpha,
         beta=beta,
         qualifiers=qualifiers,
-        scales=quantization_scales,
+        quantization_scales=quantization_scales,
         options=options,
         epilog=epilog,
-        inputs=epilog_inputs,
+        epilog_inputs=epilog_inputs,
         preferences=preferences,
         stream=stream,
     )
@@ -134,10 +137,8 @@ class Matmul(Planned):
             "options": options,
             "alpha": alpha,
             "beta": beta,
-            "epilog": None,
-            "preferences": None,
         }
-        operands = {"a": a, "b": b, "c": c, "scales": quantization_scales, "inputs": None}
+        operands = {"a": a, "b": b, "c": c, _SCALES: quantization_scales, _INPUTS: None}
         arguments = arguments_of(**operands, **self._asked, stream=stream)
         super().__init__(MATMUL, arguments)
         self._kept: Arguments | None = None  # of the next execution
@@ -147,7 +148,7 @@ class Matmul(Planned):
 
     def _build(self, specs: list[Any]) -> None:
         """An epilog comes with `plan`: until then only the operands are compared."""
-        MATMUL.check_operands(specs)
+        check_operands(specs)
 
     @collective_call
     def plan(  # type: ignore[override]
@@ -177,7 +178,7 @@ class Matmul(Planned):
         same = partial(require_equal, "autotune")
         tunes = checked(self.context.board, same, [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
-        arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
+        arguments = self._arguments(epilog_inputs=epilog_inputs, stream=stream, **asked)
         turn, agreement, _ = agree(
             self.context, "matmul", self._described, self._driver.build, arguments
         )
@@ -185,7 +186,7 @@ class Matmul(Planned):
         if tunes:
             plan = self._tuned(arguments, plan)
         self._asked.update(asked)
-        self._set_operands(inputs=epilog_inputs)
+        self._set_operands(epilog_inputs=epilog_inputs)
         self._facts, self._planned = turn.spec.spec, True
         self._plans += 1
         self._own_spec = HashedSpec((self.number, self._plans))
@@ -258,7 +259,7 @@ class Matmul(Planned):
         def described() -> None:
             if not given:
                 raise ValueError("reset_operands was given nothing to reset")
-            changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
+            changed = {**given, _SCALES: merged(given.get(_SCALES), self._operands[_SCALES])}
             self._require_complete(given)
             self._require_same_library(given)
             arguments = self._arguments(**changed, stream=stream)
@@ -300,7 +301,7 @@ class Matmul(Planned):
         self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
     ) -> Arguments:
         """See Planned. What the words say is in the plan."""
-        if self._kept is None or self._operands["scales"] is not None:  # whose values may change
+        if self._kept is None or self._operands[_SCALES] is not None:  # whose values may change
             self._kept = self._brief(self._arguments())
         return self._kept if stream is None else self._kept._replace(stream=stream)
 
@@ -319,18 +320,18 @@ class Matmul(Planned):
         self._kept = None
 
     def _arguments(self, **changes: Any) -> Arguments:
-        return arguments_of(**{**self._operands, **self._asked, "stream": None, **changes})
+        return arguments_of(**{**self._operands, **self._asked, **changes})
 
     def _take(self, given: Mapping[str, Any]) -> None:
         self._asked.update({name: given[name] for name in ("alpha", "beta") if name in given})
         held = {name: x for name, x in given.items() if name in self._operands}
-        if "scales" in held:
-            held["scales"] = merged(held["scales"], self._operands["scales"])
+        if _SCALES in held:
+            held[_SCALES] = merged(held[_SCALES], self._operands[_SCALES])
         self._set_operands(**held)
 
     @staticmethod
     def _given(*values: Any) -> dict[str, Any]:
-        names = ("a", "b", "c", "alpha", "beta", "scales", "inputs")
+        names = ("a", "b", "c", "alpha", "beta", _SCALES, _INPUTS)
         pairs = zip(names, values, strict=True)
         return {name: value for name, value in pairs if value is not None}
 
@@ -343,9 +344,9 @@ class Matmul(Planned):
             raise ValueError("c is given, and this Matmul was made without c")
         if self._has_operands:
             return
-        needed = ["a", "b", *(["c"] if self._facts.has_c else [])]
-        needed += ["inputs"] if self._facts.inputs else []
-        needed += ["scales"] if self._facts.scales else []
+        facts = self._facts
+        held = {"c": facts.has_c, _INPUTS: facts.inputs, _SCALES: facts.scales}
+        needed = ["a", "b", *(name for name, was in held.items() if was)]
         missing = [name for name in needed if name not in given]
         if missing:
             raise ValueError(

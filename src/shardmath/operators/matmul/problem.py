@@ -1,55 +1,29 @@
 """What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
 
-`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
 `check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
-what does not fit together. Both are pure: neither touches an element.
+what does not fit together. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardmath.arrays import ArraySpec, dtypes
 from shardmath.arrays.dtypes import FLOAT8
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.operators.layouts import bind_layout, infer_layout
+from shardmath.operators.matmul.description import MATRICES, Facts
 from shardmath.operators.matmul.options import (
-    FROM_FLOAT8,
-    MULTIPLIED,
-    MatmulOptions,
     extras_dtype,
-    result_dtype,
 )
 from shardmath.operators.matmul.scaling import (
-    Given,
     Scaling,
     agree_granularities,
-    check_scales,
-    readings,
 )
-
-_NAMES = ("a", "b", "c")
-
-
-class Call(NamedTuple):
-    """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
-
-    operands: tuple[ArraySpec | None, ...]  # a, b, c
-    distributions: tuple[Distribution, ...]
-    complex_scalars: tuple[bool, bool]  # alpha, beta
-    has_beta: bool
-    transpose: tuple[bool, bool, bool]
-    conjugate: tuple[bool, bool, bool]
-    options: MatmulOptions
-    epilog: MatmulEpilog
-    inputs: tuple[tuple[str, ArraySpec | None], ...]  # None for one that no epilog has
-    scales: tuple[Given, ...] = (None, None, None, None)  # of a, b, c and the result
 
 
 class Problem(Immutable):
@@ -128,82 +102,6 @@ def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
     return layout, held, rows
 
 
-class Facts(NamedTuple):
-    """What ranks tell each other of a call: plain, hashable data."""
-
-    operands: tuple[Any, ...]  # (library and memory, dtype, shape) of a, b, c, or None
-    distributions: tuple[Any, ...]
-    has_c: bool
-    transpose: tuple[bool, bool, bool]
-    conjugate: tuple[bool, bool, bool]
-    options: tuple[Any, ...]  # (name, value)
-    result: str
-    epilog: int
-    inputs: tuple[Any, ...]  # (name, (library and memory, dtype, shape, strides)) of epilog inputs
-    scales: tuple[Any, ...]  # the granularities that those of a, of b can mean; or nothing
-
-
-@lru_cache(maxsize=256)
-def describe(call: Call) -> Facts:
-    """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
-    a = call.operands[0]
-    assert a is not None
-    for name, spec in zip(_NAMES, call.operands, strict=True):
-        if spec is not None:
-            _check_operand(name, spec)
-            if place_of(spec) != place_of(a):
-                raise ValueError(
-                    f"a is {place_of(a)}, and {name} is {place_of(spec)}; operands are arrays of "
-                    "one library, in one kind of memory"
-                )
-    if a.space == "cpu":
-        dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
-    for name, spec in call.inputs:
-        if spec is not None and spec.library != a.library:
-            raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
-    _check_scalars(call, a.dtype)
-    call.options.check(a.dtype)
-    c = call.operands[2]
-    result = result_dtype(call.options, a.dtype, None if c is None else c.dtype)
-    if call.options.result_amax and result not in FLOAT8:
-        raise ValueError(f"result_amax wants a float8 result, and this one is {result}")
-    if call.options.inplace and c is None:
-        raise ValueError("options.inplace=True overwrites c, and no c is given")
-    return Facts(
-        operands=tuple(None if spec is None else _fact(spec) for spec in call.operands),
-        distributions=tuple(each.encode() for each in call.distributions),
-        has_c=c is not None,
-        transpose=call.transpose,
-        conjugate=call.conjugate,
-        options=call.options.compared,
-        result=result,
-        epilog=int(call.epilog),
-        inputs=tuple(
-            (name, () if spec is None else (*_fact(spec), spec.strides))
-            for name, spec in call.inputs
-        ),
-        scales=_readings(call, result),
-    )
-
-
-def _readings(call: Call, result: str) -> tuple[Any, ...]:
-    """What this rank's scales can mean. Raises ValueError or TypeError for what does not fit."""
-    a, b, c = call.operands
-    assert a is not None and b is not None
-    if a.dtype not in FLOAT8:
-        if any(call.scales):
-            raise ValueError(f"quantization_scales want float8 operands, not {a.dtype}")
-        return ()
-    narrow_c = c is not None and c.dtype in FLOAT8
-    needed = {"a": True, "b": True, "c": narrow_c, "d": result in FLOAT8}
-    check_scales(call.scales, needed, a)
-    found = []
-    for index, (spec, transposed) in enumerate(zip((a, b), call.transpose, strict=False)):
-        rows, columns = spec.shape[::-1] if transposed else spec.shape
-        found.append(readings(call.scales[index], index, (rows, columns), transposed))
-    return tuple(found)
-
-
 def check_operands(specs: Sequence[Sequence[Any]]) -> None:
     """Raise what can be known of descriptions that do not fit before an epilog is known."""
     _check_factors([Facts(*spec) for spec in specs])
@@ -215,12 +113,12 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     first = facts[0]
     options = dict(first.options)
     a, b = _check_factors(facts)
-    names = [MatmulEpilog(each.epilog).name for each in facts]
+    names = [MatmulEpilog(own.epilog).name for own in facts]
     epilog = MatmulEpilog[require_equal("epilog", names)]
-    require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
+    require_equal("the names of epilog_inputs", [[n for n, _ in own.inputs] for own in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = bind_layout(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
+    d = bind_layout(f"the result, {_by(shape)}", [own.distributions[2] for own in facts], shape)
     if sums_c:
         d = Layout.replicated(shape, len(facts))
     _check_c(facts, d)
@@ -248,7 +146,7 @@ def _scaling(facts: Sequence[Facts], a: Layout, b: Layout) -> Scaling | None:
     if not first.scales:
         return None
     c = first.operands[2]
-    for_a, for_b = agree_granularities([each.scales for each in facts], (a, b))
+    for_a, for_b = agree_granularities([own.scales for own in facts], (a, b))
     return Scaling(
         given=(first.operands[0][1], first.operands[1][1]),
         extras=_extras(first),
@@ -268,12 +166,12 @@ def _extras(facts: Facts) -> str:
 
 def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
     """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
-    for index, name in enumerate(_NAMES):
-        _check_same_kind(name, [each.operands[index] for each in facts])
-    for entries in zip(*(each.options for each in facts), strict=True):
+    for index, name in enumerate(MATRICES):
+        _check_same_kind(name, [own.operands[index] for own in facts])
+    for entries in zip(*(own.options for own in facts), strict=True):
         require_equal(f"options.{entries[0][0]}", [value for _, value in entries])
     for field in ("transpose", "conjugate", "result"):
-        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+        require_equal(_SAID.get(field, field), [getattr(own, field) for own in facts])
     transpose = facts[0].transpose
     a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))
     if a.global_shape[1] != b.global_shape[0]:
@@ -287,55 +185,6 @@ def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
 _SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
-def _check_operand(name: str, spec: ArraySpec) -> None:
-    if spec.ndim != 2:
-        column = f": as a column a vector is {name}[:, None]" if spec.ndim == 1 else ""
-        raise ValueError(f"{name} has shape {spec.shape}; matmul takes matrices{column}")
-    on_gpu = spec.space == "cuda" and spec.dtype in MULTIPLIED
-    if on_gpu and dtypes.of(spec.dtype).number is None:
-        raise ValueError(f"{name} has dtype {spec.dtype}, which GPUs do not multiply")
-    if spec.dtype not in MULTIPLIED:
-        raise ValueError(
-            f"{name} has dtype {spec.dtype}; supported are {', '.join(MULTIPLIED)}"
-            f"{dtypes.advice(spec.dtype)}"
-        )
-
-
-def _check_scalars(call: Call, dtype: str) -> None:
-    _, b, c = call.operands
-    if b is not None and b.dtype != dtype and not {b.dtype, dtype} <= FLOAT8:
-        raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
-    if b is not None and b.dtype == dtype == "float8_e5m2":
-        raise ValueError("a and b are both float8_e5m2; one of them is to be float8_e4m3fn")
-    if c is None and call.has_beta:
-        raise ValueError("beta is given without c; pass c, or leave beta out")
-    if c is not None:
-        if not call.has_beta:
-            raise ValueError("c is given without beta; pass beta too, for example beta=1")
-        expected = result_dtype(call.options, dtype, c.dtype)
-        fits = c.dtype in (FROM_FLOAT8 if dtype in FLOAT8 else (dtype, expected))
-        if not fits or (call.options.inplace and c.dtype != expected):
-            raise ValueError(f"c has dtype {c.dtype}; the result has {expected}")
-        if call.transpose[2] or call.conjugate[2]:
-            raise ValueError("c can be neither transposed nor conjugated by its qualifiers")
-    real = dtypes.of(dtype).kind != "c"
-    if real and (call.conjugate[0] or call.conjugate[1]):
-        raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
-    for name, is_complex in zip(("alpha", "beta"), call.complex_scalars, strict=True):
-        if real and is_complex:
-            raise ValueError(f"{name} is complex, and the operands are {dtype}")
-
-
-def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
-    """What all layers compare of an array: its library and memory, dtype, and shape."""
-    return place_of(spec), spec.dtype, spec.shape
-
-
-def place_of(spec: ArraySpec) -> str:
-    """The library of an array and the kind of its memory, in words."""
-    return f"{spec.library} on {spec.space}"
-
-
 def _check_same_kind(name: str, facts: list[Any]) -> None:
     given = require_equal(f"whether {name} is given", [fact is not None for fact in facts])
     if given:
@@ -346,13 +195,15 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
 def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
     distributions = [each.distributions[index] for each in facts]
-    layout = infer_layout(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
+    layout = infer_layout(
+        MATRICES[index], distributions, [each.operands[index][2] for each in facts]
+    )
     return layout.transposed() if transposed else layout
 
 
 def _check_c(facts: Sequence[Facts], d: Layout) -> None:
-    for rank, each in enumerate(facts):
-        c = each.operands[2]
+    for rank, own in enumerate(facts):
+        c = own.operands[2]
         if c is not None and tuple(c[2]) != d.local_shape(rank):
             raise ValueError(
                 f"rank {rank}: c has local shape {tuple(c[2])}; the result's distribution gives "
@@ -362,10 +213,10 @@ def _check_c(facts: Sequence[Facts], d: Layout) -> None:
 
 def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
     dtype = _extras(facts[0])
-    for rank, each in enumerate(facts):
+    for rank, own in enumerate(facts):
         m, n = d.local_shape(rank)
         needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}
-        given = dict(each.inputs)
+        given = dict(own.inputs)
         if set(needed) != set(given):
             raise ValueError(
                 f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "

@@ -17,7 +17,7 @@ from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.reduction import Reduction
 from shardmath.operators.matmul.problem import Problem, gradient_layouts
-from shardmath.operators.matmul.scaling import TENSOR, blocks_of
+from shardmath.operators.matmul.scaling import SCALES, TENSOR, blocks_of
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program.steps import (
     READ,
@@ -40,8 +40,6 @@ from shardmath.program.steps import (
     Synchronise,
 )
 from shardmath.redistribution import TransferPlan
-
-SCALES = tuple(f"the scale of {name}" for name in "abcd")
 
 
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:

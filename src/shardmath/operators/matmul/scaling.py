@@ -30,8 +30,12 @@ from shardmath.operators.matmul.options import MatmulQuantizationScales
 
 TENSOR, OUTER, VECTORS, SQUARES = "tensor", "outer", "1 x 128", "128 x 128"
 _NAMES = ("a", "b", "c", "d")
+SCALES = tuple(f"the scale of {name}" for name in _NAMES)  # as buffers and numbers
 
-Given = ArraySpec | str | None  # an array, the word "number", or nothing
+# The word "number", or nothing; of an array the word "array", or its spec.
+Given = ArraySpec | str | None
+Scales = tuple[tuple[Given, ...], tuple[Any, ...], tuple[float | None, ...]]
+NO_SCALES: Scales = ((None,) * 4,) * 3
 
 
 class Scaling(Immutable):
@@ -73,13 +77,6 @@ def blocks_of(granularity: str, index: int) -> Blocks:
     return Blocks(along_rows, along_k) if index == 0 else Blocks(along_k, along_rows)
 
 
-def given_scales(scales: Any) -> tuple[Given, ...]:
-    """What was given for a, b, c and d, without values. Raises TypeError or ValueError."""
-    if scales is None:
-        return (None,) * 4
-    return tuple(_given(n, x) for n, x in zip(_NAMES, scales_in_order(scales), strict=True))
-
-
 def merged(new: Any, old: Any) -> Any:
     """`new` scales, with `old` ones where there is no new one; for resets."""
     if new is None or old is None:
@@ -89,10 +86,30 @@ def merged(new: Any, old: Any) -> Any:
     return MatmulQuantizationScales(**kept)
 
 
-def scales_in_order(scales: Any) -> tuple[Any, ...]:
-    """The scales of a, b, c and d, as given."""
-    read = options_of(MatmulQuantizationScales, scales, "quantization_scales")
-    return tuple(getattr(read, name) for name in _NAMES)
+def read_scales(scales: Any) -> Scales:
+    """What was given for a, b, c and d; the arrays among that whose values the host does not know;
+    and the values that it knows, which are those of numbers, and of arrays of one element in its
+    memory. Raises TypeError or ValueError.
+    """
+    given = options_of(MatmulQuantizationScales, scales, "quantization_scales")
+    kinds, arrays, numbers = zip(
+        *(_read_scale(name, getattr(given, name)) for name in _NAMES), strict=True
+    )
+    return kinds, arrays, numbers
+
+
+def _read_scale(name: str, scale: Any) -> tuple[Given, Any, float | None]:
+    if scale is None:
+        return None, None, None
+    if isinstance(scale, (bool, np.bool_, str, bytes, complex, list, tuple)):
+        raise ValueError(f"the scale of {name} is a number or a float32 array, not {scale!r}")
+    if isinstance(scale, (int, float, np.integer, np.floating)):
+        return "number", None, float(scale)
+    library = library_of(scale, f"the scale of {name}")
+    spec = library.spec(scale)
+    if spec.device != "cpu" or spec.size != 1 or spec.dtype != "float32":
+        return "array", scale, None
+    return spec, None, float(library.host_view(scale).reshape(()))
 
 
 def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: ArraySpec) -> None:
@@ -101,48 +118,43 @@ def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: Array
     `needed` says of each of a, b, c and d whether it is an eight-bit matrix; `like` is a's spec.
     """
     for name, scale in zip(_NAMES, given, strict=True):
+        what = "the result" if name == "d" else name
         if needed[name] and scale is None:
-            what = "the result" if name == "d" else name
             raise ValueError(
                 f"{what} is of an eight-bit type, and quantization_scales has no {name}; pass its "
                 f"scale, for example quantization_scales={{{name!r}: 1.0, ...}}"
             )
         if scale is not None and not needed[name]:
-            what = "the result" if name == "d" else name
             raise ValueError(
                 f"quantization_scales has {name}, and {what} is of no eight-bit type: leave it out"
             )
         if isinstance(scale, ArraySpec):
             _check_array(name, scale, like)
-            if name in "cd" and scale.size != 1:
-                raise ValueError(
-                    f"the scale of {name} is one number for the whole matrix, not an array of "
-                    f"shape {scale.shape}"
-                )
 
 
-def readings(given: Given, index: int, shape: tuple[int, int], transposed: bool) -> tuple[str, ...]:
+def readings(given: Given, index: int, stored: Sequence[int], transposed: bool) -> tuple[str, ...]:
     """The granularities that this rank's scale of operand `index`, 0 or 1, can mean.
 
-    `shape` is that of the local part of op(A) or op(B). Raises ValueError where there is none.
+    `stored` is the shape of the local part of the operand. Raises ValueError where there is none.
     """
     if not isinstance(given, ArraySpec):
         return (TENSOR,)
-    found = [TENSOR] if given.size == 1 else []
-    wide = given.shape[::-1] if transposed else given.shape
-    for each in (OUTER, VECTORS, SQUARES):
-        expected = blocks_of(each, index).shape(*shape)
-        if wide == expected or (each == OUTER and given.shape == (shape[index],)):
-            found.append(each)
-    if not found:
-        name = _NAMES[index]
-        kinds = [f"{each}: {_turned(blocks_of(each, index).shape(*shape), transposed)}"
-                 for each in (OUTER, VECTORS, SQUARES)]  # fmt: skip
+    rows, columns = stored[::-1] if transposed else stored
+    expected = {
+        kind: blocks_of(kind, index).shape(rows, columns)[:: -1 if transposed else 1]
+        for kind in (OUTER, VECTORS, SQUARES)
+    }
+    fitting = [TENSOR] * (given.size == 1)
+    fitting += [kind for kind, shape in expected.items() if given.shape == shape]
+    if given.shape == ((rows, columns)[index],):
+        fitting.append(OUTER)
+    if not fitting:
+        name, kinds = _NAMES[index], "; ".join(f"{kind}: {x}" for kind, x in expected.items())
         raise ValueError(
             f"the scales of {name} have shape {given.shape}; for the local part of {name} they are "
-            f"one number, or have a shape of {'; '.join(kinds)}"
+            f"one number, or have a shape of {kinds}"
         )
-    return tuple(found)
+    return tuple(fitting)
 
 
 def agree_granularities(
@@ -178,34 +190,6 @@ def _has_whole_k(layout: Layout, axis: int) -> bool:
     )
 
 
-def _given(name: str, scale: Any) -> Given:
-    if scale is None:
-        return None
-    if _is_number(scale):
-        return "number"
-    if isinstance(scale, (bool, np.bool_, str, bytes, complex, list, tuple)):
-        raise ValueError(f"the scale of {name} is a number or a float32 array, not {scale!r}")
-    return library_of(scale, f"the scale of {name}").spec(scale)
-
-
-def known_scale(scale: Any) -> float | None:
-    """The value of a number, or of an array of one element in host memory; None for all others."""
-    if scale is None:
-        return None
-    if _is_number(scale):
-        return float(scale)
-    library = library_of(scale)
-    spec = library.spec(scale)
-    if spec.device != "cpu" or spec.size != 1:
-        return None
-    return float(library.host_view(scale).reshape(()))
-
-
-def _is_number(scale: Any) -> bool:
-    known = isinstance(scale, (int, float, np.integer, np.floating))
-    return known and not isinstance(scale, bool)
-
-
 def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
     if scale.library != like.library:
         raise TypeError(
@@ -217,7 +201,8 @@ def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
         raise ValueError(
             f"the scale of {name} has shape {scale.shape}; scales have two axes at most"
         )
-
-
-def _turned(shape: tuple[int, int], transposed: bool) -> tuple[int, int]:
-    return (shape[1], shape[0]) if transposed else shape
+    if name in "cd" and scale.size != 1:
+        raise ValueError(
+            f"the scale of {name} is one number for the whole matrix, not an array of "
+            f"shape {scale.shape}"
+        )

@@ -50,8 +50,8 @@ from shardmath.operators.matmul.gpu.steps import (
     ScaleOf,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.program import SCALES, output
-from shardmath.operators.matmul.scaling import TENSOR, Scaling, blocks_of
+from shardmath.operators.matmul.program import output
+from shardmath.operators.matmul.scaling import SCALES, TENSOR, Scaling, blocks_of
 from shardmath.program.rank_program import Peer, RankProgram, View
 from shardmath.program.steps import (
     READ,

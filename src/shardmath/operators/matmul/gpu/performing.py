@@ -25,7 +25,7 @@ from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan, lying, matrix_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
-from shardmath.operators.matmul.program import SCALES
+from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
 from shardmath.program.gpu_steps import GPUProgram
 from shardmath.program.numbers import real

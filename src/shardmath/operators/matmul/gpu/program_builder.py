@@ -14,7 +14,7 @@ from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
 from shardmath.operators.matmul.gpu.steps import ByEngines, Name
-from shardmath.operators.matmul.program import SCALES
+from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.rank_program import Peer, RankProgram, View
 from shardmath.program.steps import READ, Await, Fused, Get, Memory, On, Pack, Record, Unpack
 from shardmath.program.steps import Move as MoveStep

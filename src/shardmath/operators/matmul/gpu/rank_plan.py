@@ -37,7 +37,8 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     modes,
     scale_moves,
 )
-from shardmath.operators.matmul.program import SCALES, passed
+from shardmath.operators.matmul.program import passed
+from shardmath.operators.matmul.scaling import SCALES
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program import steps
 from shardmath.program.steps import Combine
