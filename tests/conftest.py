@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import one_thread  # noqa: F401  (before NumPy)
+import preloaded
 from loaded import find_libraries
 from ranks import Pool, with_context
 
@@ -80,6 +81,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     """Now all is loaded that tests import."""
     find_libraries()
+    preloaded.python()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+import preloaded
 from serve import END, receive, send
 from shardmath.base import config, wire
 from shardmath.launch.failure import Failure
@@ -68,15 +69,18 @@ def missing(launcher: str) -> str:
     return ""
 
 
-def command(launcher: str, size: int) -> list[str]:
-    """The words before the program's name that start it on `size` ranks."""
+def command(launcher: str, size: int, python: Sequence[str] = (sys.executable,)) -> list[str]:
+    """The words before the program's name that start it on `size` ranks, each of them a `python`.
+
+    Those of our launcher are forks of one. torchrun itself is never a new Python.
+    """
     program = LAUNCHERS[launcher][0]
     if program == "shardmath":
-        return [sys.executable, "-m", "shardmath", "run", "-n", str(size)]
+        return [*python, "-m", "shardmath", "run", "-n", str(size)]
     if program == "torchrun":
-        run = [sys.executable, "-m", "torch.distributed.run"]
-        return [*run, "--standalone", "--nproc-per-node", str(size)]
-    return [*_mpi_words(), "-n", str(size), sys.executable]
+        run = [*preloaded.python(), "-m", "torch.distributed.run"]
+        return [*run, "--standalone", "--nproc-per-node", str(size), "--no-python", *python]
+    return [*_mpi_words(), "-n", str(size), *python]
 
 
 def _mpirun() -> str | None:
@@ -123,7 +127,8 @@ class Started:
             address = f"shardmath-tests-{secrets.token_hex(8)}"
             door.bind("\0" + address)
             door.listen(size)
-            words = [*command(launcher, size), str(Path(__file__).with_name("serve.py"))]
+            python = [sys.executable] if LAUNCHER else preloaded.python()
+            words = [*command(launcher, size, python), str(Path(__file__).with_name("serve.py"))]
             self._process = subprocess.Popen(
                 [*words, address, LAUNCHERS[launcher][2]],
                 env={**config.environment(), "PYTHONPATH": os.pathsep.join(sys.path)},

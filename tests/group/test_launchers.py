@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from started import command, missing
 
 PROGRAM = str(Path(__file__).parent / "agreeing.py")
@@ -24,7 +25,10 @@ def test_the_same_agreement(launcher: str) -> None:
     if missing(launcher):
         pytest.skip(missing(launcher))
     done = subprocess.run(
-        [*command(launcher, 2), PROGRAM], capture_output=True, text=True, check=False
+        [*command(launcher, 2, preloaded.python()), PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(line.removeprefix(f"[{line[1]}] ") for line in done.stdout.splitlines()) == [

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from shardmath.base.config import Settings
 from shardmath.context.startup import initialize
 from shardmath.launch import spawn
@@ -82,7 +83,7 @@ def test_torch_says_whom_it_misses() -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     facts = dict(zip(names, ("0", "0", "2", "2", "127.0.0.1", port), strict=True))
     program = 'import shardmath; shardmath.initialize("cpu")'
-    status, text = ended([sys.executable, "-c", program], **LIMITS, **facts)
+    status, text = ended([*preloaded.python(), "-c", program], **LIMITS, **facts)
     assert status == 1
     assert "shardmath: rank 0 in initialize, <string>:1: waiting for the other ranks" in text
     assert re.search(r"BootstrapError: rank 0 .*: .* did not bring 2 ranks together .*2 s", text)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from far_program import check as check_program
 
+import preloaded
 from heap_use import settled_use
 from mortal import ENDLESS, Job, Raised, limit_waits, on_ranks
 from shardmath import symmetric_memory
@@ -296,7 +297,7 @@ PROGRAM = Path(__file__).parent / "far_program.py"
 
 
 def test_mpi_is_chosen_between_machines():
-    command = [str(MPIEXEC), "-n", "3", sys.executable, str(PROGRAM), "apart"]
+    command = [str(MPIEXEC), "-n", "3", *preloaded.python(), str(PROGRAM), "apart"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.split() == ["mpi"] * 3
@@ -328,7 +329,7 @@ def test_machines_that_a_transport_does_not_reach(transport):
 def test_mpi_windows(size, hosts):
     """The program of far_program.py, with memory that is reached through MPI."""
     command = [str(MPIEXEC), "-n", str(size), "-env", "SHARDMATH_TRANSPORT", "mpi"]
-    command += ["-env", "SHARDMATH_FAKE_HOSTS", str(hosts), sys.executable, str(PROGRAM)]
+    command += ["-env", "SHARDMATH_FAKE_HOSTS", str(hosts), *preloaded.python(), str(PROGRAM)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert sorted(done.stdout.split()) == ["mpi"] * size

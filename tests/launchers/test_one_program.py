@@ -1,4 +1,7 @@
-"""One program, started by our launcher, mpirun and torchrun, on 2 and 3 ranks, and alone."""
+"""One program, started by our launcher, mpirun and torchrun, on 2 and 3 ranks, and alone.
+
+Of 2 ranks each is a new Python; 3 are forks of one that has loaded the libraries.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from started import command, missing
 
 PROGRAM = str(Path(__file__).parent / "program.py")
@@ -29,7 +33,8 @@ def test_one_program(launcher: str, size: int) -> None:
     if missing(launcher):
         pytest.skip(missing(launcher))
     libraries = LAUNCHERS[launcher]
-    lines = run([*command(launcher, size), PROGRAM, *libraries])
+    python = [sys.executable] if size == 2 else preloaded.python()
+    lines = run([*command(launcher, size, python), PROGRAM, *libraries])
     ways = ["environment", *libraries]
     assert lines == ["; ".join(f"{way} {r} of {size}" for way in ways) for r in range(size)]
 
