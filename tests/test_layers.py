@@ -20,6 +20,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "shardmath"
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST_FUNCTION = 60
+MODULES_OF_A_FIRST_CALL = 130  # on cores, where the start and one all_reduce import 127
+OPTIONS = ("Options", "Preferences", "QuantizationScales")  # ends of the names of their classes
+UNUSED_ON_CORES = ("concurrent", "multiprocessing", "scipy", "ducc0", "torch", "triton")
 
 # (importing module, imported unit): why it may look up.
 UPWARD: dict[tuple[str, str], str] = {}
@@ -253,6 +256,49 @@ def test_functions_are_short() -> None:
                 if count > LONGEST_FUNCTION:
                     long.append(f"{where(path, node.lineno)} {node.name} has {count} lines")
     assert not long
+
+
+def test_immutable_objects_are_defined_without_compiling_source() -> None:
+    """But for options, which users make, and for what geometry makes by the thousand, in slots."""
+    compiled = []
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.endswith(OPTIONS):
+                made_by = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any("frozen=True" in how and "slots=True" not in how for how in made_by):
+                    compiled.append(f"{where(path, node.lineno)} {node.name}")
+    assert not compiled
+
+
+def test_a_first_call_on_cores_imports_what_cores_need() -> None:
+    program = """
+import sys, numpy
+def loaded():
+    return {name for name in sys.modules if name not in before}
+before = set(sys.modules)
+import shardmath
+shardmath.initialize("cpu")
+print(*loaded())
+from shardmath.collectives import all_reduce
+all_reduce(numpy.ones(3))
+print(*loaded())
+"""
+    path = str(SOURCE.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{program}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    started, called = ({*line.split()} for line in result.stdout.splitlines())
+    own = {name.removeprefix("shardmath.") for name in called if name.startswith("shardmath")}
+    other = ("cuda", "launch", "transport.gpus.", "operators.fft", "operators.matmul")
+    assert not [name for name in called if name.startswith(UNUSED_ON_CORES)]
+    assert not [
+        name for name in own if name.startswith(other) or name.split(".")[-1].startswith("gpu_")
+    ]
+    assert not [
+        name for name in started if name.startswith(("shardmath.program", "shardmath.operators"))
+    ]
+    assert len(own) <= MODULES_OF_A_FIRST_CALL
 
 
 HEAVY = ["cuda", "cupy", "mpi4py", "numpy", "scipy", "sklearn", "torch"]

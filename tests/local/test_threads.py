@@ -18,6 +18,12 @@ def nothing_said(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def many_cores(monkeypatch):
+    """More than a limit of the test's."""
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(64)))
+
+
 def blas_threads():
     np.ones((2, 2)) @ np.ones((2, 2))
     return {library["num_threads"] for library in threadpool_info()}
@@ -56,7 +62,7 @@ def test_the_number(monkeypatch, setting, said, cores, expected):
     assert threads_per_rank(setting, range(len(cores))) == expected
 
 
-def test_limits_only_lower_and_the_last_to_end_restores():
+def test_limits_only_lower_and_the_last_to_end_restores(many_cores):
     with threadpool_limits(3):
         first, none = ThreadLimit(2, 0), ThreadLimit(8, 0)
         assert blas_threads() == {2}
@@ -70,7 +76,7 @@ def test_limits_only_lower_and_the_last_to_end_restores():
         assert blas_threads() == {3}
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
+def test_what_the_user_has_set_stays(monkeypatch, many_cores):
     with threadpool_limits(3):
         limit = ThreadLimit(1, 0)
         threadpool_limits(2)  # later
@@ -94,7 +100,17 @@ def test_what_the_user_has_set_stays(monkeypatch):
         assert blas_threads() == {3}
 
 
-def test_without_threadpoolctl_nothing_changes(monkeypatch):
+def test_libraries_are_not_looked_for_where_each_core_has_a_thread(monkeypatch):
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1, 5})
+    monkeypatch.setattr(threads, "_libraries", lambda: pytest.fail("looked for"))
+    ThreadLimit(3, 0).end()
+    ThreadLimit(4, 0).end()
+    with pytest.raises(pytest.fail.Exception):
+        ThreadLimit(2, 0)
+    ThreadLimit._open.clear()
+
+
+def test_without_threadpoolctl_nothing_changes(monkeypatch, many_cores):
     before = blas_threads()
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)
     limit = ThreadLimit(1, 0)

@@ -7,16 +7,16 @@ type the field's, its default the field's, and its sentence the field's metadata
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from shardmath.base.caller import caller_place
+from shardmath.base.immutable import Immutable
 
 PREFIX = "SHARDMATH_"
 
@@ -25,8 +25,7 @@ def _variable(default: Any, sentence: str) -> Any:
     return field(default=default, metadata={"sentence": sentence})
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Immutable):
     """The values in force, read once when a context is made."""
 
     timeout: float = _variable(60.0, "Seconds that an operation waits for its peers.")
@@ -70,7 +69,7 @@ class Settings:
         that are unknown `warn_of_unknown` tells.
         """
         environ = environment() if environ is None else environ
-        known = {PREFIX + f.name.upper(): f for f in fields(cls)}
+        known = {PREFIX + f.name.upper(): f for f in cls.__dataclass_fields__.values()}
         values: dict[str, Any] = {}
         for name, text in environ.items():
             if name not in known:
@@ -90,10 +89,12 @@ class Settings:
 def warn_of_unknown(environ: Mapping[str, str] | None = None) -> None:
     """Warn, at the user's line, of each `SHARDMATH_*` name that means nothing."""
     environ = environment() if environ is None else environ
-    known = [f.name.upper() for f in fields(Settings)]
+    known = [name.upper() for name in Settings.__dataclass_fields__]
     for name in environ:
         ending = name.removeprefix(PREFIX)
         if ending != name and ending not in known:
+            import difflib
+
             near = difflib.get_close_matches(ending, known, n=1)
             hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
             file, line = caller_place()
@@ -124,7 +125,7 @@ def table() -> list[tuple[str, str, str, str]]:
     """Rows of (variable, type, default, sentence), for the documentation and the command line."""
     return [
         (PREFIX + f.name.upper(), type(f.default).__name__, str(f.default), f.metadata["sentence"])
-        for f in fields(Settings)
+        for f in Settings.__dataclass_fields__.values()
     ]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from shardmath.base import current
+from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError, ConvertDistributionError
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
@@ -27,8 +28,7 @@ from shardmath.geometry.spans import Spans
 D = TypeVar("D", bound="Distribution")
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(Immutable):
     """The array and the ranks that a distribution is bound to; None where it was not told."""
 
     global_shape: tuple[int, ...]

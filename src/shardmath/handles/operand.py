@@ -7,7 +7,7 @@ kept of an operand from one call to the next holds no memory: whoever passes the
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
@@ -19,8 +19,7 @@ from shardmath.symmetric.heap import Block, Location
 _HEAD = struct.Struct("<IQQq")  # segment, offset, bytes, origin
 
 
-@dataclass(frozen=True, slots=True)
-class Exposed:
+class Exposed(Immutable):
     """`nbytes` at `location` of a rank's memory hold its local array, or the part that is read.
 
     Element 0 is, or would be, `origin` bytes from there. Strides are bytes.

@@ -42,7 +42,8 @@ class ThreadLimit:
     """Lowers the threads of the libraries that are loaded, from `__init__` to `end`.
 
     Of several at a time each only lowers, and the last to end restores what was before the first.
-    Without threadpoolctl it does nothing. It takes milliseconds.
+    Without threadpoolctl it does nothing. It takes milliseconds, but where there is a thread for
+    each core: a library uses no more unless the user has told it to.
     """
 
     _open: ClassVar[list[ThreadLimit]] = []
@@ -51,6 +52,8 @@ class ThreadLimit:
     def __init__(self, threads: int, setting: int) -> None:
         """`setting` as for `threads_per_rank`: what variables say beside it is the user's."""
         self._open.append(self)
+        if threads >= len(os.sched_getaffinity(0)):
+            return
         for library in _libraries():
             if library.num_threads <= threads or _set_by_user(library.internal_api, setting):
                 continue

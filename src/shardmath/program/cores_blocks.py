@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -157,6 +156,8 @@ class _Scratch:
 
 def _share(context: Context, parts: Sequence[Calls]) -> None:
     """Perform the parts of a pass, each on a thread."""
+    from concurrent.futures import ThreadPoolExecutor  # which few calls need
+
     pool: ThreadPoolExecutor = context.cache(
         "threads of passes", lambda: ThreadPoolExecutor(context.threads, "shardmath-pass")
     )
