@@ -376,14 +376,29 @@ CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
 class Place(NamedTuple):
     """A bytecode of `code` at `offset`, reached by `callers`, executed for the `nth` time.
 
-    `digest` is the same in every process, and for the last time, after however many.
+    `chain()` is that of all places of this code with these callers, of which this is the `number`th
+    that was executed. `turn` is 0 for the first time, 1 again, and 2 the last time.
     """
 
     code: CodeType
     offset: int
     callers: tuple[tuple[CodeType, int], ...]
     nth: int
-    digest: int
+    turn: int
+    number: int
+    chain: Callable[[], tuple[int, int]]
+
+    @property
+    def digest(self) -> int:
+        """The same in every process, and for the last time, after however many.
+
+        Places in pure code have the same digest whoever the callers are, but for the first bytecode
+        beneath code that is not pure: what leaves pure code leaves nothing behind.
+        """
+        alone, below = self.chain()
+        entered = not (is_pure(self.code) and is_pure(self.callers[0][0]))
+        within = not is_pure(self.code) or (entered and self.number == 0)
+        return crc32(b"%d %d" % (self.offset, self.turn), below if within else alone)
 
     def __str__(self) -> str:
         chain = ((self.code, self.offset), *self.callers)
@@ -400,8 +415,20 @@ def callers_of(frame: Any) -> tuple[tuple[CodeType, int], ...]:
 
 
 def digest_of(*chain: tuple[CodeType, int]) -> int:
-    words = [f"{Path(code.co_filename).name} {code.co_qualname} {at}" for code, at in chain]
+    words = [f"{name_of_file(code.co_filename)} {code.co_qualname} {at}" for code, at in chain]
     return crc32("\n".join(words).encode())
+
+
+def chain_of(
+    code: CodeType, callers: tuple[tuple[CodeType, int], ...]
+) -> Callable[[], tuple[int, int]]:
+    """Digests of code alone, and beneath its callers. Worked out when asked for: it takes long."""
+    return cache(lambda: (digest_of((code, 0)), digest_of((code, 0), *callers)))
+
+
+@cache
+def name_of_file(path: str) -> str:
+    return Path(path).name
 
 
 PURE_FILES = ("<string>", immutable.__file__, wire.__file__)
@@ -439,20 +466,13 @@ class Places:
         sys.settrace(None)
 
     def listed(self) -> list[Place]:
-        """Every place when it is executed first, again, and for the last time.
-
-        Those in pure code have the same digest whoever the callers are, but for the first bytecode
-        beneath code that is not pure: what leaves pure code leaves nothing behind.
-        """
+        """Every place when it is executed first, again, and for the last time."""
         found = []
         for code, callers, counts in self._counts.values():
-            alone, below = digest_of((code, 0)), digest_of((code, 0), *callers)
-            entered = not (is_pure(code) and is_pure(callers[0][0]))
+            chain = chain_of(code, callers)
             for number, (offset, count) in enumerate(counts.items()):
-                chain = below if not is_pure(code) or (entered and number == 0) else alone
-                for time, nth in enumerate(sorted({1, min(2, count), count})):
-                    digest = crc32(b"%d %d" % (offset, time), chain)
-                    found.append(Place(code, offset, callers, nth, digest))
+                for turn, nth in enumerate(sorted({1, min(2, count), count})):
+                    found.append(Place(code, offset, callers, nth, turn, number, chain))
         return found
 
     def _enter(self, frame: Any, *_: object) -> Any:
@@ -593,8 +613,9 @@ class Part:
         """The places that are in this part and were not seen before."""
         taken = []
         for place in places:
-            key = 2 * place.digest + (warm > 0)
-            if place.digest % self.parts == self.number and key not in self.seen:
+            digest = place.digest
+            key = 2 * digest + (warm > 0)
+            if digest % self.parts == self.number and key not in self.seen:
                 self.seen.add(key)
                 taken.append(place)
         return taken
