@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 
+from arrangements import part_of
 from mortal import Job, Raised
 from shardmath.base.compiled import extension
-from shardmath.collectives import all_reduce, reduce_scatter
+from shardmath.collectives import all_gather, all_reduce, reduce_scatter
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.fft import fft
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.allocation import free_symmetric_memory as free
 from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.program.cores import Cores
 
 RANKS = 3
 ODD = 1  # the rank that does otherwise
@@ -464,3 +467,86 @@ def test_compiled_code_makes_the_call_where_it_was_built(way):
         outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
     assert all(steps == (0 if built else 1) for built, steps in outcomes), outcomes
     assert way == "compiled" or not any(built for built, _ in outcomes)
+
+
+def waves(whole):
+    return np.fft.fft2(whole)
+
+
+# What makes a new result of an operand split along x, what it is of the whole, and how it is split.
+MAKERS = {
+    "all_gather": (lambda x, _: all_gather(x), lambda whole: whole, None),
+    "redistribute": (lambda x, _: redistribute(x, Slab.X, Slab.Y), lambda whole: whole, Slab.Y),
+    "product": (
+        lambda x, b: matmul(x, b, distributions=SPLITS),
+        lambda whole: whole @ whole,
+        Slab.Y,
+    ),
+    "transform": (lambda x, _: fft(x, distribution=Slab.X), waves, Slab.X),
+}
+SIDES = 2 * RANKS, 96  # results of up to, and of more than what is sooner copied
+TRIED = 4  # calls whose results are dropped, before others are kept
+
+
+def kept(group):
+    """Results that were not right at the end, of programs that keep them, and how many calls bound
+    steps to the places of those: each lies where none lies, but perhaps where one lay that was
+    dropped.
+    """
+    context, wrong, most = startup.initialize("cpu", group), [], 0
+    rank, size, bind = context.rank, context.size, Cores._bind_step
+    for name, library, side, on_heap, columns in product(
+        MAKERS, (np, torch), SIDES, (False, True), (False, True)
+    ):
+        make, expected, split = MAKERS[name]
+        dtype = np.dtype("complex128" if name == "transform" else "float64")
+        x, b = (
+            in_memory(library, (side // size, side), dtype, on_heap=on_heap, columns=columns)
+            for _ in range(2)
+        )
+        results, bound = [], set()
+
+        def noted(self, *arguments, bound=bound, results=results):
+            bound.add(len(results))
+            return bind(self, *arguments)
+
+        Cores._bind_step = noted
+        for turn in range(TRIED + 8):
+            whole = (np.arange(side * side).reshape(side, side) % (5 + turn)).astype(dtype)
+            for array in (x, b):
+                np.asarray(array)[...] = part_of(whole, Slab.X, rank, size)
+            context.barrier()
+            result = make(x, b)
+            if turn < TRIED:
+                bound.clear()
+            else:
+                part = expected(whole)
+                results.append(
+                    (result, part if split is None else part_of(part, split, rank, size))
+                )
+            del result
+        Cores._bind_step = bind
+        most = max(most, len(bound) if side == SIDES[0] and not columns else 0)
+        if not all(np.allclose(result, part, atol=1e-9) for result, part in results):
+            wrong.append((name, library.__name__, side, on_heap, columns))
+    return [wrong, most]
+
+
+def in_memory(library, shape, dtype, *, on_heap, columns):
+    """An array on the heap, or in ordinary memory, whose rows or columns are contiguous."""
+    shape = shape[::-1] if columns else shape
+    if on_heap:
+        kind = dtype if library is np else getattr(torch, dtype.name)
+        array = allocate(shape, library, dtype=kind)
+    else:
+        array = (
+            np.empty(shape, dtype) if library is np else torch.from_numpy(np.empty(shape, dtype))
+        )
+    return array.T if columns else array
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_that_are_kept_lie_where_none_lay_before(way):
+    with Job(RANKS, kept, WAYS[way]) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert all(wrong == [] and most <= TRIED for wrong, most in outcomes), outcomes

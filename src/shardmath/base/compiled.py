@@ -30,7 +30,7 @@ BUILT = {
 # what was built from older sources is not used.
 _INTERFACES = {
     "shardmath.symmetric._board": 2,
-    "shardmath.call._direct": 7,
+    "shardmath.call._direct": 8,
     "shardmath.cuda._launch": 1,
 }
 

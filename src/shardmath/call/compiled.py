@@ -92,7 +92,7 @@ class CompiledCalls:
         made_so: tuple[Any, ...] = (
             *(looks, words, known.blocks, made, direct.memory, entry, agreement.key[0], text),
             *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
-            *({}, direct.bind, direct.receive, begun),
+            *({}, direct.bind, direct.home, direct.receive, begun),
         )
         for half, calls in enumerate(self.calls):
             if direct.half in (None, half):

@@ -33,6 +33,7 @@ enum {
     RESULT,   /* which one it is */
     STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
     BIND,     /* makes those steps, for a new result; None where the driver is to make the call */
+    HOME,     /* (memory, steps that end there), for a result where none has lain: it is copied; or None */
     RECEIVE,  /* where all payloads are put first, a buffer; or how they are summed: see `sum_into` */
     BEGUN,    /* what the driver makes the rest of, where others send other texts */
     FIELDS
@@ -246,7 +247,8 @@ typedef struct {
     PyObject *shared, *call, *results; /* its own, those that were given */
     PyObject *record;                  /* of what the user called, if it was made here */
     int is_noted;                      /* with the board */
-    PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there */
+    PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there, */
+    PyObject *home;                    /* or in this memory, from which it is copied; borrowed */
     PyObject *payload, *met;           /* an object that has it, and one that has all ranks' messages */
     Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
     Py_ssize_t size;
@@ -489,9 +491,20 @@ static PyObject *bound(PyObject *call, PyObject *result) {
     return steps;
 }
 
-/* The steps that end in this result, a new reference: those of the last results that lay there; as `bound`. */
-static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made, PyObject *place) {
+/* The steps that end in memory of the call's own, a new reference; the result is copied from there. */
+static PyObject *steps_home(Turn *turn) {
+    PyObject *home = ITEM(turn->call, HOME);
+    turn->home = ITEM(home, 0);
+    return Py_NewRef(ITEM(home, 1));
+}
+
+/* The steps that end in this result, a new reference: those of the last results that lay there; as `bound`.
+ * Where none has lain, and the result may be copied, the place is noted alone: steps are bound to it when it
+ * comes again, as it does not where results are kept. */
+static PyObject *steps_into(Turn *turn) {
+    PyObject *shared = turn->shared, *call = turn->call, *made = turn->made, *place = turn->place;
     PyObject *by_place = ITEM(call, STEPS), *looks = NULL;
+    int copies = made != NULL && ITEM(call, HOME) != Py_None;
     if (made == NULL)
         place = Py_None;
     else if (place == NULL) {
@@ -502,14 +515,16 @@ static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made, Py
         if (PyErr_Occurred())
             return NULL;
         if (looks == NULL) /* its place cannot be told */
-            return bound(call, made);
+            return copies ? steps_home(turn) : bound(call, made);
         place = ITEM(looks, 0);
     }
     if (PyDict_GET_SIZE(by_place) >= PLACES)
         PyDict_Clear(by_place);
     PyObject *steps = PyDict_GetItemWithError(by_place, place);
-    if (steps != NULL)
+    if (steps != NULL && steps != Py_None)
         Py_INCREF(steps);
+    else if (steps == NULL && copies && !PyErr_Occurred())
+        steps = PyDict_SetItem(by_place, place, Py_None) < 0 ? NULL : steps_home(turn);
     else if (!PyErr_Occurred()) {
         steps = bound(call, made == NULL ? Py_None : made);
         if (steps != NULL && steps != Py_None && PyDict_SetItem(by_place, place, steps) < 0)
@@ -570,6 +585,15 @@ static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     return target;
 }
 
+/* Copy what the steps have left elsewhere to the result, whose memory is in C order. */
+static int fetch(const Turn *turn) {
+    const Py_buffer *memory = PyMemoryView_GET_BUFFER(turn->home);
+    char *target = memory_of(turn->made, memory->len);
+    if (target != NULL)
+        memcpy(target, memory->buf, (size_t)memory->len);
+    return target == NULL ? -1 : 0;
+}
+
 /* Add what all ranks have sent along into the result. `how` is (address of a function of sum.c, bytes of the
  * result, where they begin in each payload); the result's memory is in C order. */
 static int sum_into(const Turn *turn, PyObject *how, PyObject *result) {
@@ -626,7 +650,7 @@ static int prepare(Turn *turn) {
         return -1;
     if ((ITEM(call, NEW) != Py_None && (turn->made = new_result(call, &turn->place)) == NULL) ||
         (ITEM(call, BIND) != Py_None &&
-         (turn->steps = steps_into(turn->shared, call, turn->made, turn->place)) == NULL)) {
+         (turn->steps = steps_into(turn)) == NULL)) {
         if (!PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
         PyErr_Clear(); /* the driver finds it again, and tells the others */
@@ -646,6 +670,8 @@ static PyObject *complete(Turn *turn) {
     } else if (receive != Py_None && put(turn, receive) < 0)
         return NULL;
     if (turn->steps != NULL && run(turn, turn->steps) < 0)
+        return NULL;
+    if (turn->home != NULL && fetch(turn) < 0)
         return NULL;
     return result_of(call, turn->results, turn->made);
 }
@@ -1025,7 +1051,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
         PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", ROUNDS);
         Py_CLEAR(module);
     }
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 7) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 8) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

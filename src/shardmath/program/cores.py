@@ -56,6 +56,7 @@ from shardmath.symmetric.heap import Block, Buffer
 _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # of new results, of each such call
 _KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
+_COPIED_BYTES = 32 << 10  # of new results, which are sooner copied than steps bound to them
 _TAG = 8  # bytes, of a plan
 _HEAD = struct.Struct("<I")  # bytes of a note that a payload follows
 _UNPREPARED = bytes(_TAG)
@@ -117,7 +118,8 @@ class _Prepared(Immutable, eq=False):
 class _Bound(Immutable, eq=False):
     """What performs a program between the same arrays, by the number of each step: `parts`.
 
-    `by_place` is all of it, in order, by where new results lie.
+    `by_place` is all of it, in order, by where new results lie. Where none have lain before, small
+    ones are copied from `homes`: those of a program that keeps its results lie nowhere twice.
     """
 
     arrays: dict[str, Operand]
@@ -125,6 +127,7 @@ class _Bound(Immutable, eq=False):
     binding: Binding
     parts: list[tuple[int, Calls]]
     lasting: bool
+    homes: dict[str, Any]
     by_place: LRUCache[tuple[int, ...], Calls] = field(
         default_factory=lambda: LRUCache(_KEPT_PLACES)
     )
@@ -381,7 +384,7 @@ class Cores:
             bound = self._bind(turn, plan, notes)
             if notes is told and known.lasting and bound.lasting and turn.held is None:
                 self._bound.keep((turn.prepared, agreement), bound)
-            steps = bound.by_place.keep(_pointers(turn), bound.calls())
+            steps = bound.by_place.keep(_pointers(turn.prepared.library, made), bound.calls())
         else:
             steps = self._steps(turn, plan, bound)
         if bound.offers.landing is not None:
@@ -401,19 +404,18 @@ class Cores:
             return None
         if prepared.memory and prepared.half is not None:
             return None  # which lie in memory of two kinds
-        known, plan, barrier, library = turn.known, agreement.plan, self._barrier, prepared.library
+        plan, barrier, library = agreement.plan, self._barrier, prepared.library
 
         def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
-            again = Turn(turn_arguments, known, known.spec)
-            again.prepared = prepared
-            again.made = {result.name: new for result in makes}
-            return tuple(
-                None if call is barrier else call for call in self._steps(again, plan, bound)
-            )
+            return into({result.name: new for result in makes})
 
-        turn_arguments = Arguments((), ())
+        def into(made: Mapping[str, Any]) -> tuple[Callable[[], object] | None, ...]:
+            steps = self._steps_into(made, plan, bound, library)
+            return tuple(None if call is barrier else call for call in steps)
+
         staging = self._workspace if prepared.half is None else self._halves
         landing, steps = bound.offers.landing, self._fused(plan).steps
+        homes = [library.host_view(x, writable=True) for x in bound.homes.values()]
         summed = None
         if landing is not None and len(bound.parts) == len(plan.program.published) == 1:
             summed = bound.binding.payload_sum(steps[bound.parts[0][0]])
@@ -425,6 +427,7 @@ class Cores:
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
             bind=bind if summed is None else None,
+            home=(_bytes(homes[0]), into(bound.homes)) if homes and summed is None else None,
             receive=summed or (None if landing is None else landing.data),
         )
 
@@ -453,7 +456,8 @@ class Cores:
         It is not to be kept with large scratch, which it holds.
         """
         program = self._fused(plan)
-        arrays = {**self._operands(turn, program), **_made(turn)}
+        made = _made(turn.prepared.library, turn.made)
+        arrays = {**self._operands(turn, program), **made}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
         skip = numbers_bytes(self._names.numbers) + _TAG
         offers = Offers(self._context, tuple(program.published), notes, skip)
@@ -468,7 +472,7 @@ class Cores:
             room += host.nbytes
         hosts = {name: array_at(array) for name, array in arrays.items()}
         binding = Binding(self._context, hosts, offers, turn.known)
-        bound = _Bound(arrays, offers, binding, [], room <= _KEPT_SCRATCH)
+        bound = _Bound(arrays, offers, binding, [], room <= _KEPT_SCRATCH, _homes(turn.prepared))
         first, last = _agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
@@ -481,23 +485,33 @@ class Cores:
 
     def _steps(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
         """The calls that follow the exchange, for the new results of this call."""
-        places, by_place = _pointers(turn), bound.by_place
-        return by_place.find(places) or by_place.keep(places, self._rebound(turn, plan, bound))
+        made, homes, library = turn.made, bound.homes, turn.prepared.library
+        if not homes or _pointers(library, made) in bound.by_place:
+            return self._steps_into(made, plan, bound, library)
+        copies = [
+            partial(
+                np.copyto, library.host_view(made[name], writable=True), library.host_view(home)
+            )
+            for name, home in homes.items()
+        ]
+        return [*self._steps_into(homes, plan, bound, library), *copies]
 
-    def _rebound(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
-        """The same, for new results that lie elsewhere: only what reaches those is bound anew."""
-        made, steps = _made(turn), self._fused(plan).steps
-        hosts = {name: array_at(array) for name, array in made.items()}
-        other = replace(
-            bound, arrays={**bound.arrays, **made}, binding=bound.binding.between(hosts)
-        )
+    def _steps_into(
+        self, made: Mapping[str, Any], plan: Plan, bound: _Bound, library: Library
+    ) -> Calls:
+        """The calls that leave new results there, of which only those that reach them are bound."""
+        places, by_place = _pointers(library, made), bound.by_place
+        known = by_place.find(places)
+        if known is not None:
+            return known
+        arrays, steps = _made(library, made), self._fused(plan).steps
+        binding = bound.binding.between({name: array_at(x) for name, x in arrays.items()})
+        other = replace(bound, arrays={**bound.arrays, **arrays}, binding=binding)
         rebound: Calls = []
         for number, calls in bound.parts:
             reaches = not buffers_of(steps[number]).isdisjoint(made)
-            rebound += (
-                self._bind_step(plan, number, other, turn.prepared.library) if reaches else calls
-            )
-        return rebound
+            rebound += self._bind_step(plan, number, other, library) if reaches else calls
+        return by_place.keep(places, rebound)
 
     def _bind_step(self, plan: Plan, number: int, bound: _Bound, library: Library) -> Calls:
         step = self._fused(plan).steps[number]
@@ -584,19 +598,29 @@ def _library(turn: Turn, program: Program) -> Library:
     return library or library_named(program.library)
 
 
-def _pointers(turn: Turn) -> tuple[int, ...]:
+def _pointers(library: Library, made: Mapping[str, Any]) -> tuple[int, ...]:
     """Where new results begin."""
-    made = turn.made
-    return tuple([turn.prepared.library.pointer(x) for x in made.values()]) if made else ()
+    return tuple([library.pointer(x) for x in made.values()]) if made else ()
 
 
-def _made(turn: Turn) -> dict[str, Operand]:
-    """Where new results lie."""
-    library = turn.prepared.library
-    return {
-        name: _operand(library.host_view(made, writable=True), None)
-        for name, made in turn.made.items()
-    }
+def _made(library: Library, made: Mapping[str, Any]) -> dict[str, Operand]:
+    """Where new results lie, whose memory nothing that is bound keeps."""
+    return {name: _operand(library.host_view(x, writable=True), None) for name, x in made.items()}
+
+
+def _homes(prepared: _Prepared) -> dict[str, Any]:
+    """Arrays for new results to be copied from, if those are small and lie in C order."""
+    makes, library = prepared.makes, prepared.library
+    if not 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES or any(
+        result.in_place or result.order != "C" for result in makes
+    ):
+        return {}
+    return {x.name: library.maker(x.shape, x.dtype, x.order)() for x in makes}
+
+
+def _bytes(array: HostArray) -> memoryview:
+    """The memory of an array in C order."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _agreed_at(program: Program) -> int:

@@ -110,15 +110,16 @@ class Turn:
 class Direct(NamedTuple):
     """What performs a call that comes again on all ranks, by compiled code: see call.compiled.
 
-    `before` the ranks agree these are called, while what is in `memory` has the `version` there,
-    of the workspace and of whatever else may change; None where nothing does. With a `half` that
-    is for every other call, in which that half of the double buffer has its turn. `payload`, or
-    what it returns, is sent along, and `new()` makes the result of that number, if there are any,
-    or (result, its address) where the address is known. `bind(result)` gives the steps that end
-    there, in which None is a barrier, or None where the driver is to make this call. When all have
-    agreed, `receive` says where all payloads are put, or how they are summed into the result (the
-    address of a function of sum.c, bytes, where they begin in each payload);
-    then come those steps.
+    `before` the ranks agree these are called, while what is in `memory` has the `version` there, of
+    the workspace and of whatever else may change; None where nothing does. With a `half` that is
+    for every other call, in which that half of the double buffer has its turn. `payload`, or what
+    it returns, is sent along, and `new()` makes the result of that number, if there are any, or
+    (result, its address) where the address is known. `bind(result)` gives the steps that end there,
+    in which None is a barrier, or None where the driver is to make this call. A `home` is memory
+    and the steps that end there, from which a result is copied where none has lain before. When all
+    have agreed, `receive` says where all payloads are put, or how they are summed into the result
+    (the address of a function of sum.c, bytes, where they begin in each payload); then come those
+    steps.
     """
 
     before: tuple[Callable[[], object], ...] = ()
@@ -128,6 +129,7 @@ class Direct(NamedTuple):
     new: Callable[[], Any] | None = None
     result: int = 0
     bind: Callable[[Any], tuple[Callable[[], object] | None, ...] | None] | None = None
+    home: tuple[memoryview, tuple[Callable[[], object] | None, ...]] | None = None
     receive: memoryview | tuple[int, int, int] | None = None
 
 
