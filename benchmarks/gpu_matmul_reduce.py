@@ -26,7 +26,7 @@ from shardmath.distribution import Replicated, Slab
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
-from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
+from shardmath.operators.matmul.gpu.reduction_choice import choose
 from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
 
 SETS = 2  # of operands
@@ -70,7 +70,7 @@ class Product:
         rows = even_rows(m, size) if self.everywhere else (self.rows,) * size
         factors = OperandLayout("C", self.depth), OperandLayout("C", n)
         self.problem = SplitKProduct(rows, n, self.depth, "bfloat16", *factors)
-        self.choice = CHOICES[KINDS[what]](self.problem)
+        self.choice = choose(KINDS[what], self.problem)
         kind = GemmAllReduce if self.everywhere else GemmReduceScatter
         self.plan = kind.create(ranks.context, self.problem)
         distributions = [Slab.Y, Slab.X, Replicated() if self.everywhere else Slab.X]

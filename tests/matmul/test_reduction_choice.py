@@ -10,8 +10,7 @@ from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct
 from shardmath.operators.matmul.gpu.reduction_choice import (
     adds_in_half_precision,
-    choose_all_reduce,
-    choose_reduce_scatter,
+    choose,
     choose_schedule,
     choose_shared_schedule,
 )
@@ -50,7 +49,7 @@ def test_large_products_are_fused(
     size: int, m: int, n: int, k: int, scatters: bool, reduces: bool
 ) -> None:
     part = product(m, n, k, size)
-    scatter, reduce = choose_reduce_scatter(part), choose_all_reduce(part)
+    scatter, reduce = choose("reduce-scatter", part), choose("all-reduce", part)
     assert (scatter.fused, reduce.fused) == (scatters, reduces)
     for choice in (scatter, reduce):
         assert choice.fused == (choice.fused_seconds < choice.separate_seconds)
@@ -58,7 +57,7 @@ def test_large_products_are_fused(
 
 
 def test_predictions_grow_with_the_work() -> None:
-    times = [choose_reduce_scatter(product(m, 8192, 28672)) for m in (1024, 2048, 4096, 8192)]
+    times = [choose("reduce-scatter", product(m, 8192, 28672)) for m in (1024, 2048, 4096, 8192)]
     for less, more in pairwise(times):
         assert less.fused_seconds < more.fused_seconds
         assert less.separate_seconds < more.separate_seconds
@@ -71,8 +70,8 @@ def test_two_steps_take_no_less_than_their_bytes() -> None:
         sent = 2 * m * 8192 * 7 / 8
         read = 2 * part.depth * (m + 8192)
         for choice, wire in (
-            (choose_reduce_scatter(part), sent / h200.SCATTERED),
-            (choose_all_reduce(part), 2 * sent / h200.SHARED),
+            (choose("reduce-scatter", part), sent / h200.SCATTERED),
+            (choose("all-reduce", part), 2 * sent / h200.SHARED),
         ):
             least = wire + max(read / h200.READING, part.flops / h200.HALF_PRODUCT)
             assert least < choice.separate_seconds < 2 * least + 40e-6

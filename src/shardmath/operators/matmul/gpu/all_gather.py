@@ -25,15 +25,13 @@ from itertools import pairwise
 from typing import Any
 
 from shardmath.base.immutable import Immutable
-from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
-from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned, tensor_map
 from shardmath.geometry.integers import up
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
-from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
+from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
 from shardmath.operators.matmul.gpu.row_split import (
     CHUNKS,
     DEPTH,
@@ -47,29 +45,20 @@ from shardmath.symmetric.team import Team
 
 _THREADS = 384
 _ASKING_THREADS = 64  # one for each peer that there can be
-_MOST_ARGUMENTS = 256
 
 
-class AllGatherGemm:
+class AllGatherGemm(KernelPlan[RowSplitProduct]):
     """`launch` leaves the product of all ranks' rows with this rank's columns. See `create`.
 
-    A plan is used by one stream at a time; several plans may be used on several streams, and take
-    turns.
+    Plans on several streams take turns.
     """
 
     def __init__(
-        self,
-        context: Context,
-        problem: RowSplitProduct,
-        tiling: Tiling,
-        memory: PlanMemory,
+        self, context: Context, problem: RowSplitProduct, tiling: Tiling, memory: PlanMemory
     ) -> None:
-        self.team = memory.team
-        self.problem = problem
+        super().__init__(problem, memory)
         self.tiling = tiling
-        self._memory = memory
         self._row_push = RowPush(memory.team, problem, tiling, memory.bases)
-        self._arguments: LRUCache[tuple[int, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
         device = self.team.device
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
@@ -87,29 +76,17 @@ class AllGatherGemm:
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        chosen: list[Tiling] = []
-        words = signals_bytes(context.size)
-
-        def refusal(device: Device) -> str:
-            if len(problem.rows) != context.size:
-                return f"rows of {len(problem.rows)} ranks, and there are {context.size}"
-            return problem.unsupported(device)
-
-        def begin(address: int) -> None:
-            assert context.team is not None, "a context of GPUs"
-            device = context.team.device
-            device.zero(address, words)
-            chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
-
+        assert context.team is not None, "a context of GPUs"
+        device, words = context.team.device, signals_bytes(context.size)
         memory = PlanMemory.create(
             context,
             "a product of gathered rows",
+            problem,
             lambda _: words + problem.offsets[-1],
-            refusal=refusal,
-            begin=begin,
-            same=problem.same_everywhere,
+            lambda address: device.zero(address, words),
         )
-        return cls(context, problem, chosen[0], memory)
+        tiling = tiling or choose_tiling(problem, context.rank, device.processors)
+        return cls(context, problem, tiling, memory)
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
@@ -132,20 +109,12 @@ class AllGatherGemm:
             self._row_push.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 
-    def free(self) -> None:
-        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
-
-        Nothing can be launched any more, on any rank.
-        """
-        self._memory.free()
-
     # -- the product -------------------------------------------------------------------------------
 
     def _multiply(self, a: int, b: int, result: int, pitch: int, stream: int) -> None:
         problem, tiling = self.problem, self.tiling
         kernel = product_kernel(self.team, problem, tiling, aligned=self._aligned(result, pitch))
-        key = (a, b, result, pitch)
-        argument = self._arguments.made(key, lambda: Argument(self._packed(*key)))
+        argument = self._argument(self._packed, a, b, result, pitch)
         kernel.launch(stream, tiling.blocks, _THREADS, argument)
 
     def _aligned(self, result: int, pitch: int) -> bool:
@@ -171,7 +140,7 @@ class AllGatherGemm:
         counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
         counts += [problem.chunk, len(problem.chunks)]
         packed = b"".join(maps) + self.team.packed()
-        packed += struct.pack(f"{size}Q", *self._memory.bases)
+        packed += struct.pack(f"{size}Q", *self.bases)
         packed += struct.pack("QQ6I", result, 2 * pitch, *counts)
         packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
         packed += struct.pack(f"{size}I", *starts, *[0] * absent)
@@ -180,13 +149,13 @@ class AllGatherGemm:
     def _map_of_rows(self, src: int, a: int) -> bytes:
         """The rows of `src`: this rank's own lie where the caller has them."""
         problem, rank = self.problem, self.team.rank
-        at = a if src == rank else self._row_push.rows(rank, src)
+        address = a if src == rank else self._row_push.rows(rank, src)
         pitch = problem.a.pitch if src == rank else problem.pitch(src)
         if problem.a.order == "C":
             shape, box = (problem.depth, problem.rows[src]), TILE_ROWS
         else:
             shape, box = (problem.rows[src], problem.depth), DEPTH
-        return tensor_map(at, problem.dtype, *shape, pitch, box)
+        return tensor_map(address, problem.dtype, *shape, pitch, box)
 
     def _map_of_b(self, b: int) -> bytes:
         """A block loads one of `cluster` shares of a tile's columns."""

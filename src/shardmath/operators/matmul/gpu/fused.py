@@ -24,7 +24,6 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of
-from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
 from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
 from shardmath.program.gpu_performing import Given, Told
@@ -51,11 +50,11 @@ class FusedProduct:
         self._device = team.device
         self._rank_plan = rank_plan
         self._given = given
-        self._a, self._b, self._out = (matrix_of(given.arrays[name]) for name in "abd")
-        transposed = self._out.by_columns if pattern.transposed is None else pattern.transposed
+        a, b, out = (matrix_of(given.arrays[name]) for name in "abd")
+        transposed = out.by_columns if pattern.transposed is None else pattern.transposed
         if transposed:
-            self._a, self._b = self._b.transposed(), self._a.transposed()
-            self._out = self._out.transposed()
+            a, b, out = b.transposed(), a.transposed(), out.transposed()
+        self._matrices = a, b, out
         layouts = tuple(x[1:] for x in self._matrices)
         key = ("described", transposed, layouts, self._is_supported())
         if key not in rank_plan.cache:
@@ -65,38 +64,33 @@ class FusedProduct:
         self._problem, self.form = rank_plan.cache[key]
 
     @property
-    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
-        return self._a, self._b, self._out
-
-    @property
     def result_place(self) -> bytes:
         """Where peers write the result on the heap; b"" where they cannot, or not in whole pieces
         of 16 bytes.
         """
-        order_and_pitch, out = _order_and_pitch(self._out), self._given.arrays["d"]
-        if order_and_pitch is None or self._pattern.kind != "all-reduce" or out.block is None:
+        (*_, x), out = self._matrices, self._given.arrays["d"]
+        layout = _layout(x)
+        if layout is None or self._pattern.kind != "all-reduce" or out.block is None:
             return b""
-        pieces = self._out.address // 2, order_and_pitch[1], self._out.columns
-        return b"" if any(x % 8 for x in pieces) else out.told
+        pieces = x.address // 2, layout.pitch, x.columns
+        return b"" if any(piece % 8 for piece in pieces) else out.told
 
     def bind(self, context: Context, told: Sequence[Told]) -> Launch:
         """The launch of the kernel, for what all ranks have told. Collective."""
-        places = _addresses(context, [each.places[0] for each in told])
-        key = (self._pattern.kind, *(each.facts.form for each in told), bool(places))
+        places = _addresses(context, [rank.places[0] for rank in told])
+        key = (self._pattern.kind, *(rank.facts.form for rank in told), bool(places))
         cache = self._rank_plan.cache
         if key not in cache:
-            make = partial(_KERNELS[self._pattern.kind].create, context, self._problem)
-            made = make(result_addresses=True) if places else make()
+            named: dict[str, Any] = {"result_addresses": True} if places else {}
+            made = _KERNELS[self._pattern.kind].create(context, self._problem, **named)
             cache[key] = made, StreamOrder(self._device)
             weakref.finalize(self._rank_plan, made.free).atexit = False
-        order_and_pitch = _order_and_pitch(self._out)
-        assert order_and_pitch is not None
+        layout = _layout(self._matrices[2])
+        assert layout is not None, "seen when it was described"
         product, order = cache[key]
-        launch = partial(
-            product.launch, *(x.address for x in self._matrices), pitch=order_and_pitch[1]
-        )
-        if places:
-            launch = partial(launch, result_addresses=places)
+        named = {"result_addresses": places} if places else {}
+        addresses = [x.address for x in self._matrices]
+        launch = partial(product.launch, *addresses, pitch=layout.pitch, **named)
 
         def run(stream: int) -> None:
             with order.section(stream):  # its words are those of one launch at a time
@@ -107,31 +101,25 @@ class FusedProduct:
     def _is_supported(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
         (arrays, numbers, _), dtype = self._given, self._rank_plan.strategy.problem.dtype
+        a, b, out = self._matrices
         plain = numbers["alpha"] == 1 and ("c" not in arrays or numbers["beta"] == 0)
-        aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
-        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
+        aligned = not any(x.size and x.address % _ALIGNMENT for x in (a, b))
+        return plain and aligned and out.dtype == dtype and dtype in HALVES
 
     def _as_kernel_problem(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
-        problem, order_and_pitch = (
-            self._rank_plan.strategy.problem,
-            [_order_and_pitch(x) for x in self._matrices],
-        )
-        if None in order_and_pitch:
+        a, b, out = map(_layout, self._matrices)
+        if a is None or b is None or out is None:
             return None
-        a, b, order = (each for each in order_and_pitch if each is not None)
-        depth, columns = self._a.columns, self._b.columns
-        if self._pattern.kind == "all-gather":
-            layouts = OperandLayout(*a), OperandLayout(*b)
-            rows = self._pattern.rows
-            made = RowSplitProduct(rows, columns, depth, problem.dtype, *layouts, order[0])
-            return None if made.unsupported(device) else made
-        if order[0] != "C":
-            return None
-        rows = self._pattern.rows or even_rows(self._a.rows, problem.size)
-        layouts = OperandLayout(*a), OperandLayout(*b)
-        split = SplitKProduct(rows, columns, depth, problem.dtype, *layouts)
-        return None if split.unsupported(device) else split
+        (left, right, _), product = self._matrices, self._rank_plan.strategy.problem
+        rows, sizes = self._pattern.rows, (right.columns, left.columns)
+        problem: RowSplitProduct | SplitKProduct | None = None
+        if not self._pattern.adds:
+            problem = RowSplitProduct(rows, *sizes, product.dtype, a, b, out.order)
+        elif out.order == "C":
+            rows = rows or even_rows(left.rows, product.size)
+            problem = SplitKProduct(rows, *sizes, product.dtype, a, b)
+        return None if problem is None or problem.unsupported(device) else problem
 
 
 def _addresses(context: Context, places: Sequence[Exposed | None]) -> list[int]:
@@ -171,7 +159,7 @@ def notes(rank_plan: RankPlan) -> list[str]:
             rows="columns of b" if pattern.transposed else "rows of a"
         )
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
-    if pattern.kind in CHOICES:
+    if pattern.adds:
         return [f"by cuBLAS and one collective, of {rank_plan.parts_dtype}"]
     if rank_plan.strategy.problem.dtype not in HALVES:
         return []
@@ -186,12 +174,12 @@ def _scaled_note(rank_plan: RankPlan) -> str:
     return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}{how}"
 
 
-def _order_and_pitch(x: Matrix) -> tuple[str, int] | None:
-    """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
+def _layout(x: Matrix) -> OperandLayout | None:
+    """How a matrix lies; None where neither its rows nor its columns are contiguous."""
     if x.columns <= 1 or x.column_stride == 1:
         pitch = x.row_stride if x.rows > 1 else up(x.columns, 8)
-        return ("C", pitch) if pitch >= x.columns else None
+        return OperandLayout("C", pitch) if pitch >= x.columns else None
     if x.rows <= 1 or x.row_stride == 1:
         pitch = x.column_stride if x.columns > 1 else up(x.rows, 8)
-        return ("F", pitch) if pitch >= x.rows else None
+        return OperandLayout("F", pitch) if pitch >= x.rows else None
     return None

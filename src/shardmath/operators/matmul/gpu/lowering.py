@@ -11,9 +11,9 @@ they read it, and fetched by them. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardmath.arrays.dtypes import FLOAT8
 from shardmath.geometry import Move, shared_part
@@ -216,7 +216,7 @@ class Lowering(ProgramBuilder):
 
     def _can_write_d(self) -> bool:
         """Whether a product can be written to D, if the epilog can be done within it."""
-        several = len(self.rank_plan.schedule[0]) > 1
+        several = len(self.intervals) > 1
         return not (
             self.problem.sums_c
             or "alpha" in self.lying.zeros  # NaN times 0 is NaN, which BLAS does not look for
@@ -237,14 +237,14 @@ class Lowering(ProgramBuilder):
         """Whether a product can do the epilog's first part, as far as can be seen here."""
         first, _ = split(self.problem.epilog, self.out.dtype)
         aux, bias = self._aux(first), self._bias
-        found = fused_epilog(
+        fused = fused_epilog(
             first,
             self.out,
             bias=(self.matrix(bias).address, self.matrix(bias).row_stride) if bias else None,
             aux=self.matrix(aux) if aux else None,
         )
         wider = self.problem.result != self.problem.dtype  # not seen with a bias
-        return found is not None and not wider and len(self.rank_plan.schedule[0]) == 1
+        return fused is not None and not wider and len(self.intervals) == 1
 
     def _aux(self, epilog: MatmulEpilog) -> Name:
         """The auxiliary matrix that an epilog reads or makes."""
@@ -267,14 +267,13 @@ class Lowering(ProgramBuilder):
         """One interval's product after the other, each added to those before it. With `ends`, they
         are D.
         """
-        intervals, _ = self.rank_plan.schedule
-        overlaps = len(intervals) > 1
+        overlaps = len(self.intervals) > 1
         scales = self._scales()
         dense = [self._dense(index, target) for index in (0, 1)]
         beside = "side" if overlaps else ""
         if overlaps:
             self.follow(beside, "", "fork")
-        for number, interval in enumerate(intervals):
+        for number, interval in enumerate(self.intervals):
             names = f"a {number}", f"b {number}"
             if overlaps and interval.after is not None:  # whose memory the panels take
                 self.emit(Await(f"used {interval.after}"), stream=beside)
@@ -333,7 +332,7 @@ class Lowering(ProgramBuilder):
 
     def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
         """The scales of each interval's factors."""
-        return [None for _ in self.rank_plan.schedule[0]]
+        return [None] * len(self.intervals)
 
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
         """Behind the last index of k that is multiplied of an operand which is here."""
@@ -544,16 +543,6 @@ class Lowering(ProgramBuilder):
         self.emit(Greatest(tuple(parts), output("result_amax")))
 
 
-class _Source(NamedTuple):
-    """The source of an operand's scales: a matrix, lines first, in which one scale is for each of
-    the `blocks`, "" where all are 1; and the name of the number that multiplies them all.
-    """
-
-    array: Name
-    blocks: Blocks
-    number: str
-
-
 class ScaledLowering(Lowering):
     """Lowers a product of float8 operands, which are multiplied as they are, with their scales.
 
@@ -573,10 +562,6 @@ class ScaledLowering(Lowering):
     def _target(self) -> Name:
         return self.sums or "d"
 
-    @property
-    def _rounds(self) -> Rounds | None:
-        return self.rank_plan.rounds
-
     # -- where things lie --------------------------------------------------------------------------
 
     @property
@@ -584,17 +569,13 @@ class ScaledLowering(Lowering):
         assert self.problem.scaling is not None
         return self.problem.scaling
 
-    @property
-    def _intervals(self) -> list[Interval]:
-        return self.rank_plan.schedule[0]
-
     @cached_property
     def _gives_result(self) -> bool:
         """Whether products give D itself: nothing follows that cuBLASLt could not do."""
         out, adds = self.out, self.addend
         if self._target != "d" or "alpha" in self.lying.zeros or self.problem.sums_c:
             return False
-        several = len(self._intervals) > 1
+        several = len(self.intervals) > 1
         if self.problem.epilog is not MatmulEpilog.DEFAULT or (several and out.dtype != "float32"):
             return False
         if out.dtype in FLOAT8:
@@ -641,12 +622,13 @@ class ScaledLowering(Lowering):
     def _begin(self) -> None:
         """Publish this rank's scales; in rounds, send lines to those who multiply them."""
         self._publish_scales()
-        if self._rounds is None:
+        rounds = self.rank_plan.rounds
+        if rounds is None:
             return
-        self._prepare_lines(self._rounds)
-        self._send_lines(self._rounds)
+        self._prepare_lines(rounds)
+        self._send_lines(rounds)
         if not self.rank_plan.multiplies:
-            self._await_round(self._rounds.count)
+            self._await_round(rounds.count)
 
     def _multiply(self) -> tuple[Name, ...] | None:
         target, ends = self._target, self._ends
@@ -656,10 +638,10 @@ class ScaledLowering(Lowering):
         quantized = None
         if ends and self.quantizes:
             quantized = self._scale_of_result(), "amax" if self._scaling.amax else ""
-        if self._rounds is None:
+        if self.rank_plan.rounds is None:
             self._multiply_into(target, ends=ends, quantized=quantized)
         else:
-            self._multiply_lines(self._rounds, target, quantized)
+            self._multiply_lines(self.rank_plan.rounds, target, quantized)
         if self._is_direct:
             return None if ends else (target,)
         wanted = self.matrix(self._target)
@@ -686,12 +668,11 @@ class ScaledLowering(Lowering):
         return SCALES[:2] if set(self.rank_plan.modes) == {"tensor"} else ()
 
     def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
-        one, two = self._lay_out(0), self._lay_out(1)
-        return list(zip(one, two, strict=True))
+        return list(zip(self._lay_out(0), self._lay_out(1), strict=True))
 
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
-        hi, extent = interval.hi, self.rank_plan.operand_plans[index].extent
-        return min(up(hi, GRAIN) if hi == extent else hi, self._columns(index, held).rows)
+        hi = interval.hi
+        return min(up(hi, GRAIN) if hi == self.k else hi, self._columns(index, held).rows)
 
     def _multiply_lines(
         self, rounds: Rounds, target: Name, quantized: tuple[Name, Name] | None
@@ -751,8 +732,8 @@ class ScaledLowering(Lowering):
         own, lines, packed = self.own_part(index), self._lines(index), f"packed {'ab'[index]}"
         if lines == plan.width and scaled.fits(self._columns(index, self.matrix(own))):
             return own
-        self.take(packed, up(plan.extent, GRAIN) * lines)
-        into = self._padded(index, packed, packed, 0, plan.extent, plan.width, lines)
+        self.take(packed, self._deep * lines)
+        into = self._padded(index, packed, packed, 0, self.k, plan.width, lines)
         self._copy_own(index, plan.moves, into)
         return packed
 
@@ -797,8 +778,8 @@ class ScaledLowering(Lowering):
     def _stays(self, index: int) -> bool:
         """Whether no rank reads another's scales of an operand from where they are published."""
         moves = self.rank_plan.scale_moves[index]
-        exchanged = self._rounds is not None and self._rounds.index == index
-        return exchanged or moves is None or moves.stay
+        rounds = self.rank_plan.rounds
+        return moves is None or moves.stay or (rounds is not None and rounds.index == index)
 
     def _given_scales(self, index: int, moves: ScaleMoves) -> Name:
         """This rank's scales of an operand, lines first."""
@@ -809,73 +790,65 @@ class ScaledLowering(Lowering):
         matrix = self.matrix(given)
         return self.lay(name, given, matrix if index == 0 else matrix.transposed())
 
-    def _source(self, index: int) -> _Source:
-        """What the scales that this rank needs of an operand are made from, when they have come."""
-        number = SCALES[index]
-        moves, name = self.rank_plan.scale_moves[index], f"scales {'ab'[index]}"
+    def _source(self, index: int) -> tuple[Name, Blocks]:
+        """What the scales that this rank needs of an operand are made from, when they have come: a
+        matrix, lines first, in which one is for each of the blocks; "" where all are 1.
+        """
+        given, moves = SCALES[index], self.rank_plan.scale_moves[index]
+        name = f"scales {'ab'[index]}"
         if moves is None:
-            one = ""
-            if number in self.arrays:
-                x = Matrix(self.matrix(number).address, 1, 1, 0, 0, "float32")
-                one = self.lay(f"one scale {'ab'[index]}", number, x)
-            return _Source(one, Blocks(None, None), number)
+            if given not in self.arrays:
+                return "", Blocks(None, None)
+            x = Matrix(self.matrix(given).address, 1, 1, 0, 0, "float32")
+            return self.lay(f"one scale {'ab'[index]}", given, x), Blocks(None, None)
         if self._stays(index):
-            return _Source(self._given_scales(index, moves), moves.given, number)
+            return self._given_scales(index, moves), moves.given
         come, shape = f"come {name}", moves.transfer.dst.local_shape(self.rank)
         if come not in self.arrays:
             self.new(come, shape, "float32", "F")
             self.gather(name, self.rank_plan.moves(name), come)
-        return _Source(come, moves.blocks, number)
+        return come, moves.blocks
 
     def _lay_out(self, index: int) -> list[ScaleOf]:
         """The scales of each interval, where its product reads them; of lines that are exchanged,
         those of this rank's own.
         """
         lines, known = self._lines(index), self.rank_plan.operand_plans[index].width
-        if self._rounds is not None and self._rounds.index == index:
-            lines = known = self.rank_plan.own_lines
+        rounds = self.rank_plan.rounds
+        if rounds is not None and rounds.index == index:
+            lines = known = rounds.lines[self.rank]
         mode, name = self.rank_plan.modes[index], f"laid scales {'ab'[index]}"
         if mode == "tensor":
             given = SCALES[index] if SCALES[index] in self.arrays else ""
-            return [ScaleOf(mode, given)] * len(self._intervals)
-        source, scales, used = self._source(index), [], 0
-        for number, each in enumerate(self._intervals):
-            laid = scale_layout(mode, lines, each.hi - each.lo)._replace(address=used)
-            used += 4 * laid.size
-            place = self._laid(f"{name} {number}", name, mode, laid, source, known, each)
-            scales.append(ScaleOf(mode, place))
+            return [ScaleOf(mode, given)] * len(self.intervals)
+        (source, blocks), scales, used = self._source(index), [], 0
+        if mode == "squares":
+            known = -(-known // BLOCK)
+        laid = blocks_in_layout(mode, blocks)
+        is_plain = SCALES[index] in self.lying.ones and laid.rows == 1
+        for number, interval in enumerate(self.intervals):
+            deep, target = interval.hi - interval.lo, f"{name} {number}"
+            layout = scale_layout(mode, lines, deep)._replace(address=used)
+            used += 4 * layout.size
+            array = source
+            if array and blocks.columns is not None:
+                x = self.matrix(array)
+                columns = interval.lo // BLOCK, x.columns
+                array = self.part(f"source of {target}", array, (0, x.rows), columns)
+            layout = layout.part((0, layout.rows), (0, min(layout.columns, -(-deep // BLOCK))))
+            if is_plain and array and lies_as(self.matrix(array), layout):
+                target = array  # where they lie already
+            else:
+                self.lay(target, name, layout)
+                self.emit(
+                    LayOut(array, SCALES[index], blocks_in_layout(mode, blocks), (target,), known)
+                )
+            scales.append(ScaleOf(mode, target))
             if mode == "outer":  # the same for all of k
-                scales *= len(self._intervals)
+                scales *= len(self.intervals)
                 break
         self.take(name, used)
         return scales
-
-    def _laid(
-        self,
-        name: Name,
-        memory: str,
-        mode: str,
-        laid: Matrix,
-        source: _Source,
-        known: int,
-        each: Interval,
-    ) -> Name:
-        """Where an interval's scales are: in memory of their own, or where they lie already."""
-        if mode == "squares":
-            known = -(-known // BLOCK)
-        array = source.array
-        if array and source.blocks.columns is not None:
-            x = self.matrix(array)
-            columns = each.lo // BLOCK, x.columns
-            array = self.part(f"source of {name}", array, (0, x.rows), columns)
-        laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
-        blocks = blocks_in_layout(mode, source.blocks)
-        is_plain = source.number in self.lying.ones and blocks.rows == 1
-        if is_plain and array and lies_as(self.matrix(array), laid):
-            return array
-        target = self.lay(name, memory, laid)
-        self.emit(LayOut(array, source.number, blocks, (target,), known))
-        return target
 
     # -- lines that all ranks need -----------------------------------------------------------------
 
@@ -886,9 +859,9 @@ class ScaledLowering(Lowering):
         index = rounds.index
         lines = self._lines(index) if self.rank_plan.multiplies else rounds.starts[-1]
         dtype, mode = self._scaling.given[index], self.rank_plan.modes[index]
-        self.new(_LINES, (self._deep(index), lines), dtype, "F", shared=True)
+        self.new(_LINES, (self._deep, lines), dtype, "F", shared=True)
         if mode != "tensor":
-            layout = scale_layout(mode, lines, self.rank_plan.operand_plans[index].extent)
+            layout = scale_layout(mode, lines, self.k)
             shape, order = (layout.rows, layout.columns), "C" if mode == "squares" else "F"
             self.new(_LINE_SCALES, shape, "float32", order, shared=True)
         own = self._columns(index, self.matrix("ab"[index]))
@@ -896,16 +869,16 @@ class ScaledLowering(Lowering):
         if scaled.fits(own) and own.leading == own.rows:
             return
         self._sent = "own lines"
-        self.take(self._sent, self._deep(index) * own.columns)
-        k, lines = self.rank_plan.operand_plans[index].extent, own.columns
-        into = self._padded(index, self._sent, self._sent, 0, k, lines, lines)
+        self.take(self._sent, self._deep * own.columns)
+        into = self._padded(index, self._sent, self._sent, 0, self.k, own.columns, own.columns)
         layout_of = (self.problem.a, self.problem.b)[index]
         moves = shared_part(layout_of, layout_of, src=self.rank, dst=self.rank)
         self._copy_own(index, moves, into)
 
-    def _deep(self, index: int) -> int:
+    @property
+    def _deep(self) -> int:
         """Elements of a line in memory, with those that pad it."""
-        return up(self.rank_plan.operand_plans[index].extent, GRAIN)
+        return up(self.k, GRAIN)
 
     def _send_lines(self, rounds: Rounds) -> None:
         """This rank's lines and their scales, to all ranks."""
@@ -941,7 +914,7 @@ class ScaledLowering(Lowering):
     def _place(self, rounds: Rounds, rank: int) -> Name:
         """Where this rank's lines lie at another."""
         lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
-        name, box = f"lines at {rank}", ((0, self._deep(rounds.index)), lines)
+        name, box = f"lines at {rank}", ((0, self._deep), lines)
         dtype = self._scaling.given[rounds.index]
         self.peers[name] = Peer(_LINES, rank, dtype, box)
         return name
@@ -955,7 +928,7 @@ class ScaledLowering(Lowering):
     def _come_scale(self, index: int, stage: Stage) -> ScaleOf:
         """Their scales, which have come; those of tensors all ranks know."""
         mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
-        layout = scale_layout(mode, stage.hi - stage.lo, self.rank_plan.operand_plans[index].extent)
+        layout = scale_layout(mode, stage.hi - stage.lo, self.k)
         x = layout._replace(address=4 * self._offset(index, stage.lo))
         return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
 
@@ -964,7 +937,7 @@ class ScaledLowering(Lowering):
         mode = self.rank_plan.modes[index]
         if mode == "outer":
             return line
-        layout = scale_layout(mode, BLOCK, self.rank_plan.operand_plans[index].extent)
+        layout = scale_layout(mode, BLOCK, self.k)
         return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
 
     def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
@@ -973,22 +946,22 @@ class ScaledLowering(Lowering):
         mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
         if mode == "tensor" or not lines or not ranks:
             return
-        layout = scale_layout(mode, lines, self.rank_plan.operand_plans[index].extent)
+        layout = scale_layout(mode, lines, self.k)
         rows = lines if mode == "outer" else layout.rows
-        columns = min(layout.columns, -(-self.rank_plan.operand_plans[index].extent // BLOCK))
-        source, targets = self._source(index), []
+        columns = min(layout.columns, -(-self.k // BLOCK))
+        (source, blocks), targets = self._source(index), []
         for rank in ranks:
             place = f"line scales at {rank}"
             self.peers[place] = self._scales_place(rounds, rank, rows, columns)
             targets.append(place)
-        blocks = blocks_in_layout(mode, source.blocks)
-        self.emit(LayOut(source.array, source.number, blocks, tuple(targets), rows), stream=stream)
+        blocks = blocks_in_layout(mode, blocks)
+        self.emit(LayOut(source, SCALES[index], blocks, tuple(targets), rows), stream=stream)
 
     def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
         """Where the scales of this rank's lines lie at another: within those of their stage."""
         index, first = rounds.index, rounds.starts[self.rank]
         if self.rank_plan.modes[index] == "squares":
-            layout = scale_layout("squares", BLOCK, self.rank_plan.operand_plans[index].extent)
+            layout = scale_layout("squares", BLOCK, self.k)
             parcel = 4 * self._offset(index, first), (4 * layout.row_stride, 4)
             return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
         if not rounds.cuts:
@@ -999,9 +972,8 @@ class ScaledLowering(Lowering):
         return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
 
 
-def _is_whole(found: Iterable[Move], shape: tuple[int, ...]) -> bool:
+def _is_whole(moves: Sequence[Move], shape: tuple[int, ...]) -> bool:
     """Whether moves are one dense box that covers the destination."""
-    moves = tuple(found)
     if len(moves) != 1 or moves[0].shape != shape:
         return False
     return all(run.count == 1 for run in moves[0].runs)

@@ -27,6 +27,11 @@ class Pattern(Immutable):
     transposed: bool | None
     rows: tuple[int, ...]
 
+    @property
+    def adds(self) -> bool:
+        """Whether the ranks' products are added up."""
+        return self.kind != "all-gather"
+
 
 def pattern_of(strategy: Strategy) -> Pattern | None:
     """The pattern of a strategy, the same on all ranks; None where it has none of them."""
@@ -72,11 +77,11 @@ def _are_whole(column: Sequence[Spans], extent: int) -> bool:
 def _slabs(layout: Layout, axis: int) -> tuple[int, ...] | None:
     """How many indices of an axis each rank has, where they follow each other in rank order."""
     other = layout.global_shape[1 - axis]
-    at, lengths = 0, []
+    first, lengths = 0, []
     for part in layout.parts:
         own = part[axis]
-        if part[1 - axis].length != other or own.period or (own.length and own.start != at):
+        if part[1 - axis].length != other or own.period or (own.length and own.start != first):
             return None
-        at += own.length
+        first += own.length
         lengths.append(own.length)
-    return tuple(lengths) if at == layout.global_shape[axis] else None
+    return tuple(lengths) if first == layout.global_shape[axis] else None

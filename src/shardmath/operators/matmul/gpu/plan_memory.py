@@ -1,4 +1,4 @@
-"""The symmetric memory of a kernel's plan: found by all ranks, kept for kernels, freed, refused.
+"""Plans of kernels that move data while they multiply, and their symmetric memory.
 
 All ranks take theirs together, or none does. A plan that is dropped and not freed may have kernels
 at work, this rank's or its peers': its memory is then kept until the context has ended.
@@ -8,24 +8,50 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
-from shardmath.cuda.device import Device
+from shardmath.cuda.kernel import Argument
 from shardmath.handles.allocation import allocate_on_all_ranks
+from shardmath.operators.matmul.gpu.local_product import LocalProduct
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
+
+Product = TypeVar("Product", bound=LocalProduct)
+
+_MOST_ARGUMENTS = 256
+
+
+class KernelPlan(Generic[Product]):
+    """One rank's plan of a kernel for a product; it has the arguments of its launches.
+
+    A plan is used by one stream at a time; several plans may be at work on several streams.
+    """
+
+    def __init__(self, problem: Product, memory: PlanMemory) -> None:
+        self.team = memory.team
+        self.problem = problem
+        self.bases = memory.bases
+        self._memory = memory
+        self._arguments: LRUCache[tuple[object, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
+
+    def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
+        """The struct that `make` packs from these words, made once."""
+        return self._arguments.made((make.__name__, *words), lambda: Argument(make(*words)))
+
+    def free(self) -> None:
+        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
+
+        Nothing can be launched any more, on any rank.
+        """
+        self._memory.free()
 
 
 class PlanMemory:
     """Memory on every rank, at `bases` as this rank sees it."""
 
-    def __init__(
-        self,
-        context: Context,
-        buffer: Buffer,
-        bases: Sequence[int],
-    ) -> None:
+    def __init__(self, context: Context, buffer: Buffer, bases: Sequence[int]) -> None:
         assert context.team is not None, "a context of GPUs"
         self.team: Team = context.team
         self.bases = tuple(bases)
@@ -38,23 +64,24 @@ class PlanMemory:
         cls,
         context: Context,
         operation: str,
+        problem: LocalProduct,
         nbytes: Callable[[int], int],
-        *,
-        refusal: Callable[[Device], str],
         begin: Callable[[int], None],
-        same: Sequence[tuple[str, Any]],
+        *also: tuple[str, Any],
     ) -> PlanMemory:
-        """`nbytes(rank)` bytes on each rank. Collective.
+        """`nbytes(rank)` bytes on each rank, for a plan of that product. Collective.
 
-        `refusal(device)` is why this rank cannot, "" where it can. `begin(address)` writes what its
-        memory begins with. `same` must be equal on all ranks:
-        names and values. Raises ValueError on all ranks where one refuses or they differ,
-        HeapExhausted.
+        `begin(address)` writes what this rank's memory begins with. Names and values in `also` are
+        to be equal on all ranks, as the product is. Raises ValueError on all ranks where they are
+        not, or where the device of one cannot multiply so; HeapExhausted.
         """
+        same = [*problem.same_everywhere, *also]
 
         def allocate() -> tuple[Buffer, list[Any]]:
             assert context.team is not None, "a context of GPUs"
-            why = refusal(context.team.device)
+            why = problem.unsupported(context.team.device)
+            if len(problem.rows) != context.size:
+                why = f"rows of {len(problem.rows)} ranks, and there are {context.size}"
             if why:
                 raise ValueError(f"rank {context.rank}: {why}")
             buffer = context.heap.allocate(nbytes(context.rank))
@@ -80,14 +107,9 @@ class PlanMemory:
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
-    def free(self) -> bool:
-        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
-
-        Nothing can be launched any more, on any rank. False where that had been done.
-        """
-        if self._buffer is None:
-            return False
-        self.team.device.synchronize()
-        self._kept.detach()
-        self._buffer = None
-        return True
+    def free(self) -> None:
+        """Wait for this rank's kernels, and mark the memory, once."""
+        if self._buffer is not None:
+            self.team.device.synchronize()
+            self._kept.detach()
+            self._buffer = None

@@ -36,6 +36,8 @@ class ProgramBuilder:
         self.rank_plan = rank_plan
         self.strategy, self.rank = rank_plan.strategy, rank_plan.rank
         self.problem = rank_plan.strategy.problem
+        self.intervals = rank_plan.schedule[0]
+        self.k = rank_plan.operand_plans[0].extent  # of both operands, here
         self.lying = lying
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.steps: list[Any] = []

@@ -24,9 +24,9 @@ from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import (
-    CHOICES,
     EPILOGS,
     adds_in_half_precision,
+    choose,
     split_k_product,
 )
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
@@ -117,9 +117,9 @@ class RankPlan(Immutable):
         if name == "amax":
             return amax_transfer(problem.size)
         if name.startswith("scales "):
-            found = self.scale_moves["ab".index(name[-1])]
-            assert found is not None, "there are some"
-            return found.transfer
+            moves = self.scale_moves["ab".index(name[-1])]
+            assert moves is not None, "there are some"
+            return moves.transfer
         step = self.passed[name]
         if isinstance(step, steps.Move):
             return step.transfer
@@ -208,11 +208,6 @@ class RankPlan(Immutable):
             rounds_of(self.strategy) if self.multiplies_elements and not self.multi_host else None
         )
 
-    @property
-    def own_lines(self) -> int:
-        """How many of them this rank has."""
-        return 0 if self.rounds is None else self.rounds.lines[self.rank]
-
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
         """How the scales of float8 operands get here."""
@@ -254,8 +249,8 @@ class RankPlan(Immutable):
             return False
         if problem.strategy == pattern.kind:
             return True
-        if pattern.kind != "all-gather":
-            return CHOICES[pattern.kind](split_k_product(strategy, pattern)).fused
+        if pattern.adds:
+            return choose(pattern.kind, split_k_product(strategy, pattern)).fused
         columns = strategy.rows if pattern.transposed else strategy.columns
         k = problem.shape[2]
         plain = OperandLayout("C", k)
@@ -269,7 +264,7 @@ class RankPlan(Immutable):
         problem = self.strategy.problem
         m, n, _ = problem.shape
         is_half = dtypes.of(problem.result).itemsize == 2
-        added = self.pattern is not None and self.pattern.kind != "all-gather"
+        added = self.pattern is not None and self.pattern.adds
         if is_half and added and adds_in_half_precision(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
@@ -279,7 +274,7 @@ class RankPlan(Immutable):
 
         "" where none does: parts of it would not lie as the ranks want them.
         """
-        if self.pattern is None or self.pattern.kind == "all-gather":
+        if self.pattern is None or not self.pattern.adds:
             return ""
         if self.pattern.kind == "all-reduce":
             return order

@@ -6,7 +6,6 @@ table. Pure: the same on all ranks for the same largest `depth`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from shardmath.arrays.dtypes import HALVES
@@ -44,23 +43,19 @@ class Choice(Immutable):
         return f"{first} ({times[0] * 1e6:.0f} us; {second} {times[1] * 1e6:.0f} us)"
 
 
-@lru_cache(256)
-def choose_reduce_scatter(problem: SplitKProduct) -> Choice:
-    """For rank r's `rows[r]` rows of the product."""
-    return _choice(_scattering(problem), _separate(problem, ways=1))
-
-
-@lru_cache(256)
-def choose_all_reduce(problem: SplitKProduct) -> Choice:
-    """For all rows on every rank."""
-    return _choice(_sharing(problem), _separate(problem, ways=2))
-
-
 EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # that the kernels do
-CHOICES: dict[str, Callable[[SplitKProduct], Choice]] = {
-    "reduce-scatter": choose_reduce_scatter,
-    "all-reduce": choose_all_reduce,
-}
+
+
+@lru_cache(256)
+def choose(kind: str, problem: SplitKProduct) -> Choice:
+    """The faster way of a "reduce-scatter", after which rank r has `rows[r]` rows of the product,
+    or of an "all-reduce", after which every rank has all rows.
+    """
+    if kind == "reduce-scatter":
+        fused, separate = _scattering(problem), _separate(problem, ways=1)
+    else:
+        fused, separate = _sharing(problem), _separate(problem, ways=2)
+    return Choice(fused < separate, fused, separate)
 
 
 def predicted(strategy: Strategy) -> float | None:
@@ -68,9 +63,9 @@ def predicted(strategy: Strategy) -> float | None:
     else.
     """
     pattern, problem = pattern_of(strategy), strategy.problem
-    if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALVES:
+    if pattern is None or not pattern.adds or problem.dtype not in HALVES:
         return None
-    choice = CHOICES[pattern.kind](split_k_product(strategy, pattern))
+    choice = choose(pattern.kind, split_k_product(strategy, pattern))
     fuses = choice.fused and problem.epilog in EPILOGS
     return choice.fused_seconds if fuses else choice.separate_seconds
 
@@ -130,8 +125,8 @@ def _stagger_cycles(problem: SplitKProduct) -> int:
     if tiles <= _MULTIPLIERS:
         return 0
     sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / h200.BURST
-    each = _multiplying(problem) / -(-tiles // _MULTIPLIERS)
-    return int(2 * min(sent, each / _MULTIPLIERS) * h200.CLOCK)
+    wave = _multiplying(problem) / -(-tiles // _MULTIPLIERS)
+    return int(2 * min(sent, wave / _MULTIPLIERS) * h200.CLOCK)
 
 
 def _scattering(problem: SplitKProduct) -> float:
@@ -197,7 +192,3 @@ def _high(problem: SplitKProduct) -> int:
 def _down(problem: SplitKProduct) -> int:
     """Rows of tiles of the rank that has most."""
     return max(1, -(-max(problem.rows) // TILE_ROWS))
-
-
-def _choice(fused: float, separate: float) -> Choice:
-    return Choice(fused < separate, fused, separate)

@@ -16,24 +16,22 @@ as float32: the sum has the same bits every time, and on all ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
-from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import require_aligned, tensor_map
 from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import combine, copy
 from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct
-from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
+from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
 from shardmath.operators.matmul.gpu.reduction_choice import (
     choose_schedule,
     choose_shared_schedule,
@@ -53,7 +51,6 @@ _REDUCE_THREADS = 512  # threads of a block that adds up what is left
 _BLOCKS_OF_TILE = (
     TILE_ROWS * TILE_COLUMNS // 8 // _REDUCE_THREADS
 )  # where each thread adds 8 elements
-_MOST_ARGUMENTS = 256
 
 
 class SlotLayout:
@@ -80,11 +77,11 @@ class SlotLayout:
         self.extra, self.tiles, self.owned, self.chunks, self.nbytes = others
 
 
-class TileSendingGemm:
-    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`.
+class TileSendingGemm(KernelPlan[SplitKProduct]):
+    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`."""
 
-    A plan is used by one stream at a time; several plans may be at work on several streams.
-    """
+    kernel: ClassVar[str]
+    shares: ClassVar[bool]  # whether sums go to all ranks
 
     def __init__(
         self,
@@ -93,27 +90,32 @@ class TileSendingGemm:
         places: Sequence[SlotLayout],
         memory: PlanMemory,
     ) -> None:
-        self.team = memory.team
-        self.problem = problem
+        super().__init__(problem, memory)
         self.shape = shape
         self.tile_order = places[0].tile_order
         self.places = tuple(places)
-        self.bases = memory.bases
         self._own = places[self.team.rank]
-        self._memory = memory
-        self._arguments: LRUCache[tuple[object, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
 
     @classmethod
-    def _made(
-        cls, context: Context, problem: SplitKProduct, shape: TileSchedule, extra: int = 0
+    def create(
+        cls,
+        context: Context,
+        problem: SplitKProduct,
+        shape: TileSchedule | None = None,
+        *,
+        result_addresses: bool = False,
     ) -> Self:
-        """The same on all ranks, but for what `SplitKProduct` lets differ. Collective.
+        """A plan. Collective.
 
-        `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
-        on all ranks where they disagree or one rank's device cannot, HeapExhausted.
+        With `result_addresses`, launches will say where all ranks' results lie, and the plan has no
+        memory for sums that go to all ranks. Raises ValueError on all ranks where they do not mean
+        the same product, or where `problem.unsupported` speaks on one of them; HeapExhausted.
         """
+        shape = shape or (choose_shared_schedule if cls.shares else choose_schedule)(problem)
+        copied = cls.shares and not result_addresses
+        extra = problem.height * up(2 * problem.columns, 16) if copied else 0
         tile_order = TileOrder(problem.rows, problem.columns, shape.chunks, shape.chunk_columns)
-        places = [SlotLayout(tile_order, rank, extra) for rank in range(context.size)]
+        places = [SlotLayout(tile_order, rank, extra) for rank in range(len(problem.rows))]
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
@@ -126,39 +128,18 @@ class TileSendingGemm:
         memory = PlanMemory.create(
             context,
             "a product that sends its tiles",
+            problem,
             lambda rank: places[rank].nbytes,
-            refusal=problem.unsupported,
-            begin=begin,
-            same=[
-                *problem.same_everywhere,
-                ("chunks", [shape.chunks, shape.chunk_columns]),
-                ("extra bytes", extra),
-            ],
+            begin,
+            ("chunks", [shape.chunks, shape.chunk_columns]),
+            ("extra bytes", extra),
         )
         return cls(problem, shape, places, memory)
-
-    def extra(self, rank: int) -> int:
-        """Where the caller's bytes of `rank` lie for this rank."""
-        return self.bases[rank] + self.places[rank].extra
-
-    def free(self) -> None:
-        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
-
-        Nothing can be launched any more, on any rank.
-        """
-        self._memory.free()
 
     # -- on a stream -------------------------------------------------------------------------------
 
     def _multiply(
-        self,
-        kernel: str,
-        a: int,
-        b: int,
-        sums: int,
-        pitch: int,
-        stream: int,
-        copies: bytes = b"",
+        self, a: int, b: int, sums: int, pitch: int, stream: int, copies: bytes = b""
     ) -> None:
         """Put on `stream` a kernel that multiplies A and B and sends the tiles, and one that adds
         up what it has left.
@@ -177,7 +158,7 @@ class TileSendingGemm:
             *self._defines(sums, pitch, bool(copies)),
         )
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
-        made = self.team.kernel(kernel, kernel, defines, shared=memory, features="a")
+        made = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
         argument = self._argument(self._of_product, a, b, sums, pitch, copies)
         made.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
         self._reduce_rest(sums, pitch, copies, stream)
@@ -213,10 +194,6 @@ class TileSendingGemm:
         return cluster * -(-self._units // rounds)
 
     # -- arguments ---------------------------------------------------------------------------------
-
-    def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
-        """The struct that `make` packs from these words, made once."""
-        return self._arguments.made((make.__name__, *words), lambda: Argument(make(*words)))
 
     def _of_product(self, a: int, b: int, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
@@ -269,16 +246,7 @@ class TileSendingGemm:
 class GemmReduceScatter(TileSendingGemm):
     """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `create`."""
 
-    @classmethod
-    def create(
-        cls, context: Context, problem: SplitKProduct, shape: TileSchedule | None = None
-    ) -> GemmReduceScatter:
-        """A plan. Collective.
-
-        Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.unsupported` speaks on one of them; HeapExhausted.
-        """
-        return cls._made(context, problem, shape or choose_schedule(problem))
+    kernel, shares = "gemm_reduce_scatter", False
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.
@@ -287,7 +255,7 @@ class GemmReduceScatter(TileSendingGemm):
         waits on the host, and can be captured in a CUDA graph. Collective, in stream order.
         """
         nbytes = 2 * (self.problem.columns if pitch is None else pitch)
-        self._multiply("gemm_reduce_scatter", a, b, result, nbytes, stream)
+        self._multiply(a, b, result, nbytes, stream)
 
 
 class GemmAllReduce(TileSendingGemm):
@@ -298,23 +266,7 @@ class GemmAllReduce(TileSendingGemm):
     and are copied from there at last: a result may lie anywhere.
     """
 
-    @classmethod
-    def create(
-        cls,
-        context: Context,
-        problem: SplitKProduct,
-        shape: TileSchedule | None = None,
-        *,
-        result_addresses: bool = False,
-    ) -> GemmAllReduce:
-        """A plan. Collective.
-
-        With `result_addresses`, launches will say where all ranks' results lie, and the plan has no
-        memory for sums. Raises ValueError on all ranks where they do not mean the same product, or
-        where `problem.unsupported` speaks on one of them; HeapExhausted.
-        """
-        extra = 0 if result_addresses else problem.height * up(2 * problem.columns, 16)
-        return cls._made(context, problem, shape or choose_shared_schedule(problem), extra)
+    kernel, shares = "gemm_all_reduce", True
 
     def launch(
         self,
@@ -334,24 +286,21 @@ class GemmAllReduce(TileSendingGemm):
         host, and can be captured in a CUDA graph. Collective, in stream order.
         """
         rank, columns, first = self.team.rank, self.problem.columns, self._first
-        nbytes = 2 * (columns if pitch is None else pitch)
-        own = result + first[rank] * nbytes
-        if result_addresses:
-            copies = self._copies(result_addresses, nbytes)
-            self._multiply("gemm_all_reduce", a, b, own, nbytes, stream, copies)
+        nbytes, between = 2 * (columns if pitch is None else pitch), up(2 * columns, 16)
+        here, there = result + first[rank] * nbytes, list(result_addresses)
+        arrived = [base + own.extra for base, own in zip(self.bases, self.places, strict=True)]
+        copies = self._copies(there, nbytes) if there else self._copies(arrived, between)
+        self._multiply(a, b, here, nbytes, stream, copies)
+        if there:
             return
-        between = up(2 * columns, 16)
-        addresses = [self.extra(each) for each in range(self.team.size)]
-        copies = self._copies(addresses, between)
-        self._multiply("gemm_all_reduce", a, b, own, nbytes, stream, copies)
         for low, high in ((0, first[rank]), (first[rank + 1], first[-1])):
             shape = high - low, columns
-            here = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, self.problem.dtype)
-            come = here._replace(address=addresses[rank] + low * between, row_stride=between // 2)
+            target = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, self.problem.dtype)
+            sums = target._replace(address=arrived[rank] + low * between, row_stride=between // 2)
             if nbytes > 2 * columns:  # what lies between rows of the result stays
-                combine(self.team.device, stream, here, [come])
+                combine(self.team.device, stream, target, [sums])
             else:
-                copy(self.team.device, stream, here, come)
+                copy(self.team.device, stream, target, sums)
 
     def _copies(self, addresses: Sequence[int], pitch: int) -> bytes:
         """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
