@@ -29,6 +29,7 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.geometry import Move
+from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.machine import H200
 from shardmath.operators.lanes import Lane
@@ -45,6 +46,7 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     Tiling,
     make_schedule,
 )
+from shardmath.operators.matmul.gpu.panels import OperandPlan
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.program.steps import Memory
 from shardmath.redistribution.box_copies import BoxCopies
@@ -70,61 +72,42 @@ class PanelGemm:
 
     def __init__(self, rank_plan: RankPlan, a: Matrix, b: Matrix, out: Matrix, lane: Lane) -> None:
         self._rank_plan = rank_plan
-        self._ab = a, b
         self._lane = lane
         self._device = lane.team.device
         self._transposed = out.column_stride != 1
         self._out = out.transposed() if self._transposed else out
-        first = 1 if self._transposed else 0
         self._extent = rank_plan.operand_plans[0].extent  # of k
-        self._order = first, 1 - first  # which operand is on the left, which on the right
+        self._ab = a, b
 
     @cached_property
     def _panel_operands(self) -> tuple[PanelOperand, PanelOperand]:
-        return self._panel_operand(self._order[0]), self._panel_operand(self._order[1])
+        """The one on the left, and the one on the right."""
+        first = int(self._transposed)
+        return self._panel_operand(first), self._panel_operand(1 - first)
 
     def _panel_operand(self, index: int) -> PanelOperand:
-        operand_plan, own = self._rank_plan.operand_plans[index], self._ab[index]
-        moves, place, shape = (
-            operand_plan.moves,
-            operand_plan.place,
-            operand_plan.shape(0, operand_plan.extent),
-        )
+        plan, own = self._rank_plan.operand_plans[index], self._ab[index]
         if self._transposed:
-            own, shape = own.transposed(), shape[::-1]
-            moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in moves)
-            place = None if place is None else place[::-1]
-        is_right = (index == 1) != self._transposed
+            own, plan = own.transposed(), plan.transposed()
         rank, tiling = self._lane.team.rank, TILINGS[self._out.dtype]
-        return PanelOperand(
-            index, is_right, own, moves, place, shape, rank, tiling, self._rank_plan.cache
-        )
+        return PanelOperand(index, own, plan, rank, tiling, self._rank_plan.cache)
 
     @property
     def unsupported(self) -> str:
         """Why the product cannot, or should not, be a panel GEMM; "" where it can."""
-        return self._unsupported_kind() or self._unsupported_size()
-
-    def _unsupported_kind(self) -> str:
         out = self._out
         if self._device.arch != "sm_90":
             return "the kernels are for GPUs of capability 9.0"
         if out.column_stride != 1 or out.row_stride < out.columns:
             return "the kernels write row by row, or column by column"
-        return ""
-
-    def _unsupported_size(self) -> str:
-        out = self._out
         seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
         tiles = self._tiles()
         if prod(tiles.shape) < _LEAST_WAVE * tiles.clusters:
             return "the product has few tiles"
-        if (
-            sum(operand.panel_bytes() for operand in self._panel_operands if operand.place is None)
-            > _MOST_PANEL_BYTES
-        ):
+        gathered = [operand for operand in self._panel_operands if operand.plan.place is None]
+        if sum(operand.panel_bytes() for operand in gathered) > _MOST_PANEL_BYTES:
             return "the panels are large"
         fit = all(operand.is_loadable for operand in self._panel_operands)
         return "" if fit else "an operand is not aligned for the kernel"
@@ -137,20 +120,15 @@ class PanelGemm:
             (left.remote_bytes / out.rows, right.remote_bytes / out.columns),
             width=left.tiling.width,
             cluster=left.tiling.cluster,
-            clusters=self._processors // left.tiling.cluster,
+            clusters=self._device.processors // left.tiling.cluster,
             fixup_steps=left.tiling.fixup_steps,
         )
 
     @property
-    def _processors(self) -> int:
-        """Multiprocessors, and blocks at most."""
-        return self._device.processors
-
-    @property
     def memories(self) -> dict[str, Memory]:
         """The lane's memories of progress counters, of partial sums and of panels."""
-        counters = Memory(8 * (_PROGRESS_COUNTERS + self._processors), shared=True)
-        sums = Memory(SUMS_BYTES * self._processors, shared=True)
+        counters = Memory(8 * (_PROGRESS_COUNTERS + self._device.processors), shared=True)
+        sums = Memory(SUMS_BYTES * self._device.processors, shared=True)
         panels = {f"panel {'ab'[x.index]}": Memory(x.panel_bytes()) for x in self._panel_operands}
         return {"progress": counters, "sums": sums, **panels}
 
@@ -162,19 +140,25 @@ class PanelGemm:
         lane = self._lane
         places = [places_of[operand.index] for operand in self._panel_operands]
         if self._transposed:
-            places = [{rank: (at, strides[::-1]) for rank, (at, strides) in some.items()}
+            places = [{rank: (address, strides[::-1]) for rank, (address, strides) in some.items()}
                       for some in places]  # fmt: skip
         plan = self._plan(places)
         if plan is None:
             return False
         panels = [
             operand.panel(
-                lane.address(f"panel {'ab'[operand.index]}") if operand.place is None else 0
+                lane.address(f"panel {'ab'[operand.index]}") if operand.plan.place is None else 0
             )
             for operand in self._panel_operands
         ]
         progress = lane.address("progress")
-        call("cuMemsetD8Async", progress, 0, 8 * (_PROGRESS_COUNTERS + self._processors), stream)
+        call(
+            "cuMemsetD8Async",
+            progress,
+            0,
+            8 * (_PROGRESS_COUNTERS + self._device.processors),
+            stream,
+        )
         copy_stream = lane.side
         call("cuEventRecord", lane.event("fork"), stream)
         call("cuStreamWaitEvent", copy_stream, lane.event("fork"), 0)
@@ -211,7 +195,7 @@ class PanelGemm:
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
         k_order = KOrder.plan((left.k_steps, right.k_steps), costs, left.tiling.depth)
         schedule = make_schedule(tiles, k_order.pieces(costs, _FIRST_BYTES), k_order.steps)
-        fetches = []
+        fetches, rank = [], self._lane.team.rank
         for fetch in schedule.fetches:
             if k_order.local_steps(fetch.operand) >= fetch.last:
                 continue
@@ -219,7 +203,8 @@ class PanelGemm:
             moves = k_order.gather_moves(
                 fetch.operand, fetch.first, fetch.last, (fetch.lo, fetch.hi)
             )
-            moves.sort(key=operand.ring_key)
+            # No two ranks begin with the same source.
+            moves.sort(key=lambda move: (move.src < rank, move.src))
             engines = engine_copies(_lowered(operand, moves, place))
             if engines is None:
                 return None
@@ -233,10 +218,10 @@ class PanelGemm:
 
     def _own_copies(self, operand: PanelOperand, places: Places) -> BoxCopies | None:
         """What this rank has but cannot load in place, into its panel."""
-        if operand.place is not None:
+        if operand.plan.place is not None:
             return None
         every = np.arange(len(operand.k_steps.offsets))
-        moves = operand.k_steps.gather_moves(every, (0, operand.extent), operand.tiling.depth)
+        moves = operand.k_steps.gather_moves(every, (0, operand.plan.width), operand.tiling.depth)
         mine = [move for move in moves if move.src == operand.rank]
         boxes = [replace(copy, src=0) for copy in _lowered(operand, mine, places)]
         return BoxCopies(self._device, boxes) if boxes else None
@@ -289,7 +274,7 @@ class PanelGemm:
             packed += struct.pack("8I", *numbers)
         packed += bytes(32 * (MOST_REGIONS - len(schedule.regions)))
         packed += bytes(-len(packed) % 64)
-        clusters = self._processors // tiling.cluster
+        clusters = self._device.processors // tiling.cluster
         blocks = tiling.cluster * (
             min(clusters, schedule.units) if schedule.is_data_parallel else clusters
         )
@@ -311,79 +296,62 @@ class _Plan(Immutable):
 
 
 class PanelOperand(Immutable, eq=False):
-    """Operand `index` (0: op(A), 1: op(B)) of this rank: `own` is its local array, `moves` bring
-    what it needs, `place` is where that begins in `own` if nothing needs to move. All are oriented
-    as the kernel takes them, on the right if `is_right`. `cache` lives as long as the plan.
+    """Operand `index` (0: op(A), 1: op(B)) of this rank, whose local array is `own`. That and the
+    `plan` are oriented as the kernel takes them. `cache` lives as long as the rank plan.
     """
 
     index: int
-    is_right: bool
     own: Matrix
-    moves: tuple[Move, ...]
-    place: tuple[int, int] | None
-    shape: tuple[int, int]
+    plan: OperandPlan
     rank: int
     tiling: Tiling
     cache: dict[Any, Any] = field(repr=False)
 
     @property
-    def k_axis(self) -> int:
-        """Which of its axes is k."""
-        return 0 if self.is_right else 1
+    def is_right(self) -> bool:
+        """Whether it is the factor on the right, whose rows k is."""
+        return self.plan.axis == 0
 
     @property
     def along_k(self) -> bool:
         """Whether neighbours in memory are neighbours along k."""
-        return self.own.by_columns == (self.k_axis == 0)
-
-    @property
-    def extent(self) -> int:
-        """Rows on the left, columns on the right."""
-        return self.shape[1 - self.k_axis]
+        return self.own.by_columns == self.is_right
 
     @property
     def remote_bytes(self) -> int:
         """Bytes from peers."""
-        if self.place is not None:
+        if self.plan.place is not None:
             return 0
-        return self.own.itemsize * sum(m.elements for m in self.moves if m.src != self.rank)
-
-    def ring_key(self, move: Move) -> tuple[bool, int]:
-        """Sorts moves by ring distance: no two ranks begin with the same source."""
-        return move.src < self.rank, move.src
+        return self.own.itemsize * sum(m.elements for m in self.plan.moves if m.src != self.rank)
 
     @property
     def k_steps(self) -> OperandSteps:
         """Whom each step along k comes from, and where it lies."""
-        loadable = self.place is not None or _is_loadable(self.own)
+        plan = self.plan
+        loadable = plan.place is not None or _is_loadable(self.own)
         key = ("k steps", self.index, self.is_right, loadable)
         if key not in self.cache:
-            self.cache[key] = self._find_k_steps(loadable)
+            k = {"axis": plan.axis, "extent": plan.extent, "step": self.tiling.depth}
+            self.cache[key] = (
+                OperandSteps.local(**k)
+                if plan.place is not None
+                else OperandSteps.of(plan.moves, self.rank, loadable=loadable, **k)
+            )
         k_steps: OperandSteps = self.cache[key]
         return k_steps
-
-    def _find_k_steps(self, loadable: bool) -> OperandSteps:
-        axis, step = self.k_axis, self.tiling.depth
-        extent = self.shape[axis]
-        if self.place is not None:
-            return OperandSteps.local(axis, extent, step)
-        return OperandSteps.of(
-            self.moves, self.rank, axis=axis, extent=extent, step=step, loadable=loadable
-        )
 
     @property
     def is_loadable(self) -> bool:
         """Whether what has to be read in place can be."""
-        return self.place is None or _is_loadable(self.own_matrix())
+        return self.plan.place is None or _is_loadable(self.own_matrix())
 
     def panel(self, address: int) -> Matrix:
         """Memory for what is not read in place, in the order of the operand, lines aligned."""
-        shape = [self.extent, self.extent]
-        shape[self.k_axis] = self.k_steps.width
+        rows, columns = self.plan.shape(0, self.k_steps.width)
         unit = ALIGNMENT // self.own.itemsize
-        pitch = -(-shape[0 if self.own.by_columns else 1] // unit) * unit
+        pitch = up(rows if self.own.by_columns else columns, unit)
         strides = (1, pitch) if self.own.by_columns else (pitch, 1)
-        return Matrix(address, shape[0], shape[1], *strides, self.own.dtype)
+        return Matrix(address, rows, columns, *strides, self.own.dtype)
 
     def panel_bytes(self) -> int:
         """Bytes of the memory of a `panel`."""
@@ -398,14 +366,15 @@ class PanelOperand(Immutable, eq=False):
 
     def own_matrix(self) -> Matrix:
         """The part of the own array that is read in place; empty if none is."""
-        if self.place is not None:
-            (row, column), (rows, columns) = self.place, self.shape
+        place, axis = self.plan.place, self.plan.axis
+        if place is not None:
+            (row, column), (rows, columns) = place, self.plan.shape(0, self.plan.extent)
             return self.own.part((row, row + rows), (column, column + columns))
         if not self.k_steps.reads_own:
             return self.own.part((0, 0), (0, 0))
-        run = next(m for m in self.moves if m.src == self.rank).runs[1 - self.k_axis]
+        run = next(m for m in self.plan.moves if m.src == self.rank).runs[1 - axis]
         ranges = [(run.src_start, run.src_start + run.length)] * 2
-        ranges[self.k_axis] = 0, self.k_steps.source_ends[self.rank]
+        ranges[axis] = 0, self.k_steps.source_ends[self.rank]
         return self.own.part(ranges[0], ranges[1])
 
     def encode_map(self, matrix: Matrix) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move
@@ -58,6 +59,12 @@ class OperandPlan(Immutable):
     def shape(self, lo: int, hi: int) -> tuple[int, int]:
         """Of the panel with indices lo to hi of k."""
         return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
+
+    def transposed(self) -> OperandPlan:
+        """The reading of the transposed operand."""
+        moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in self.moves)
+        place = None if self.place is None else (self.place[1], self.place[0])
+        return OperandPlan(1 - self.axis, self.extent, self.width, moves, place)
 
     def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill that panel."""
@@ -126,27 +133,21 @@ def intervals(
     fits_at_once = extent <= room
     most = extent if fits_at_once else max(grain, room // _SLOTS // grain * grain)
     pieces: list[tuple[int, int]] = []
-    at, length = start, float(min(first, most))
+    lo, length = start, float(min(first, most))
     for end in ends:
-        while at < end:
-            left = end - at
+        while lo < end:
+            left = end - lo
             step = min(int(length) // grain * grain, most)
             step = left if left < 1.5 * step and left <= most else min(step, left)
-            pieces.append((at, at + step))
-            at += step
+            pieces.append((lo, lo + step))
+            lo += step
             length *= growth
-        at = 0
+        lo = 0
     if fits_at_once:
-        return _laid_out(pieces), extent
+        offsets = accumulate((hi - lo for lo, hi in pieces), initial=0)
+        together = zip(pieces, offsets, strict=False)
+        return [Interval(lo, hi, offset, None) for (lo, hi), offset in together], extent
     return [
         Interval(lo, hi, i % _SLOTS * most, i - _SLOTS if i >= _SLOTS else None)
         for i, (lo, hi) in enumerate(pieces)
     ], most * _SLOTS
-
-
-def _laid_out(pieces: Sequence[tuple[int, int]]) -> list[Interval]:
-    found, offset = [], 0
-    for lo, hi in pieces:
-        found.append(Interval(lo, hi, offset, None))
-        offset += hi - lo
-    return found

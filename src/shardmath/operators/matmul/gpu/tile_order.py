@@ -39,11 +39,6 @@ class Chunk(Immutable):
         """How many."""
         return len(self.rows) * len(self.columns)
 
-    def grid(self) -> tuple[Integers, Integers]:
-        """The row and the column of each tile, row after row."""
-        rows, columns = np.array(self.rows, np.int64), np.array(self.columns, np.int64)
-        return np.repeat(rows, columns.size), np.tile(columns, rows.size)
-
 
 class TileSchedule(Immutable):
     """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
@@ -103,11 +98,7 @@ class TileOrder(Immutable):
 
     def owned(self, owner: int) -> Words:
         """The owner's tiles by slot: `Tile` of tile_slots.cuh, rows from its own."""
-        found = []
-        for number, part in enumerate(self.parts(owner)):
-            row, column = part.grid()
-            found.append(self._words(owner, number, row, column, self._first_slot[owner][number]))
-        return np.concatenate(found)
+        return np.concatenate([self._words(owner, number) for number in range(self.chunks)])
 
     def table(self, owner: int) -> Words:
         """By chunk: the half tiles that each rank sends in a launch, and the first tile behind."""
@@ -132,13 +123,11 @@ class TileOrder(Immutable):
             lines = 0
             cycle = []
             for owner in order:
-                part = self.parts(owner)[number]
-                row, column = part.grid()
-                words = self._words(owner, number, row, column, self._first_slot[owner][number])
+                rows, words = self.parts(owner)[number].rows, self._words(owner, number)
+                line = lines + words[:, 0].astype(np.int64) // TILE_ROWS - rows.start
                 words[:, 0] += np.uint32(first[owner])
-                line = lines + row - part.rows.start
-                cycle.append(np.column_stack([line // _GROUP, column, line, words]))
-                lines += len(part.rows)
+                cycle.append(np.column_stack([line // _GROUP, words[:, 1], line, words]))
+                lines += len(rows)
             tiles = np.concatenate(cycle)
             tiles = tiles[np.lexsort((tiles[:, 2], tiles[:, 1], tiles[:, 0]))]
             ordered.append(_filled_up(tiles, cluster)[:, 3:])
@@ -150,21 +139,16 @@ class TileOrder(Immutable):
         counts = [[part.tiles for part in self.parts(owner)] for owner in range(len(self.rows))]
         return [[sum(row[:number]) for number in range(self.chunks)] for row in counts]
 
-    def _words(
-        self,
-        owner: int,
-        chunk: int,
-        row: Integers,
-        column: Integers,
-        slot: int,
-    ) -> Words:
-        """`Tile`s of one chunk of an owner, which lie in the order in which they are given."""
+    def _words(self, owner: int, chunk: int) -> Words:
+        """`Tile`s of one chunk of an owner, row after row."""
+        part = self.parts(owner)[chunk]
+        row = np.repeat(np.array(part.rows, np.int64), len(part.columns))
+        column = np.tile(np.array(part.columns, np.int64), len(part.rows))
         rows = np.minimum(self.rows[owner] - row * TILE_ROWS, TILE_ROWS)
         what = owner | rows << 8 | chunk << 16
-        number = slot + np.arange(row.size)
-        return np.column_stack([row * TILE_ROWS, column * TILE_COLUMNS, what, number]).astype(
-            np.uint32
-        )
+        slot = self._first_slot[owner][chunk] + np.arange(row.size)
+        words = row * TILE_ROWS, column * TILE_COLUMNS, what, slot
+        return np.column_stack(words).astype(np.uint32)
 
 
 def _filled_up(tiles: Integers, cluster: int) -> Integers:
