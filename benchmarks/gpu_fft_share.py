@@ -170,7 +170,7 @@ def piped(program, memories, *, local=True, pushes=True, mark=lambda name, strea
     def run(stream):
         mark("begin", stream)
         for name, step, launch in launches:
-            if name == READY.explain():
+            if name == str(READY):
                 mark("transformed", stream)
             launch(stream)
             if starts(step):

@@ -167,7 +167,7 @@ def test_every_axis_once_in_layouts_where_it_is_whole(given_problem, block):
         assert done[0] == given_problem.axes[-1]
     if given_problem.kind == "C2R":
         assert done[-1] == given_problem.axes[-1]
-    assert re.search(rf", {strategy.exchanges} exchanges?$", strategy.explain(), re.MULTILINE)
+    assert re.search(rf", {strategy.exchanges} exchanges?$", str(strategy), re.MULTILINE)
     check_blocks(given_problem, strategy, block)
 
 

@@ -288,6 +288,6 @@ def test_explain_shows_the_steps(hosts, wanted):
     case = {"axes": None, "kind": "C2C", "parity": "even", "norm": None, "dtype": "complex64",
             "library": "torch"}  # fmt: skip
     slabs = [geometry.Slab.X] * 2
-    text = plan_of(case_problem(case, [x, x], slabs, slabs), 2, hosts).explain()
+    text = str(plan_of(case_problem(case, [x, x], slabs, slabs), 2, hosts))
     for line in ("C2C along", wanted, "synchronise before reusing" if hosts == 1 else "2 hosts"):
         assert line in text, text

@@ -242,15 +242,15 @@ class Transform(Immutable):
 
 
 class Fused(Immutable):
-    """Steps that a performer of the operator's own does together: how, its `plan` says, and
-    explains. Where it cannot, and in the tests, the steps that it `replaces` are performed.
+    """Steps that a performer of the operator's own does together: how, its `plan` says. Where
+    it cannot, and in the tests, the steps that it `replaces` are performed.
     """
 
     plan: Any
     replaces: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        return str(self.plan.explain())
+        return str(self.plan)
 
 
 class Pack(Immutable):

@@ -97,7 +97,7 @@ class GPUPlan(Immutable):
             self.problem, two_exchanges=self.strategy.exchanges > 1, multi_host=self.multi_host
         )
 
-    def explain(self) -> str:
+    def __str__(self) -> str:
         """The strategy, and the steps of rank 0 where arrays are on the heap, and not in parts."""
         problem = self.problem
         shapes = problem.source.local_shape(0), problem.target.local_shape(0)
@@ -106,7 +106,7 @@ class GPUPlan(Immutable):
             packed("out", shapes[1], problem.result, problem.order),
         )
         steps = lowered(self, 0, arrays, Results(True, True)).steps
-        lines = [self.strategy.explain(), "rank 0:", *map(str, steps)]
+        lines = [str(self.strategy), "rank 0:", *map(str, steps)]
         if self.multi_host:
             lines.append(
                 f"{len(set(self.hosts))} hosts: what each rank packs its peers read, in place on "

@@ -71,7 +71,7 @@ class FourierTransform:
         program = self.program(problem, machine, 0)
         if machine.kind == "cuda":
             return str(program)
-        return f"{choose(problem.widened).explain()}\n{program}"
+        return f"{choose(problem.widened)}\n{program}"
 
     def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
         """The class that performs these programs there."""

@@ -110,8 +110,7 @@ class Start(Immutable):
     sources: tuple[str, ...]
     targets: tuple[str, ...]
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return f"push {len(self.chunks)} chunks beside the steps that follow, by one kernel"
 
 
@@ -120,8 +119,7 @@ class Signal(Immutable):
 
     verb: Literal["signal_ready", "wait_for_chunk", "join"]
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return self.verb.replace("_", " ")
 
 

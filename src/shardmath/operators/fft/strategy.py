@@ -138,7 +138,7 @@ class Strategy(Immutable):
         """How many of the steps move bytes between ranks."""
         return sum(isinstance(step, Exchange) for step in self.steps)
 
-    def explain(self) -> str:
+    def __str__(self) -> str:
         """The problem, and a line for each step with predicted bytes and time."""
         lines = [str(self.problem)]
         steps = zip(self.steps, self._itemsizes, self.step_seconds, strict=True)
@@ -151,9 +151,6 @@ class Strategy(Immutable):
         exchanges = "1 exchange" if self.exchanges == 1 else f"{self.exchanges} exchanges"
         lines.append(f"predicted: {self.seconds * 1e3:.3g} ms, {exchanges}")
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.explain()
 
     @cached_property
     def _itemsizes(self) -> tuple[int, ...]:

@@ -134,24 +134,21 @@ class OneKernel(Immutable):
 
     kind: str
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return f"{self.kind}, by one kernel"
 
 
 class ByEngines(Immutable):
     """A move beside a product, by the copy engines where they can: they take no multiprocessor."""
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return "move by the copy engines"
 
 
 class PanelProduct(Immutable):
     """A product of factors that come while it runs: see `panel_gemm`."""
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return "multiply panels as they come, by one kernel"
 
 
@@ -160,8 +157,7 @@ class EpilogProduct(Immutable):
 
     steps: tuple[Any, ...]
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return "; ".join(map(str, self.steps))
 
 
@@ -172,8 +168,7 @@ class Collective(Immutable):
     target: Name
     counts: tuple[int, ...]
 
-    def explain(self) -> str:
-        """How, in a few words."""
+    def __str__(self) -> str:
         return f"{'reduce-scatter' if self.counts else 'all-reduce'} {self.source} by a collective"
 
 
