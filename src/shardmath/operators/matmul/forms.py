@@ -208,8 +208,8 @@ class Matmul(Planned):
 
         assert isinstance(driver.performer, gpu.Products)
         own, operation = replace(plan, kept={}), f"Matmul.plan #{self.number}"
-        found = gpu.tuned(context, driver.performer, operation, ready, own)
-        explain = partial(MATMUL.explain, plan.problem, driver.machine, found)
+        timed = gpu.tuned(context, driver.performer, operation, ready, own)
+        explain = partial(MATMUL.explain, plan.problem, driver.machine, timed)
         return replace(own, explain=explain)
 
     def explain(self) -> str:

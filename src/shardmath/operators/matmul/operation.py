@@ -61,17 +61,26 @@ class _Matmul:
         """See Operation."""
         return product_program(problem, _strategy(problem, machine), rank)
 
-    def explain(self, problem: Problem, machine: Machine, found: Sequence[str] = ()) -> str:
+    def explain(self, problem: Problem, machine: Machine, timed: Sequence[str] = ()) -> str:
         """What was chosen, its steps, and what it was compared with, predicted by counting; and
-        what was `found` out by timing.
+        `timed`, lines on what was measured.
         """
         strategy, compared = chosen(problem, machine)
-        notes: list[str] = []
+        notes = list(timed)
         if machine.kind != "cpu":
             from shardmath.operators.matmul import gpu
 
-            notes = gpu.notes(gpu.RankPlan(strategy, 0, machine.hosts))
-        return explanation(strategy, compared, (*notes, *found))
+            notes = [*gpu.notes(gpu.RankPlan(strategy, 0, machine.hosts)), *timed]
+        problem = strategy.problem
+        costs = {id(candidate): cost for candidate, cost in compared}
+        forced = f", as options.strategy={problem.strategy!r} asks" * bool(problem.strategy)
+        lines = [str(problem), f"chosen: {strategy}{forced}; predicted {costs[id(strategy)]}"]
+        lines += [f"  {i}. {step}" for i, step in enumerate(strategy.steps(), 1)]
+        lines += [f"  {note}" for note in notes]
+        others = [entry for entry in compared if entry[0] is not strategy]
+        lines += ["compared with"] * bool(others)
+        lines += [f"  {candidate!s:<34} {cost}" for candidate, cost in others]
+        return "\n".join(lines)
 
     def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
         """See Operation."""
@@ -95,29 +104,12 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple
 def _strategy(problem: Problem, machine: Machine) -> Strategy:
     """The strategy. Others cost nothing where the problem names one by its label."""
     if machine.kind == "cpu" and problem.strategy is not None:
-        for each in candidates(problem.widened()):
-            if each.label == problem.strategy:
-                return each
+        for candidate in candidates(problem.widened()):
+            if candidate.label == problem.strategy:
+                return candidate
     return chosen(problem, machine)[0]
 
 
 @lru_cache(maxsize=64)
 def _chosen_on_cores(problem: Problem) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
     return choose(problem.widened(), CORES)
-
-
-def explanation(
-    strategy: Strategy, compared: Sequence[tuple[Strategy, Cost]], notes: Sequence[str] = ()
-) -> str:
-    """What was chosen, its steps, notes on those, and what it was compared with."""
-    problem = strategy.problem
-    costs = {id(each): cost for each, cost in compared}
-    forced = f", as options.strategy={problem.strategy!r} asks" * bool(problem.strategy)
-    lines = [str(problem), f"chosen: {strategy}{forced}; predicted {costs[id(strategy)]}"]
-    lines += [f"  {i}. {step}" for i, step in enumerate(strategy.steps(), 1)]
-    lines += [f"  {note}" for note in notes]
-    others = [entry for entry in compared if entry[0] is not strategy]
-    if others:
-        lines.append("compared with")
-        lines += [f"  {each!s:<34} {cost}" for each, cost in others]
-    return "\n".join(lines)

@@ -194,10 +194,8 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
 
 def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
-    distributions = [each.distributions[index] for each in facts]
-    layout = infer_layout(
-        MATRICES[index], distributions, [each.operands[index][2] for each in facts]
-    )
+    distributions = [own.distributions[index] for own in facts]
+    layout = infer_layout(MATRICES[index], distributions, [own.operands[index][2] for own in facts])
     return layout.transposed() if transposed else layout
 
 

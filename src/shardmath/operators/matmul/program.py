@@ -55,21 +55,21 @@ def passed(strategy: Strategy) -> dict[str, Move | Combine]:
     """
     problem, d = strategy.problem, strategy.problem.d
     a, b = strategy.transfers
-    found: dict[str, Move | Combine] = {"a": Move(a, "a", "a here"), "b": Move(b, "b", "b here")}
+    steps: dict[str, Move | Combine] = {"a": Move(a, "a", "a here"), "b": Move(b, "b", "b here")}
     itemsize = dtypes.accumulator(problem.dtype).itemsize
     last = TransferPlan(strategy.reduced, d, itemsize)
     if strategy.reduces:
-        found["sums"] = Combine(_held(strategy), strategy.reduced, "sums", "reduced")
-        found["reduced"] = Move(last, "reduced", "total")
+        steps["sums"] = Combine(_held(strategy), strategy.reduced, "sums", "reduced")
+        steps["reduced"] = Move(last, "reduced", "total")
     else:
-        found["sums"] = Move(last, "sums", "total")
+        steps["sums"] = Move(last, "sums", "total")
     if problem.sums_c:
-        found["c"] = Combine(d, d, "c", "total", weight="beta")
+        steps["c"] = Combine(d, d, "c", "total", weight="beta")
     if problem.epilog.makes_bgrad:
         matrix, held, need = gradient_layouts(problem)
         alone = not matrix.disjoint()  # replicas count once
-        found["vector"] = Combine(held, need, "vector", "gradient", alone=alone)
-    return found
+        steps["vector"] = Combine(held, need, "vector", "gradient", alone=alone)
+    return steps
 
 
 def _held(strategy: Strategy) -> Layout:
@@ -185,9 +185,9 @@ class _Product:
             self.steps += [READ, replace(move, target=self._last)]
 
     def _combine(self, name: str) -> Combine:
-        found = self.passed[name]
-        assert isinstance(found, Combine), name
-        return found
+        step = self.passed[name]
+        assert isinstance(step, Combine), name
+        return step
 
     def _moved(self, index: int, name: str) -> str:
         """Op(A), index 0, or op(B) as this rank needs it."""

@@ -158,22 +158,23 @@ def readings(given: Given, index: int, stored: Sequence[int], transposed: bool) 
 
 
 def agree_granularities(
-    found: Sequence[Sequence[Sequence[str]]], layouts: Sequence[Layout]
+    by_rank: Sequence[Sequence[Sequence[str]]], layouts: Sequence[Layout]
 ) -> tuple[str, str]:
-    """What fits the scales of every rank, for a and for b, whose readings are `found[rank]`.
+    """What fits the scales of every rank, for a and for b, whose readings are `by_rank[rank]`.
 
     Of several the finest is taken: where they fit all ranks, they say the same. Raises
     CollectiveMismatch where none fits all ranks.
     """
     chosen = []
     for index in (0, 1):
-        each = [set(readings_[index]) for readings_ in found]
-        common = set.intersection(*each)
+        kinds = [set(readings_[index]) for readings_ in by_rank]
+        common = set.intersection(*kinds)
         if not common:
-            odd = next(rank for rank, one in enumerate(each) if not one & each[0])
+            odd = next(rank for rank, one in enumerate(kinds) if not one & kinds[0])
             raise CollectiveMismatch(
                 f"the scales of {_NAMES[index]} must be of one kind on all ranks: rank 0 has "
-                f"{' or '.join(found[0][index])}, rank {odd} has {' or '.join(found[odd][index])}"
+                f"{' or '.join(by_rank[0][index])}, rank {odd} has "
+                f"{' or '.join(by_rank[odd][index])}"
             )
         whole = _has_whole_k(layouts[index], 1 - index)
         order = [OUTER] * whole + [VECTORS, SQUARES, OUTER, TENSOR]

@@ -140,23 +140,16 @@ class Strategy(Immutable):
 
     def cost(self, rates: Rates) -> Cost:
         """What the busiest rank does, by counting."""
-        problem, ranks = self.problem, range(self.problem.size)
-        products = [self._product(rank) for rank in ranks]
+        ranks = range(self.problem.size)
+        flops, operands, computing = zip(*(self._product(r, rates) for r in ranks), strict=True)
         received, touched = self._traffic()
         times = [
-            products[r].seconds(rates, problem.dtype)
-            + rates.touching(touched[r])
-            + received[r] / rates.link
-            for r in ranks
+            computing[r] + rates.touching(touched[r]) + received[r] / rates.link for r in ranks
         ]
         begun = rates.gathering * any(self.moves_inputs)
         begun += rates.finishing * (self.reduces + self.moves_result)
-        return Cost(
-            max(each.flops for each in products),
-            max(products[r].touched + touched[r] for r in ranks),
-            max(received),
-            max(times) + begun,
-        )
+        memory = max(operands[r] + touched[r] for r in ranks)
+        return Cost(max(flops), memory, max(received), max(times) + begun)
 
     def _traffic(self) -> tuple[list[int], list[int]]:
         """The bytes that each rank takes from peers, and those that it reads and writes in its own
@@ -184,15 +177,20 @@ class Strategy(Immutable):
             touched = [touched[r] + 2 * (wide * results[r] - moved[r]) for r in ranks]
         return received, touched
 
-    def _product(self, rank: int) -> _Product:
-        """What a rank multiplies."""
-        m, n, k = (column[rank].length for column in self._work)
-        dtype = dtypes.of(self.problem.dtype)
-        return _Product(m, n, k, dtype.itemsize, dtypes.accumulator(dtype).itemsize)
+    def _product(self, rank: int, rates: Rates) -> tuple[float, int, float]:
+        """A rank's product: its operations; bytes of both operands and of the result, which is only
+        written where it has no terms; and predicted seconds, bound by operations, and copies of the
+        operands' blocks, or by memory.
 
-    @property
-    def _work(self) -> tuple[Column, Column, Column]:
-        return self.rows, self.columns, self.depth
+        A vector is multiplied where it lies, and so is the matrix beside it.
+        """
+        m, n, k = self.rows[rank].length, self.columns[rank].length, self.depth[rank].length
+        dtype = dtypes.of(self.problem.dtype)
+        flops, wide = 2.0 * m * n * k, dtypes.accumulator(dtype).itemsize
+        touched = dtype.itemsize * k * (m + n) + wide * m * n if m and n else 0
+        copied = touched if min(m, n) > 1 else 0
+        computing = flops / rates.product(dtype.name) + copied / rates.packing
+        return flops, touched, max(computing, rates.touching(touched))
 
     def _added(self) -> list[int]:
         """Elements of other ranks' products that each rank reads to complete its sums."""
@@ -213,7 +211,7 @@ class Strategy(Immutable):
             if moved:
                 how = "all of" if layout.is_replicated else "panels of"
                 lines.append(f"take {how} {name} from peers: {layout.local_shape(0)} on rank 0")
-        m, n, k = (column[0].length for column in self._work)
+        m, n, k = (column[0].length for column in (self.rows, self.columns, self.depth))
         lines.append(f"multiply {m} x {n} x {k} on rank 0")
         if self.reduces:
             lines.append(f"add the ranks' products, each rank its part: {self.reduced.describe()}")
@@ -223,37 +221,6 @@ class Strategy(Immutable):
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.label})"
-
-
-class _Product(Immutable):
-    """A product of m x k and k x n elements of `itemsize` bytes; the results have `wide` bytes."""
-
-    m: int
-    n: int
-    k: int
-    itemsize: int
-    wide: int
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k
-
-    @property
-    def touched(self) -> int:
-        """Bytes of both operands and the result; a result without terms is only written."""
-        m, n, k = self.m, self.n, self.k
-        if not (m and n):
-            return 0
-        return self.itemsize * k * (m + n) + self.wide * m * n
-
-    def seconds(self, rates: Rates, dtype: str) -> float:
-        """Predicted: bound by operations, and copies of the operands' blocks, or by memory.
-
-        A vector is multiplied where it lies, and so is the matrix beside it.
-        """
-        copied = self.touched if min(self.m, self.n) > 1 else 0
-        computing = self.flops / rates.product(dtype) + copied / rates.packing
-        return max(computing, rates.touching(self.touched))
 
 
 def choose(
@@ -268,24 +235,24 @@ def choose(
     kind exists for these distributions, listing those that do.
     """
     compared = []
-    for each in candidates(problem):
-        cost, seconds = each.cost(rates), predicted(each)
-        compared.append((each, cost if seconds is None else replace(cost, seconds=seconds)))
+    for candidate in candidates(problem):
+        cost, seconds = candidate.cost(rates), predicted(candidate)
+        compared.append((candidate, cost if seconds is None else replace(cost, seconds=seconds)))
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
-    fitting = [each for each, _ in compared if wanted is None or wanted in (each.kind, each.label)]
+    fitting = [x for x, _ in compared if wanted is None or wanted in (x.kind, x.label)]
     if not fitting:
-        names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
+        names = ", ".join(dict.fromkeys(str(candidate) for candidate, _ in compared))
         raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")
     return fitting[0], compared
 
 
 def candidates(problem: Problem) -> list[Strategy]:
     """The strategies worth comparing, without repetition."""
-    found: dict[tuple[Column, Column, Column], Strategy] = {}
+    strategies: dict[tuple[Column, Column, Column], Strategy] = {}
     for strategy in _all(problem):
-        found.setdefault((strategy.rows, strategy.columns, strategy.depth), strategy)
-    return list(found.values())
+        strategies.setdefault((strategy.rows, strategy.columns, strategy.depth), strategy)
+    return list(strategies.values())
 
 
 def _all(problem: Problem) -> Iterator[Strategy]:
