@@ -25,6 +25,7 @@ from shardmath.redistribution.bound_copies import bind, bind_array
 Calls = list[Callable[[], object]]
 
 _BOUND_BLOCKS = 64  # of a pass that is bound whole
+_CACHED = 32 << 10  # bytes of a block that is transformed where it is wanted
 _KEPT_SCRATCH = 16 << 20  # bytes, for what cannot be cut; more is taken when it is needed
 
 
@@ -89,7 +90,10 @@ class Pass(Immutable):
                 taken = self.source[blocks[number]]
             else:
                 taken = target
-                if not (large and blocks.kind == "C2C"):
+                small = (
+                    len(blocks) == 1 and target.nbytes <= _CACHED
+                )  # and stays in the first cache
+                if not (blocks.kind == "C2C" and (large or small)):
                     shape = tuple(cut.stop - cut.start for cut in blocks[number])
                     taken = self._scratch(scratch, "taken", shape, self.source.dtype)
                 yield from self._gathering(number, taken)
