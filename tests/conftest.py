@@ -12,7 +12,7 @@ import pytest
 
 import one_thread  # noqa: F401  (before NumPy)
 import preloaded
-from loaded import find_libraries
+from loaded import find_libraries, use_huge_pages
 from ranks import Pool, with_context
 
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
@@ -81,6 +81,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     """Now all is loaded that tests import."""
     find_libraries()
+    use_huge_pages()
     preloaded.python()
 
 
