@@ -45,11 +45,11 @@ def test_gathered_rows_lie_apart_and_aligned(order, rows, depth):
         tuple(rows), 8, depth, "float16", OperandLayout(order, 8), OperandLayout("C", 8)
     )
     for rank in range(len(rows)):
-        assert problem.pitch(rank) % 8 == 0
-        assert problem.pitch(rank) >= (depth if order == "C" else rows[rank])
+        assert problem.gathered(rank).pitch % 8 == 0
+        assert problem.gathered(rank).pitch >= (depth if order == "C" else rows[rank])
         assert problem.offsets[rank] % 128 == 0
         room = problem.offsets[rank + 1] - problem.offsets[rank]
-        assert room >= 2 * problem.pitch(rank) * problem.lines(rank)
+        assert room >= 2 * problem.gathered(rank).pitch * problem.lines(rank)
 
 
 @pytest.mark.parametrize(

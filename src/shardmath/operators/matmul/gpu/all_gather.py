@@ -28,7 +28,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder
-from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned, tensor_map
+from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned
 from shardmath.geometry.integers import up
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
 from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
@@ -130,7 +130,8 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
         arrivals = problem.arrivals(rank)
         absent = size - len(arrivals)
         maps = [self._map_of_rows(src, a) for src in arrivals] + [bytes(NBYTES)] * absent
-        maps.append(self._map_of_b(b))
+        boxes = DEPTH // tiling.cluster, tiling.width // tiling.cluster  # what a block loads
+        maps.append(self._map(b, problem.b, (problem.depth, problem.columns), *boxes))
         parts, units = [], 0
         for src in arrivals:
             unit_rows = tiling.unit_rows(problem.rows[src])
@@ -148,23 +149,10 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
 
     def _map_of_rows(self, src: int, a: int) -> bytes:
         """The rows of `src`: this rank's own lie where the caller has them."""
-        problem, rank = self.problem, self.team.rank
-        address = a if src == rank else self._row_push.rows(rank, src)
-        pitch = problem.a.pitch if src == rank else problem.pitch(src)
-        if problem.a.order == "C":
-            shape, box = (problem.depth, problem.rows[src]), TILE_ROWS
-        else:
-            shape, box = (problem.rows[src], problem.depth), DEPTH
-        return tensor_map(address, problem.dtype, *shape, pitch, box)
-
-    def _map_of_b(self, b: int) -> bytes:
-        """A block loads one of `cluster` shares of a tile's columns."""
-        problem, tiling = self.problem, self.tiling
-        if problem.b.order == "C":
-            shape, box = (problem.columns, problem.depth), DEPTH
-        else:
-            shape, box = (problem.depth, problem.columns), tiling.width
-        return tensor_map(b, problem.dtype, *shape, problem.b.pitch, box // tiling.cluster)
+        problem, layout = self.problem, self.problem.a
+        if src != self.team.rank:
+            a, layout = self._row_push.rows(self.team.rank, src), problem.gathered(src)
+        return self._map(a, layout, (problem.rows[src], problem.depth), TILE_ROWS, DEPTH)
 
 
 class RowPush:
@@ -200,7 +188,7 @@ class RowPush:
     def _step(self, rank: int, peer: int, first: int, last: int) -> _Step:
         """Chunks from `first` to before `last` of the rows of `rank`."""
         problem, rows = self._problem, self._problem.rows[rank]
-        own, pitch = 2 * problem.a.pitch, 2 * problem.pitch(rank)
+        own, pitch = 2 * problem.a.pitch, 2 * problem.gathered(rank).pitch
         begin, end = problem.chunks[first][0], problem.chunks[last - 1][1]
         if problem.a.order == "C":
             offset, skipped, width, lines = 2 * begin, 2 * begin, 2 * (end - begin), rows

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.cuda.kernel import Argument
+from shardmath.cuda.tensormap import tensor_map
 from shardmath.handles.allocation import allocate_on_all_ranks
-from shardmath.operators.matmul.gpu.local_product import LocalProduct
+from shardmath.operators.matmul.gpu.local_product import LocalProduct, OperandLayout
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
@@ -39,6 +40,17 @@ class KernelPlan(Generic[Product]):
     def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
         """The struct that `make` packs from these words, made once."""
         return self._arguments.made((make.__name__, *words), lambda: Argument(make(*words)))
+
+    def _map(
+        self, address: int, layout: OperandLayout, shape: tuple[int, int], rows: int, columns: int
+    ) -> bytes:
+        """The boxes of a matrix of that shape: 64 elements of its contiguous lines, of so many of
+        its `rows` where they are those, else of so many `columns`.
+        """
+        dtype, (height, width) = self.problem.dtype, shape
+        if layout.order == "C":
+            return tensor_map(address, dtype, width, height, layout.pitch, rows)
+        return tensor_map(address, dtype, height, width, layout.pitch, columns)
 
     def free(self) -> None:
         """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.

@@ -128,16 +128,15 @@ class RankPlan(Immutable):
 
     def delivery(self, name: str, itemsize: int) -> Delivery:
         """How they pass between hosts, elements being of so many bytes."""
-        if (name, itemsize) not in self._deliveries:
+        key = "delivery", name, itemsize
+        if key not in self.cache:
             transfer: Any = self.transfer(name)
             axes = _SLOWEST.get(name, (0, 1))
-            delivery = Delivery(replace(transfer, itemsize=itemsize), self.rank, self.hosts, axes)
-            self._deliveries[name, itemsize] = delivery
-        return self._deliveries[name, itemsize]
-
-    @cached_property
-    def _deliveries(self) -> dict[tuple[str, int], Delivery]:
-        return {}
+            self.cache[key] = Delivery(
+                replace(transfer, itemsize=itemsize), self.rank, self.hosts, axes
+            )
+        delivery: Delivery = self.cache[key]
+        return delivery
 
     def moves(self, name: str) -> tuple[Move, ...]:
         """The moves into this rank out of the ranks' matrices of that name, or of their parcels."""
@@ -225,7 +224,7 @@ class RankPlan(Immutable):
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """Geometry that is on the device, which executions keep for the next."""
+        """What has been worked out, and what of it is on the device, for the next executions."""
         return {}
 
     @cached_property

@@ -19,7 +19,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry.integers import up
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import LocalProduct
+from shardmath.operators.matmul.gpu.local_product import LocalProduct, OperandLayout
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
@@ -61,9 +61,10 @@ class RowSplitProduct(LocalProduct):
 
     # -- where the gathered rows lie, the same on all ranks ----------------------------------------
 
-    def pitch(self, rank: int) -> int:
-        """Elements from one row ("C") or column ("F") of the rows of `rank` to the next."""
-        return up(self.depth if self.a.order == "C" else self.rows[rank], ALIGNMENT // 2)
+    def gathered(self, rank: int) -> OperandLayout:
+        """How the rows of `rank` lie: in the order of A."""
+        length = self.depth if self.a.order == "C" else self.rows[rank]
+        return OperandLayout(self.a.order, up(length, ALIGNMENT // 2))
 
     def lines(self, rank: int) -> int:
         """How many rows ("C") or columns ("F") they have."""
@@ -74,7 +75,7 @@ class RowSplitProduct(LocalProduct):
         """Bytes before the rows of each rank; the last is the size of all."""
         at = [0]
         for rank in range(len(self.rows)):
-            at.append(at[-1] + up(2 * self.lines(rank) * self.pitch(rank), _LINE))
+            at.append(at[-1] + up(2 * self.lines(rank) * self.gathered(rank).pitch, _LINE))
         return tuple(at)
 
     @cached_property

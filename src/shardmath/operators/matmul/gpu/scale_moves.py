@@ -56,10 +56,10 @@ def choose_strategy(
     strategy, compared = choose(problem, machine.rates, *fused)
     if problem.scaling is None:
         return strategy, compared
-    candidates = [strategy, *(each for each, _ in compared if problem.strategy is None)]
-    for each in candidates:
-        if keeps_blocks(each) and problem.epilog not in _OF_NUMBERS:
-            return each, compared
+    candidates = [strategy, *(x for x, _ in compared if problem.strategy is None)]
+    for candidate in candidates:
+        if keeps_blocks(candidate) and problem.epilog not in _OF_NUMBERS:
+            return candidate, compared
     return choose(problem.widened(), machine.rates)
 
 
@@ -74,9 +74,9 @@ def keeps_blocks(strategy: Strategy) -> bool:
     for index, granularity in enumerate((problem.scaling.a, problem.scaling.b)):
         if granularity not in (VECTORS, SQUARES):
             continue
-        for layout in ((problem.a, problem.b)[index], (strategy.a, strategy.b)[index]):
-            if not _is_aligned(layout, 1 - index, k):
-                return False
+        transfer = strategy.transfers[index]
+        if not all(_is_aligned(x, 1 - index, k) for x in (transfer.src, transfer.dst)):
+            return False
     return True
 
 
@@ -89,12 +89,12 @@ def modes(strategy: Strategy) -> tuple[str, str]:
         return "tensor", "tensor"
     if not {VECTORS, SQUARES} & set(given):
         return "outer", "outer"
-    found = ["vectors", "vectors"]
+    chosen = ["vectors", "vectors"]
     for index in (1, 0):  # the weights of a layer are B
         if given[index] == SQUARES and _keeps_lines(strategy, index):
-            found[index] = "squares"
+            chosen[index] = "squares"
             break
-    return found[0], found[1]
+    return chosen[0], chosen[1]
 
 
 def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
@@ -107,12 +107,8 @@ def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
     k = BLOCK if granularity != OUTER else None
     given = Blocks(BLOCK if granularity == SQUARES else 1, k)
     blocks = given if granularity != SQUARES or _keeps_lines(strategy, index) else Blocks(1, k)
-    held, need = (
-        _coarse(layout, index, blocks)
-        for layout in (
-            (strategy.problem.a, strategy.problem.b)[index], (strategy.a, strategy.b)[index],
-        )
-    )  # fmt: skip
+    transfer = strategy.transfers[index]
+    held, need = (_coarse(x, index, blocks) for x in (transfer.src, transfer.dst))
     return ScaleMoves(given, blocks, TransferPlan(held, need, 4))
 
 
@@ -153,9 +149,9 @@ def lies_as(x: Matrix, wanted: Matrix) -> bool:
 
 def _keeps_lines(strategy: Strategy, index: int) -> bool:
     """Whether blocks of 128 lines are the same for all ranks."""
-    problem = strategy.problem
-    layouts = (problem.a, problem.b)[index], (strategy.a, strategy.b)[index]
-    return all(_is_aligned(each, index, each.global_shape[index]) for each in layouts)
+    transfer = strategy.transfers[index]
+    layouts = transfer.src, transfer.dst
+    return all(_is_aligned(x, index, x.global_shape[index]) for x in layouts)
 
 
 def _is_aligned(layout: Layout, axis: int, extent: int) -> bool:

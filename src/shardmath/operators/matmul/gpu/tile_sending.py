@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
-from shardmath.cuda.tensormap import require_aligned, tensor_map
+from shardmath.cuda.tensormap import require_aligned
 from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import combine, copy
-from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKProduct
+from shardmath.operators.matmul.gpu.local_product import SplitKProduct
 from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
 from shardmath.operators.matmul.gpu.reduction_choice import (
     choose_schedule,
@@ -204,23 +204,15 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         skipped = 8 * rank * self.tile_order.chunks
         arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.places)]
         made = (
-            self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
-            + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
+            self._map(a, problem.a, (problem.height, problem.depth), TILE_ROWS, 64)
+            + self._map(b, problem.b, (problem.depth, problem.columns), 64, columns)
             + self.team.packed()
-            + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
+            + struct.pack("QII", self._start("tiles"), self._units, -(-problem.depth // 64))
             + struct.pack("II", self._product_blocks, self.shape.stagger_cycles)
             + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
             + self._of_take(sums, pitch, copies)
         )
         return made + bytes(-len(made) % 64)
-
-    def _map(
-        self, address: int, factor: OperandLayout, rows: int, columns: int, tile: int, along_k: str
-    ) -> bytes:
-        """A box holds 64 elements along the contiguous axis, and of the other 64 of k or a tile."""
-        width, height = (columns, rows) if factor.order == "C" else (rows, columns)
-        box = tile if factor.order == along_k else 64
-        return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
 
     def _of_rest(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `RestArgument`."""
@@ -228,17 +220,17 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
 
     def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `TileSumsArgument`, which ends with where sums go besides."""
-        tile_order, at = self.tile_order, self._at
+        tile_order, start = self.tile_order, self._start
         return (
-            struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
+            struct.pack("QQQQ", start("slots"), self._own.stride, start("owned"), start("chunks"))
             + struct.pack("I4xQ", tile_order.chunks, tile_order.columns)
-            + struct.pack("QQ", at("arrived"), at("claimed"))
+            + struct.pack("QQ", start("arrived"), start("claimed"))
             + struct.pack("QQ", pitch, sums)
             + struct.pack(f"{self.team.size}Q", *self.bases)
             + (copies or bytes(8 + 8 * self.team.size))
         )
 
-    def _at(self, name: str) -> int:
+    def _start(self, name: str) -> int:
         """Where a part of this rank's memory begins."""
         return self.bases[self.team.rank] + int(getattr(self._own, name))
 
