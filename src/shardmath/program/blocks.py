@@ -15,7 +15,8 @@ from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind
 from shardmath.program.panels import clip
-from shardmath.redistribution import StridedCopy, Transfer, lowered
+from shardmath.redistribution import StridedCopy, Transfer
+from shardmath.redistribution.copies import own_first
 
 BLOCK_BYTES = 1 << 20  # of a block: it and its source fit in the second cache of a core
 _LINE = 64  # bytes of a cache line
@@ -74,13 +75,9 @@ class Blocks:
         key = (tuple(src_strides.items()), dst_strides)
         held = self._copies.get(number)
         if held is None or held[0] != key:
-            itemsize, rank = self.transfer.itemsize, self.rank
-            copies = [
-                lowered(move, itemsize, src_strides[move.src], dst_strides)
-                for whole in self.transfer.into(rank)
-                for move in clipped(whole, self[number])
-            ]
-            copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+            rank, itemsize = self.rank, self.transfer.itemsize
+            moves = [m for whole in self.transfer.into(rank) for m in clipped(whole, self[number])]
+            copies = own_first(moves, rank, itemsize, src_strides, dst_strides)
             held = self._copies[number] = (key, copies)
         return held[1]
 

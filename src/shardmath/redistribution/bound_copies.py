@@ -24,7 +24,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import extension, library_beside
 from shardmath.geometry import Move
-from shardmath.redistribution.copies import StridedCopy, lowered, whole
+from shardmath.redistribution.copies import StridedCopy, own_first, whole
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
@@ -77,8 +77,7 @@ def bind_moves(
     dtype. The own part comes first, then rank + 1 and onwards, so that ranks do not all read from
     one.
     """
-    copies, windows = _lowered(moves, source, destination)
-    copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+    copies, windows = _lowered(moves, source, destination, rank)
     return bind(copies, windows, Window.of(destination))
 
 
@@ -89,7 +88,7 @@ def pairs(
 
     Arguments as of `bind_moves`.
     """
-    copies, windows = _lowered(moves, source, destination)
+    copies, windows = _lowered(moves, source, destination, 0)
     dtype, own = destination.dtype, Window.of(destination)
     arrays = []
     for copy in copies:
@@ -101,18 +100,14 @@ def pairs(
 
 
 def _lowered(
-    moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray
+    moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray, rank: int
 ) -> tuple[list[StridedCopy], dict[int, Window]]:
-    """The moves as copies, and the windows that they are from."""
-    arrays: dict[int, HostArray] = {}
-    copies: list[StridedCopy] = []
-    for move in moves:
-        if move.elements:
-            if move.src not in arrays:
-                arrays[move.src] = source(move.src)
-            strides = arrays[move.src].strides
-            copies.append(lowered(move, destination.itemsize, strides, destination.strides))
-    return copies, {src: Window.of(array) for src, array in arrays.items()}
+    """The moves into `rank` as copies, and the windows that they are from."""
+    moves = [move for move in moves if move.elements]
+    windows = {src: Window.of(source(src)) for src in dict.fromkeys(move.src for move in moves)}
+    strides = {src: window.strides for src, window in windows.items()}
+    copies = own_first(moves, rank, destination.itemsize, strides, destination.strides)
+    return copies, windows
 
 
 def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:

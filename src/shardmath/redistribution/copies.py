@@ -7,7 +7,7 @@ which the destination is densest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -56,6 +56,21 @@ def lowered(
         dims.append((run.count, run.dst_step * dst, run.src_step * src))
         dims.append((run.length, dst, src))
     return strided_copy(move.src, itemsize, dims, src_offset, dst_offset)
+
+
+def own_first(
+    moves: Iterable[Move],
+    rank: int,
+    itemsize: int,
+    src_strides: Mapping[int, Sequence[int]],
+    dst_strides: Sequence[int],
+) -> list[StridedCopy]:
+    """Moves into `rank`, none of them empty, as copies between arrays of these strides in bytes.
+
+    The own part comes first, then rank + 1 and onwards, so that ranks do not all read from one.
+    """
+    copies = [lowered(move, itemsize, src_strides[move.src], dst_strides) for move in moves]
+    return sorted(copies, key=lambda copy: (copy.src < rank, copy.src))
 
 
 def whole(

@@ -7,7 +7,7 @@ moves into itself, and reads the others' local arrays in place. A rank on a GPU 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from shardmath.geometry import (
     shared_part,
 )
 from shardmath.machine import Rates
-from shardmath.redistribution.copies import StridedCopy, lowered, pieces_of
+from shardmath.redistribution.copies import StridedCopy, lowered, own_first, pieces_of
 
 Ranges = tuple[tuple[int, int], ...]
 Strides = tuple[int, ...]
@@ -80,16 +80,12 @@ class Transfer:
         `src_strides` has those of every rank that a move comes from. The answer is kept until
         strides change.
         """
-        key = (rank, tuple(src_strides.items()), dst_strides)
-        if self._copies.get("key") != key:
-            found = [
-                lowered(move, self.itemsize, src_strides[move.src], dst_strides)
-                for move in self.into(rank)
-            ]
-            found.sort(key=lambda copy: (copy.src < rank, copy.src))
-            self._copies.update(key=key, found=found)
-        copies: list[StridedCopy] = self._copies["found"]
-        return copies
+        key, last = (rank, tuple(src_strides.items()), dst_strides), self._kept.get("copies")
+        if last is None or last[0] != key:
+            copies = own_first(self.into(rank), rank, self.itemsize, src_strides, dst_strides)
+            last = self._kept["copies"] = key, copies
+        made: list[StridedCopy] = last[1]
+        return made
 
     def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
         """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
@@ -105,18 +101,18 @@ class Transfer:
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that the moves into `rank` come from."""
-        if rank not in self._sources:
-            self._sources[rank] = tuple(sorted({move.src for move in self.into(rank)}))
-        return self._sources[rank]
+        sources: tuple[int, ...] = self._once(
+            ("sources", rank), lambda: tuple(sorted({move.src for move in self.into(rank)}))
+        )
+        return sources
 
     def read_by_peers(self, rank: int) -> Ranges | None:
         """For each axis of the array of `rank` the range (lo, hi) in which peers read.
 
         None when they read nothing.
         """
-        if rank not in self._read:
-            self._read[rank] = self._bounds(rank)
-        return self._read[rank]
+        ranges: Ranges | None = self._once(("read", rank), lambda: self._bounds(rank))
+        return ranges
 
     def _bounds(self, rank: int) -> Ranges | None:
         out = [move for move in self.out_of(rank) if move.dst != rank]
@@ -131,19 +127,16 @@ class Transfer:
             for runs in axes
         )
 
-    # What has been worked out so far; a plan is compared and printed by its fields alone.
-
     @cached_property
-    def _sources(self) -> dict[int, tuple[int, ...]]:
+    def _kept(self) -> dict[Any, Any]:
+        """Answers so far: a plan is compared and printed by its fields alone."""
         return {}
 
-    @cached_property
-    def _copies(self) -> dict[str, Any]:
-        return {}
-
-    @cached_property
-    def _read(self) -> dict[int, Ranges | None]:
-        return {}
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The answer of that key, worked out when it is first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 class Overlap(Immutable, Transfer):
@@ -272,18 +265,19 @@ class TransferPlan(Immutable, Transfer):
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""
-        if rank not in self._into:
-            self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
-        return self._into[rank]
+        made: tuple[Move, ...] = self._once(
+            ("into", rank), lambda: moves(self.src, self.dst, dst_rank=rank)
+        )
+        return made
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
         """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
-        if rank not in self._out_of:
-            found = moves(self.src, self.dst, src_rank=rank)
-            size = self.dst.size
-            ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
-            self._out_of[rank] = tuple(ordered)
-        return self._out_of[rank]
+        made: tuple[Move, ...] = self._once(("out of", rank), lambda: self._in_ring_order(rank))
+        return made
+
+    def _in_ring_order(self, rank: int) -> tuple[Move, ...]:
+        outgoing, size = moves(self.src, self.dst, src_rank=rank), self.dst.size
+        return tuple(sorted(outgoing, key=lambda move: (move.dst - rank - 1) % size))
 
     def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
         """(destination, elements) of what moves from `rank` to each of its peers, ascending."""
@@ -302,20 +296,10 @@ class TransferPlan(Immutable, Transfer):
     def __str__(self) -> str:
         return self.explain()
 
-    # What has been worked out so far; a plan is compared and printed by its fields alone.
-
-    @cached_property
-    def _into(self) -> dict[int, tuple[Move, ...]]:
-        return {}
-
-    @cached_property
-    def _out_of(self) -> dict[int, tuple[Move, ...]]:
-        return {}
-
     @cached_property
     def _parts_out(self) -> dict[int, list[tuple[int, int]]]:
-        found: dict[int, list[tuple[int, int]]] = {}
+        parts: dict[int, list[tuple[int, int]]] = {}
         for src, dst, count in counted(self.src, self.dst):
             if src != dst:
-                found.setdefault(src, []).append((dst, count))
-        return found
+                parts.setdefault(src, []).append((dst, count))
+        return parts
