@@ -9,19 +9,30 @@ from shardmath.machine.cores import CORES
 from shardmath.machine.h200 import H200, H200_MULTI_HOST
 from shardmath.machine.rates import Rates
 
-__all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "Rates"]
+__all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "OnHosts", "Rates"]
 
 
-class Machine(Immutable):
-    """The kind of processor, "cpu" or "cuda", and the number of each rank's host."""
+class OnHosts:
+    """Whatever knows on which `hosts` ranks are: the number of each rank's."""
 
-    kind: str
     hosts: tuple[int, ...]
+
+    @property
+    def host_count(self) -> int:
+        """How many hosts there are."""
+        return len(set(self.hosts))
 
     @property
     def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
-        return len(set(self.hosts)) > 1
+        return self.host_count > 1
+
+
+class Machine(OnHosts, Immutable):
+    """The kind of processor, "cpu" or "cuda", and the number of each rank's host."""
+
+    kind: str
+    hosts: tuple[int, ...]
 
     @property
     def rates(self) -> Rates:

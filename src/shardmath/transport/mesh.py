@@ -75,18 +75,13 @@ class Mesh:
                 known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
                 self.watch = PeerWatch({r: each for r, each in known.items() if self.same_host(r)})
                 undo.callback(self.watch.close)
-                if self.multi_host:
+                if len(set(self.host_of)) > 1:
                     self.wires = self._wired(group, address)
             except OSError as error:
                 if error.errno == errno.EMFILE:
                     raise too_few_descriptors(self.rank) from error
                 raise
             undo.pop_all()
-
-    @property
-    def multi_host(self) -> bool:
-        """Whether some ranks are on different hosts, pretended ones counted."""
-        return len(set(self.host_of)) > 1
 
     @property
     def real_hosts(self) -> int:

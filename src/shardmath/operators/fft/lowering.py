@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Move, Run
+from shardmath.machine import OnHosts
 from shardmath.operators.fft.chunking import (
     Chunking,
     chunking_for,
@@ -76,17 +77,12 @@ class UserArrays(Immutable):
     in_place: bool = False
 
 
-class GPUPlan(Immutable):
+class GPUPlan(OnHosts, Immutable):
     """A strategy, on ranks of which the hosts have these numbers."""
 
     problem: Problem
     strategy: Strategy
     hosts: tuple[int, ...]
-
-    @property
-    def multi_host(self) -> bool:
-        """Whether ranks are on several hosts, and so have no address for each other's memory."""
-        return len(set(self.hosts)) > 1
 
     @property
     def chunking(self) -> Chunking | None:
@@ -109,7 +105,7 @@ class GPUPlan(Immutable):
         lines = [str(self.strategy), "rank 0:", *map(str, steps)]
         if self.multi_host:
             lines.append(
-                f"{len(set(self.hosts))} hosts: what each rank packs its peers read, in place on "
+                f"{self.host_count} hosts: what each rank packs its peers read, in place on "
                 "the same host, by `get` from another"
             )
         if self.chunking is not None:

@@ -126,7 +126,7 @@ class Redistribution:
             return text
         packed = "packed by each rank, and " * (machine.kind == "cuda")
         return (
-            f"{text}\n{len(set(machine.hosts))} hosts: {packed}read in place on the same host, by "
+            f"{text}\n{machine.host_count} hosts: {packed}read in place on the same host, by "
             "`get` from another"
         )
 

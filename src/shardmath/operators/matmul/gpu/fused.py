@@ -148,7 +148,7 @@ def notes(rank_plan: RankPlan) -> list[str]:
     """The lines that `explain` adds about how the steps are done on GPUs."""
     if rank_plan.multi_host:
         return [
-            f"in phases, on {len(set(rank_plan.hosts))} hosts: what peers take is packed by each "
+            f"in phases, on {rank_plan.host_count} hosts: what peers take is packed by each "
             "rank, and read in place on the same host, fetched by `get` from another"
         ]
     pattern = rank_plan.pattern

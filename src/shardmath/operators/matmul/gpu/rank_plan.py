@@ -19,7 +19,7 @@ from shardmath.handles.operand import Operand
 from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.gemm import Algorithms
-from shardmath.machine import Machine, h200
+from shardmath.machine import Machine, OnHosts, h200
 from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
@@ -90,7 +90,7 @@ def matrix_of(array: Operand) -> Matrix:
     return Matrix(array.address, rows, columns, one, two, array.dtype)
 
 
-class RankPlan(Immutable):
+class RankPlan(OnHosts, Immutable):
     """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they share: their arrays, or, where ranks are on several
@@ -100,11 +100,6 @@ class RankPlan(Immutable):
     strategy: Strategy
     rank: int
     hosts: tuple[int, ...]
-
-    @property
-    def multi_host(self) -> bool:
-        """Whether ranks are on several hosts, and so have no address for each other's memory."""
-        return len(set(self.hosts)) > 1
 
     @property
     def machine(self) -> Machine:
