@@ -36,10 +36,6 @@ class Library(ABC):
     def owns_type(self, kind: type) -> bool:
         """Whether instances of the class `kind` are arrays of this library."""
 
-    def owns(self, x: object) -> bool:
-        """Whether `x` is an array of this library."""
-        return self.owns_type(type(x))
-
     def records(self, x: Any) -> bool:
         """Whether the library would now record what is done with `x`, to differentiate it."""
         return False

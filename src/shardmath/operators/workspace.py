@@ -6,13 +6,8 @@ a buffer of the workspace may write into it, since no peer reads it any more.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from shardmath.arrays.base import HostArray
 from shardmath.context.context import Context
-from shardmath.symmetric.heap import Block, Buffer
+from shardmath.symmetric.heap import Buffer
 
 KEPT_STAGING = 64 << 20  # bytes that redistributions without an object leave to the next
 
@@ -40,17 +35,6 @@ class Workspace:
             del buffer
             buffer = self._buffers[name] = self._context.heap.allocate(nbytes)
         return buffer
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """An uninitialized array in the buffer of that name."""
-        dtype = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        buffer = self.buffer(name, nbytes)
-        return np.ndarray(shape, dtype, np.asarray(buffer)[:nbytes].data)
-
-    def block(self, name: str) -> Block:
-        """The block of a buffer that has been asked for."""
-        return self._buffers[name].block
 
     def release(self) -> None:
         """Give all buffers back."""

@@ -327,10 +327,8 @@ class Cores:
 
     def _result(self, turn: Turn, program: Program, name: str) -> _Result:
         arrays, result = turn.known.arrays, program.results[name]
-        order = result.order
+        order = result.order_among(arrays.arrays)
         on_heap = arrays.on_heap and isinstance(result, SplitArray)
-        if isinstance(result, SplitArray) and result.like:
-            order = _order_like(result, arrays.arrays)
         shape, place = result.local_shape(self._context.rank), program.in_place.get(name, "")
         strides, nbytes = (
             packed_strides(shape, axes=order),
@@ -574,7 +572,7 @@ class Cores:
                 array.local_shape(self._context.rank),
                 dtypes.of(array.dtype).itemsize,
             )
-            strides = packed_strides(shape, itemsize, _order_like(array, arrays))
+            strides = packed_strides(shape, itemsize, array.order_among(arrays))
             operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
             sizes[memory] = max(sizes.get(memory, 0), operands[name].nbytes)
@@ -627,13 +625,6 @@ def _agreed_at(program: Program) -> int:
     """How many steps come before the ranks agree, which is the first synchronisation."""
     kinds = [isinstance(step, Synchronise) for step in program.steps]
     return kinds.index(True) if True in kinds else 0
-
-
-def _order_like(array: SplitArray, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
-    """The memory order of a buffer: its own, or that of the operands that it is like."""
-    if not array.like:
-        return array.order
-    return "F" if all(arrays[name].order == "F" for name in array.like) else "C"
 
 
 def _ranges(

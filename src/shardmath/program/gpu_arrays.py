@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from shardmath.handles.allocation import block_of
 from shardmath.handles.device_array import Result, read, result_in
 from shardmath.handles.operand import Operand
 from shardmath.program.performing import Arguments, Names
-from shardmath.program.steps import LocalArray, SplitArray
 
 
 class GPUArrays(Immutable):
@@ -73,13 +72,6 @@ def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArra
     first = arguments.operands[0]
     targets = {name: place.array for name, place in places.items()}
     return GPUArrays(library_of(first).spec(first), operands, targets, places, on_heap)
-
-
-def order_like(look: SplitArray | LocalArray, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
-    """The memory order of a new result: its own, or that of the operands that it is like."""
-    if isinstance(look, SplitArray) and look.like:
-        return "F" if all(arrays[name].order == "F" for name in look.like) else "C"
-    return look.order
 
 
 def _share_memory(operand: Any, out: Any) -> bool:

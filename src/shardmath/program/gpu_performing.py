@@ -43,7 +43,7 @@ from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.operators.replay import GraphCache
-from shardmath.program.gpu_arrays import GPUArrays, order_like, read_arrays
+from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.gpu_repeats import Launch as Replay
 from shardmath.program.gpu_repeats import Launches
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
@@ -430,7 +430,7 @@ class GPUPerformer(ABC):
         """How the new results of a call like this look, by name."""
         context, arrays, operand = self._context, turn.known.arrays, turn.arguments.operands[0]
         looks = {
-            name: (look, order_like(look, arrays.operands))
+            name: (look, look.order_among(arrays.operands))
             for name, look in plan.program.results.items()
             if name not in arrays.targets
         }

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
+from shardmath.handles.operand import Operand
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.fft import Kind, Norm
 from shardmath.local.float8 import Blocks
@@ -386,6 +387,12 @@ class SplitArray(Immutable):
         """The shape of the part of `rank`."""
         return self.layout.local_shape(rank)
 
+    def order_among(self, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
+        """The memory order where the operands are these."""
+        if not self.like:
+            return self.order
+        return "F" if all(arrays[name].order == "F" for name in self.like) else "C"
+
 
 class LocalArray(Immutable):
     """An array of this rank's own, in ordinary memory: its shape, dtype and memory order."""
@@ -397,6 +404,10 @@ class LocalArray(Immutable):
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape, whichever the rank."""
         return self.shape
+
+    def order_among(self, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
+        """The memory order, whatever the operands."""
+        return self.order
 
 
 class Scratch(Immutable):
