@@ -20,3 +20,14 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
         return bound(*args, **kwargs)
 
     return call
+
+
+def weakly_or(otherwise: R, method: Callable[P, R]) -> Callable[P, R]:
+    """As `weakly`, of an object that may have gone: the function then returns `otherwise`."""
+    living = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = living()
+        return otherwise if bound is None else bound(*args, **kwargs)
+
+    return call

@@ -225,9 +225,8 @@ class FarCollectives:
         for start in range(0, nbytes, max(step, 1)):
             some = min(step, nbytes - start)
             here = target + start if direct else staging
-            place = Location(where.segment, where.offset + offset + start)
             into = DeviceBytes(here, some, self.team.device.name)
-            context.get(rank, place, into, stream)
+            context.get(rank, where.behind(offset + start), into, stream)
             self._copy(target + start, here, some, stream)
 
     def _opened(self) -> Context:

@@ -25,7 +25,7 @@ from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
 from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.rows import ORDERED
 from shardmath.transport.base import Memory
 
@@ -234,23 +234,23 @@ class SymmetricMemory(metaclass=PadSetting):
     def _copy(self, array: Any, rank: int, offset: int, *, writes: bool) -> None:
         self._context.require_open()
         self._require_array()
-        location = self._state.peers[self._peer(rank, "dst_rank" if writes else "src_rank")]
+        peer = self._state.peers[self._peer(rank, "dst_rank" if writes else "src_rank")]
         library = library_of(array, "src" if writes else "dst")
         spec = library.spec(array)
         skipped = index(offset, "offset") * spec.itemsize
         if spec.order not in ("C", "both"):
             name = "src" if writes else "dst"
             raise self._wrong(f"{name} is a contiguous array, not {spec}")
-        start = location.array_offset + skipped
-        if skipped < 0 or start + spec.nbytes > location.nbytes:
+        start = peer.array_offset + skipped
+        if skipped < 0 or start + spec.nbytes > peer.nbytes:
             given = f"elements {offset} to {offset + spec.size} of {spec.dtype}"
-            have = (location.nbytes - location.array_offset) // spec.itemsize
+            have = (peer.nbytes - peer.array_offset) // spec.itemsize
             raise self._wrong(f"{given}: rank {rank} has {have} of them")
         if not spec.nbytes:
             return
         memory, stream = self._own_bytes(library, array, writable=not writes)
         move = self._context.put if writes else self._context.get
-        move(rank, Location(location.segment, location.offset + start), memory, stream)
+        move(rank, peer.location.behind(start), memory, stream)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """The bytes of an array of this rank, and the stream on which they are used."""

@@ -36,9 +36,8 @@ class Exposed(Immutable):
     ) -> Exposed:
         """An array in `block` whose element 0 is at `address`, its bytes in `span` from there."""
         low, high = span
-        first = address + low - block.address
-        location = Location(block.location.segment, block.location.offset + first)
-        return cls(location, high - low, -low, strides)
+        first = block.location.behind(address + low - block.address)
+        return cls(first, high - low, -low, strides)
 
     def pack(self) -> bytes:
         """The bytes that `unpack` takes."""

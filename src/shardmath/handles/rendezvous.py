@@ -166,28 +166,22 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
     memory = allocate_on_all_ranks(context, "rendezvous, places", allocate, check)
     pad_buffer = memory.buffer
     peers = [
-        PeerLocation(segment, start, nbytes, array_offset, pad.segment, pad.offset, pad_size)
+        PeerLocation(Location(segment, start), nbytes, array_offset, pad, pad_size)
         for (segment, start, nbytes, array_offset, pad_size), pad in zip(
             memory.notes, memory.locations, strict=True
         )
     ]
     made: list[RendezvousState] = []
 
-    def reach() -> None:
-        arrays = [
-            context.peer_memory(rank, Location(location.segment, location.offset), location.nbytes)
-            for rank, location in enumerate(peers)
-        ]
-        nbytes = _pad_bytes(context, peers[0].pad_size)
-        peer_pads = [
-            context.peer_memory(rank, Location(location.pad_segment, location.pad_offset), nbytes)
-            for rank, location in enumerate(peers)
-        ]
-        state = RendezvousState(-1, peers, arrays, peer_pads, pad_buffer)
+    def attach() -> None:
+        nbytes, reach = _pad_bytes(context, peers[0].pad_size), context.peer_memory
+        arrays = [reach(rank, peer.location, peer.nbytes) for rank, peer in enumerate(peers)]
+        pads = [reach(rank, peer.pad, nbytes) for rank, peer in enumerate(peers)]
+        state = RendezvousState(-1, peers, arrays, pads, pad_buffer)
         state.team = _team(context, state)
         made.append(state)
 
-    context.agree("rendezvous, reach", reach, lambda _: None)
+    context.agree("rendezvous, reach", attach, lambda _: None)
     state = made.pop()
     # Two marks: array and pad may be dropped at different times.
     state.number, pad_number = context.next_shared_id(), context.next_shared_id()
@@ -231,10 +225,7 @@ def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None
 
     assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
     far = [rank for rank, pad in enumerate(team.pads) if not pad]
-    peers = {rank: state.peers[rank] for rank in far}
-    pads = {
-        rank: Location(peer.pad_segment, peer.pad_offset + start) for rank, peer in peers.items()
-    }
+    pads = {rank: state.peers[rank].pad.behind(start) for rank in far}
     team.locate(whole.transport, whole.numbers, pads)
 
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.base.immutable import Immutable
+from shardmath.base.weak_method import weakly_or
 from shardmath.context.context import Context
 from shardmath.geometry.integers import index, up
-from shardmath.symmetric.heap import Buffer, Heap
+from shardmath.symmetric.heap import Buffer, Heap, Location
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
@@ -64,12 +63,10 @@ def change_pad_setting(nbytes: int) -> None:
 class PeerLocation(Immutable):
     """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
 
-    segment: int
-    offset: int
+    location: Location
     nbytes: int
     array_offset: int
-    pad_segment: int
-    pad_offset: int
+    pad: Location
     pad_size: int
 
 
@@ -147,7 +144,7 @@ class FarSignals:
             copy = np.zeros(nbytes, np.uint8)
             state.slots[rank] = _words(copy, 0, state.peers[0].pad_size, "I")
             state.words[rank] = _words(copy, start, None, "Q")
-        self._channel = context.channel(state.number + 1, _weakly(self))
+        self._channel = context.channel(state.number + 1, weakly_or(None, self.deliver))
         weakref.finalize(self, self._channel.close).atexit = False
 
     def reached(self, channel: int, count: int) -> None:
@@ -177,17 +174,6 @@ class FarSignals:
             self._slots[self._rank][channel * self._size + src] = 1
         elif place == self._CONSUMED:
             self._slots[src][channel * self._size + self._rank] = 0
-
-
-def _weakly(signals: FarSignals) -> Callable[[int, int, bytes], None]:
-    known = weakref.ref(signals)
-
-    def deliver(src: int, place: int, data: bytes) -> None:
-        signals = known()
-        if signals is not None:
-            signals.deliver(src, place, data)
-
-    return deliver
 
 
 class DeviceTables:

@@ -133,8 +133,7 @@ class _Peer(Immutable):
         return memory.view(self.layout.target)
 
     def _read(self, where: Location, start: int, nbytes: int) -> HostArray:
-        place = Location(where.segment, where.offset + start)
-        return self.context.read_bytes(self.rank, place, nbytes)
+        return self.context.read_bytes(self.rank, where.behind(start), nbytes)
 
 
 def takes(step: Combine, nbytes: int) -> bool:

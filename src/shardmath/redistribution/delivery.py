@@ -135,7 +135,6 @@ def fetch(
     Before reading what a peer wrote: all ranks have met on their streams since they packed.
     """
     for part in fetches:
-        outbox = outboxes[part.src]
-        place = Location(outbox.segment, outbox.offset + part.offset)
+        place = outboxes[part.src].behind(part.offset)
         into = DeviceBytes(room + part.at, part.nbytes, context.heap.transport.device)
         context.get(part.src, place, into, stream)

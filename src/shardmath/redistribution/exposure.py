@@ -16,7 +16,7 @@ from shardmath.handles.operand import Exposed
 from shardmath.redistribution.bound_copies import Window, bind
 from shardmath.redistribution.copies import whole
 from shardmath.redistribution.plan import Transfer
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -52,9 +52,7 @@ def bind_stage(
     source = Window(array.address + part, array.strides, array.keep)
     copies = [] if 0 in extents else [whole(extents, itemsize, array.strides, strides)]
     context.announce(buffer.block)
-    start = buffer.block.location
-    place = Location(start.segment, start.offset + at)
-    exposed = Exposed(place, prod(extents) * itemsize, origin, strides)
+    exposed = Exposed(buffer.block.location.behind(at), prod(extents) * itemsize, origin, strides)
     return exposed, bind(copies, {0: source}, Window(buffer.block.address + at, strides, None))
 
 

@@ -31,6 +31,7 @@ from functools import cache, partial
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.weak_method import weakly_or
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
@@ -77,13 +78,7 @@ class Departures:
 
     def ask(self, gave_up: Callable[[], bool]) -> None:
         """`gave_up()`, a method, says whether kernels here have given up what peers count on."""
-        living = weakref.WeakMethod(gave_up)
-
-        def gave_up_while_living() -> bool:
-            method = living()
-            return method is not None and method()
-
-        self._gave_up = gave_up_while_living
+        self._gave_up = weakly_or(False, gave_up)
 
     def gone(self) -> list[int]:
         """The ranks for which kernels wait no more."""

@@ -57,6 +57,10 @@ class Location(Immutable):
     segment: int
     offset: int
 
+    def behind(self, nbytes: int) -> Location:
+        """The place so many bytes further on."""
+        return Location(self.segment, self.offset + nbytes)
+
 
 class Block:
     """`nbytes` of the heap.

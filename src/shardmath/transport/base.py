@@ -122,13 +122,14 @@ class Transport(ABC):
     def release(self) -> None:
         """Take back the last `reserve`, of a segment that no peer was told of."""
 
-    @abstractmethod
-    def commit(self, index: int, offset: int, nbytes: int) -> None:
-        """Back a range of an own segment with memory, or raise HeapExhausted."""
+    def commit(self, index: int, offset: int, nbytes: int) -> None:  # noqa: B027
+        """Back a range of an own segment with memory, where it has none, or raise HeapExhausted.
 
-    @abstractmethod
-    def decommit(self, index: int, offset: int, nbytes: int) -> None:
-        """Give a range's memory back to the system; the addresses stay valid."""
+        Here: `reserve` has done it.
+        """
+
+    def decommit(self, index: int, offset: int, nbytes: int) -> None:  # noqa: B027
+        """Give a range's memory back to the system, where it can be; the addresses stay valid."""
 
     def announce(self, index: int, peers: Iterable[int]) -> None:  # noqa: B027 - all may know it
         """Hand the peers what they need to attach an own segment. Sends once per peer."""

@@ -117,10 +117,8 @@ class HostTransport(DescriptorTransport):
         return self._bytes[rank, index][offset : offset + nbytes]
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
-        require_within(self._segment(rank, index), offset, nbytes)
-        if not self._mesh.same_host(rank):
-            return None
-        return int(self._bytes[rank, index].ctypes.data) + offset
+        view = self.view(rank, index, offset, nbytes)
+        return None if view is None else int(view.ctypes.data)
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         assert isinstance(into, np.ndarray), "memory of the host"

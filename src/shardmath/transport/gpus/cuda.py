@@ -116,12 +116,6 @@ class CudaTransport(DescriptorTransport):
         self._own -= 1
         del self._segments[self._mesh.rank, self._own]
 
-    def commit(self, index: int, offset: int, nbytes: int) -> None:
-        """Does nothing: `reserve` has done it."""
-
-    def decommit(self, index: int, offset: int, nbytes: int) -> None:
-        """Does nothing: the heap reuses the memory, and the system gets whole segments back."""
-
     def _introduce(self, index: int, peers: Sequence[int]) -> None:
         self._device.activate()
         held = self._segments[self._mesh.rank, index]

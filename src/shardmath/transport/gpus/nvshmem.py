@@ -182,12 +182,6 @@ class NVSHMEMTransport(Transport):
     def release(self) -> None:
         self._reserved = False
 
-    def commit(self, index: int, offset: int, nbytes: int) -> None:
-        """Does nothing: `join` has done it."""
-
-    def decommit(self, index: int, offset: int, nbytes: int) -> None:
-        """Does nothing: the memory stays the heap's."""
-
     def attach(self, rank: int, index: int) -> Segment:
         return self._segment(rank)
 
