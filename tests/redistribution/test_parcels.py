@@ -125,7 +125,7 @@ def test_parts_along_the_slowest_axis_are_ranges(axis, block):
     for rank in range(size):
         want = part_of(whole, ends[1], rank, size)
         peers = [src for src in transfer.sources(rank) if src != rank]
-        boxes = {src: Outbox.of(transfer.out_of(src), 4, axes) for src in peers}
+        boxes = {src: Outbox.of(transfer, src, axes) for src in peers}
         taken = [move for move in transfer.into(rank) if move.src != rank]
         moves = [one for m in taken for one in boxes[m.src].parcels[rank].boxed(m)]
         for lo in range(0, want.shape[axis], 7):

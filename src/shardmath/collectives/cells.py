@@ -144,7 +144,7 @@ class DeviceCollectives(Pushes):
         self._cells = [cells[rank] for rank in team.ring_order]
         self._team_bytes = team.packed()
         self._counts_address = cells[team.rank] + _cells_bytes(team.size)
-        self._posts = [each + _words_end(team.size) for each in cells]
+        self._posts = [start + _words_end(team.size) for start in cells]
         self._exchanges: dict[LaunchConfig, ReadyLaunch] = {}
         self._mail_bytes = _mail_bytes(team.size)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardmath.base.config import Settings, cache_folder
 from shardmath.cuda import kernel_cache
-from shardmath.cuda.packages import unavailable
+from shardmath.cuda.packages import bindings_of
 from shardmath.errors import CudaError
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -83,13 +83,7 @@ def _compiler_version() -> str:
 
 @cache
 def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
-        raise unavailable("compiling kernels needs NVRTC", error) from None
-    return nvrtc
+    return bindings_of("cuda.bindings.nvrtc", "nvrtcVersion", "compiling kernels needs NVRTC")
 
 
 def _done(answer: tuple[Any, ...]) -> Any:

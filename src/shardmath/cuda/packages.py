@@ -5,7 +5,9 @@ Whoever installs one package after another, as each is missed, starts a job for 
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
 
 from shardmath.errors import BackendUnavailable
 
@@ -20,6 +22,19 @@ EXTRAS = {
     ),
     "hosts-cu13": ("nvshmem4py-cu13", "nvidia-nvshmem-cu13"),
 }
+
+
+def bindings_of(module: str, probe: str, what: str) -> Any:
+    """A module of bindings whose function `probe` loads its library: `what` it is needed for.
+
+    Raises BackendUnavailable, with the line to run.
+    """
+    try:
+        bindings = import_module(module)
+        getattr(bindings, probe)()
+    except (ImportError, RuntimeError) as error:
+        raise unavailable(what, error) from None
+    return bindings
 
 
 def unavailable(what: str, error: Exception, extra: str = "cu13") -> BackendUnavailable:

@@ -161,7 +161,7 @@ class Lane:
 
     def holds(self, memory: Mapping[str, object]) -> bool:
         """Whether what has these names is still that memory."""
-        return all(self._identity(name) is each for name, each in memory.items())
+        return all(self._identity(name) is kept for name, kept in memory.items())
 
     def _identity(self, name: str) -> object:
         buffer = self._buffers.get(name)
@@ -203,7 +203,7 @@ class Lane:
 
     def keep(self, used: object) -> None:
         """Let what a graph refers to, captured in this lane, live as long as the lane does."""
-        if not any(each is used for each in self._kept):
+        if not any(kept is used for kept in self._kept):
             self._kept.append(used)
 
     def drop(self, *names: str) -> None:

@@ -47,7 +47,7 @@ class Delivery(Immutable):
     @cached_property
     def outbox(self) -> Outbox:
         """The parcels that this rank packs."""
-        return Outbox.of_transfer(self.transfer, self.rank, self.axes)
+        return Outbox.of(self.transfer, self.rank, self.axes)
 
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
@@ -88,7 +88,7 @@ class Delivery(Immutable):
         another host; and its strides.
         """
         parcel = self._parcels[src]
-        moved = (each.at - each.offset for each in self.fetches if each.src == src)
+        moved = (part.at - part.offset for part in self.fetches if part.src == src)
         return parcel.offset + next(moved, 0), parcel.strides
 
     def memories(self, own: int, room: int, outboxes: Sequence[int]) -> list[int]:

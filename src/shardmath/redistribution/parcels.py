@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
+from typing import TypeGuard
 
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.immutable import Immutable
@@ -41,9 +42,9 @@ class Parcel(Immutable):
     offset: int
 
     @classmethod
-    def at(cls, offset: int, columns: Columns, itemsize: int, axes: Sequence[int]) -> Parcel:
+    def packed(cls, offset: int, columns: Columns, itemsize: int, axes: Sequence[int]) -> Parcel:
         """A parcel without gaps. `axes` are its axes, the slowest first."""
-        shape = tuple(sum(count * length for count, length, _, _ in each) for each in columns)
+        shape = tuple(sum(count * length for count, length, _, _ in taken) for taken in columns)
         return cls(columns, shape, packed_strides(shape, itemsize, axes[::-1]), offset)
 
     def boxed(self, move: Move) -> list[Move]:
@@ -56,12 +57,12 @@ class Parcel(Immutable):
                     Run(
                         count,
                         run.length,
-                        at,
+                        start,
                         step,
                         run.dst_start + first * run.dst_step,
                         run.dst_step if count > 1 else 0,
                     )
-                    for first, count, at, step in places
+                    for first, count, start, step in places
                 ]
             )
         return [replace(move, runs=runs) for runs in product(*columns)]
@@ -88,45 +89,27 @@ class Outbox(Immutable):
     nbytes: int
 
     @classmethod
-    def of(cls, found: Iterable[Move], itemsize: int, axes: Sequence[int]) -> Outbox:
-        """The outbox of moves out of one rank's array. `axes` are a parcel's, the slowest first.
+    def of(cls, transfer: Transfer, src: int, axes: Sequence[int]) -> Outbox:
+        """The outbox of `src` for a transfer. `axes` are a parcel's, the slowest first.
 
-        What stays on the rank is not packed.
+        What stays on the rank is not packed, and ranks that take the same have the same parcel. See
+        `parcel_of`, which finds one parcel without the others.
         """
-        return cls._of(found, itemsize, axes, lambda _, columns: columns)
-
-    @classmethod
-    def of_transfer(cls, transfer: Transfer, src: int, axes: Sequence[int]) -> Outbox:
-        """The outbox of `src` for a transfer. See `parcel_of`, which finds one parcel of it."""
-        outgoing, itemsize = transfer.out_of(src), transfer.itemsize
-        if not isinstance(transfer, TransferPlan) or transfer.src.groups is None:
-            return cls.of(outgoing, itemsize, axes)
-        return cls._of(outgoing, itemsize, axes, lambda dst, _: transfer.dst.spans(dst))
-
-    @classmethod
-    def _of(
-        cls,
-        found: Iterable[Move],
-        itemsize: int,
-        axes: Sequence[int],
-        key: Callable[[int, Columns], Hashable],
-    ) -> Outbox:
-        """Ranks with the same key have the same parcel."""
-        taken: dict[int, list[Move]] = {}
-        for move in found:
-            if move.src != move.dst and move.elements:
-                taken.setdefault(move.dst, []).append(move)
+        moves_to: dict[int, list[Move]] = {}
+        for move in transfer.out_of(src):
+            if move.dst != src and move.elements:
+                moves_to.setdefault(move.dst, []).append(move)
         parcels: dict[int, Parcel] = {}
-        made: dict[Hashable, Parcel] = {}
-        at = 0
-        for dst, moves in sorted(taken.items()):
+        packed: dict[Hashable, Parcel] = {}
+        offset, itemsize = 0, transfer.itemsize
+        for dst, moves in sorted(moves_to.items()):
             columns = _columns(moves)
-            name = key(dst, columns)
-            if name not in made:
-                made[name] = Parcel.at(at, columns, itemsize, axes)
-                at += up(prod(made[name].shape) * itemsize, ALIGNMENT)
-            parcels[dst] = made[name]
-        return cls(parcels, itemsize, at)
+            part = transfer.dst.spans(dst) if _goes_by_part(transfer) else columns
+            if part not in packed:
+                packed[part] = Parcel.packed(offset, columns, itemsize, axes)
+                offset += up(prod(packed[part].shape) * itemsize, ALIGNMENT)
+            parcels[dst] = packed[part]
+        return cls(parcels, itemsize, offset)
 
     def packing(self, strides: Sequence[int]) -> list[StridedCopy]:
         """The copies from an array of these strides, in bytes, to the outbox."""
@@ -143,19 +126,24 @@ def parcel_of(transfer: Transfer, src: int, dst: int, axes: Sequence[int]) -> Pa
 
     These are counted: of many ranks each would otherwise work out the moves of all.
     """
-    if not isinstance(transfer, TransferPlan) or transfer.src.groups is None:
-        return Outbox.of_transfer(transfer, src, axes).parcels[dst]
+    if not _goes_by_part(transfer):
+        return Outbox.of(transfer, src, axes).parcels[dst]
     offsets: dict[Hashable, int] = {}
-    at = 0
+    end = 0
     for peer, elements in transfer.parts_out_of(src):
         part = transfer.dst.spans(peer)
         if part not in offsets:
-            offsets[part] = at
-            at += up(elements * transfer.itemsize, ALIGNMENT)
+            offsets[part] = end
+            end += up(elements * transfer.itemsize, ALIGNMENT)
         if peer == dst:
             break
     columns = _columns([move for move in transfer.into(dst) if move.src == src])
-    return Parcel.at(offsets[transfer.dst.spans(dst)], columns, transfer.itemsize, axes)
+    return Parcel.packed(offsets[transfer.dst.spans(dst)], columns, transfer.itemsize, axes)
+
+
+def _goes_by_part(transfer: Transfer) -> TypeGuard[TransferPlan]:
+    """Whether ranks that own the same part after a transfer take the same of each rank."""
+    return isinstance(transfer, TransferPlan) and transfer.src.groups is not None
 
 
 class Fetch(Immutable):
@@ -175,19 +163,19 @@ def fetches(
     for move in moves:
         if move.elements and move.src != move.dst and far(move.src):
             by_source.setdefault(move.src, []).append(move)
-    found, at = [], 0
+    ranges, end = [], 0
     for src, taken in by_source.items():
-        held = parcel(src)
-        low, high = held.span(taken)
-        at += low % ALIGNMENT  # what can be copied in wide words can be so from the room
-        found.append(Fetch(src, held.offset + low, high - low, at))
-        at += up(high - low, ALIGNMENT)
-    return tuple(found)
+        source = parcel(src)
+        low, high = source.span(taken)
+        end += low % ALIGNMENT  # what can be copied in wide words can be so from the room
+        ranges.append(Fetch(src, source.offset + low, high - low, end))
+        end += up(high - low, ALIGNMENT)
+    return tuple(ranges)
 
 
-def room_for(found: Sequence[Fetch]) -> int:
+def room_for(ranges: Sequence[Fetch]) -> int:
     """The bytes that these fetches need."""
-    return max((each.at + each.nbytes for each in found), default=0)
+    return max((part.at + part.nbytes for part in ranges), default=0)
 
 
 def _taken(run: Run) -> _Taken:
@@ -208,15 +196,13 @@ def _columns(moves: Sequence[Move]) -> Columns:
 def _into(column: tuple[_Taken, ...]) -> list[Run]:
     """The runs that put a column's indices side by side."""
     return [
-        Run(count, length, start + first * step, step if count > 1 else 0, at, apart)
+        Run(count, length, start + first * step, step if count > 1 else 0, place, apart)
         for (_, length, start, step), places in _places(column).items()
-        for first, count, at, apart in places
+        for first, count, place, apart in places
     ]
 
 
-_Place = tuple[
-    int, int, int, int
-]  # first block, how many, where they are put, from one to the next
+_Place = tuple[int, int, int, int]  # first block, how many, where they go, from one to the next
 
 
 @lru_cache(maxsize=1024)
@@ -226,8 +212,8 @@ def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
     if all(one[1] <= two[0] for one, two in pairwise(ends)):
         starts = accumulate((count * length for count, length, _, _ in column), initial=0)
         return {
-            taken: [(0, taken[0], at, taken[1] if taken[0] > 1 else 0)]
-            for taken, at in zip(column, starts, strict=False)
+            taken: [(0, taken[0], start, taken[1] if taken[0] > 1 else 0)]
+            for taken, start in zip(column, starts, strict=False)
         }
     blocks = sorted(  # the runs interleave
         (start + number * step, length, taken)
@@ -235,17 +221,17 @@ def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
         for count, length, start, step in [taken]
         for number in range(count)
     )
-    found: dict[_Taken, list[int]] = {taken: [] for taken in column}
-    at = 0
+    places: dict[_Taken, list[int]] = {taken: [] for taken in column}
+    end = 0
     for _, length, taken in blocks:
-        found[taken].append(at)
-        at += length
-    return {taken: _evenly(each) for taken, each in found.items()}
+        places[taken].append(end)
+        end += length
+    return {taken: _evenly(starts) for taken, starts in places.items()}
 
 
 def _evenly(places: Sequence[int]) -> list[_Place]:
     """The places of blocks as few ranges in which they are evenly apart."""
-    found: list[_Place] = []
+    ranges: list[_Place] = []
     first = 0
     while first < len(places):
         last = first + 1
@@ -253,6 +239,6 @@ def _evenly(places: Sequence[int]) -> list[_Place]:
         while last < len(places) and places[last] - places[last - 1] == step:
             last += 1
         count = last - first
-        found.append((first, count, places[first], step if count > 1 else 0))
+        ranges.append((first, count, places[first], step if count > 1 else 0))
         first = last
-    return found
+    return ranges

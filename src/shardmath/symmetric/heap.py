@@ -351,10 +351,10 @@ class Heap:
         with self._lock:
             if self.changing:
                 self.restore_order()
-            at = bisect_right(self._addresses, address) - 1
-            if at < 0:
+            place = bisect_right(self._addresses, address) - 1
+            if place < 0:
                 return None
-            block = self._blocks[self._addresses[at]]
+            block = self._blocks[self._addresses[place]]
             return block if address < block.address + block.reserved else None
 
     def free(self, block: Block) -> None:

@@ -39,10 +39,10 @@ class FreeRanges:
 
     def take(self, nbytes: int) -> int | None:
         """The offset of `nbytes` now taken from the smallest range that holds them, or None."""
-        at = bisect_left(self._by_size, (nbytes, 0))
-        if at == len(self._by_size):
+        place = bisect_left(self._by_size, (nbytes, 0))
+        if place == len(self._by_size):
             return None
-        size, offset = self._by_size[at]
+        size, offset = self._by_size[place]
         self._remove(offset, size)
         if size > nbytes:
             self._insert(offset + nbytes, size - nbytes)
@@ -50,8 +50,8 @@ class FreeRanges:
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Take `nbytes` at `offset`, all of them free."""
-        at = bisect_right(self._by_offset, (offset, self._most)) - 1
-        start, size = self._by_offset[at]
+        place = bisect_right(self._by_offset, (offset, self._most)) - 1
+        start, size = self._by_offset[place]
         assert start <= offset and offset + nbytes <= start + size, "a taken range was reserved"
         self._remove(start, size)
         if start < offset:
@@ -61,15 +61,15 @@ class FreeRanges:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Make a taken range free again, merged with free neighbours."""
-        at = bisect_left(self._by_offset, (offset, 0))
-        if at < len(self._by_offset):
-            after, size = self._by_offset[at]
+        place = bisect_left(self._by_offset, (offset, 0))
+        if place < len(self._by_offset):
+            after, size = self._by_offset[place]
             assert offset + nbytes <= after, "a free range was freed again"
             if offset + nbytes == after:
                 self._remove(after, size)
                 nbytes += size
-        if at > 0:
-            before, size = self._by_offset[at - 1]
+        if place > 0:
+            before, size = self._by_offset[place - 1]
             assert before + size <= offset, "a free range was freed again"
             if before + size == offset:
                 self._remove(before, size)
@@ -98,11 +98,11 @@ class OwnSegment:
     def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """The (offset, size) runs that a block at `offset` still needs memory for."""
         runs: list[tuple[int, int]] = []
-        at, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
-        while (first := self.committed.find(0, at, last)) >= 0:
-            at = self.committed.find(1, first, last)
-            at = last if at < 0 else at
-            runs.append((first * GRANULE, min(at * GRANULE, self.nbytes) - first * GRANULE))
+        end, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        while (first := self.committed.find(0, end, last)) >= 0:
+            end = self.committed.find(1, first, last)
+            end = last if end < 0 else end
+            runs.append((first * GRANULE, min(end * GRANULE, self.nbytes) - first * GRANULE))
         return runs
 
     def note(self, offset: int, nbytes: int, *, committed: bool) -> None:

@@ -22,7 +22,7 @@ from shardmath.arrays import dtypes
 from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
-from shardmath.cuda.packages import unavailable
+from shardmath.cuda.packages import bindings_of
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
@@ -274,13 +274,8 @@ def _destroy(undo: list[tuple[Any, int]]) -> None:
 @cache
 def bindings() -> Any:
     """The module `nvmath.bindings.cublasLt`. Raises BackendUnavailable, with the line to run."""
-    try:
-        from nvmath.bindings import cublasLt
-
-        cublasLt.get_version()
-    except (ImportError, RuntimeError) as error:
-        raise unavailable("a matrix product on GPUs needs cuBLASLt", error) from None
-    return cublasLt
+    what = "a matrix product on GPUs needs cuBLASLt"
+    return bindings_of("nvmath.bindings.cublasLt", "get_version", what)
 
 
 @cache

@@ -19,7 +19,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, kernel
-from shardmath.cuda.packages import unavailable
+from shardmath.cuda.packages import bindings_of
 from shardmath.errors import CudaError
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany
@@ -226,13 +226,7 @@ def _vectorized(
 
 @cache
 def _cufft() -> Any:
-    try:
-        from nvmath.bindings import cufft
-
-        cufft.get_version()
-    except (ImportError, RuntimeError) as error:
-        raise unavailable("transforms on GPUs need cuFFT", error) from None
-    return cufft
+    return bindings_of("nvmath.bindings.cufft", "get_version", "transforms on GPUs need cuFFT")
 
 
 def _checked(what: str, function: Any, *args: Any) -> Any:
