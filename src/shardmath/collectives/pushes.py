@@ -12,10 +12,11 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
-from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
@@ -27,11 +28,20 @@ from shardmath.symmetric.team import RESERVED, Team
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
+UNIT = 16  # bytes, which whole elements of every type fill
 CHANNEL = RESERVED  # of the barriers
 _ENGINE_SLICE_BYTES = 48 << 20  # from here on a copy engine moves the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
 _THREADS, _BLOCKS_EACH = 256, 4  # blocks on a multiprocessor
 _OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The bytes of a chunk that one rank combines."""
+
+    start: int
+    nbytes: int
 
 
 class Pushes:
@@ -189,6 +199,19 @@ class Pushes:
             addresses = kernel_memory(context, f"collectives: {purpose}", nbytes)
             self._memory[purpose] = nbytes, addresses
         return addresses
+
+
+def chunked(nbytes: int, size: int, most: int) -> list[tuple[Slice, ...]]:
+    """Cut `nbytes` into even chunks whose slices have at most `most` bytes: each's slices by rank.
+
+    Slices start at multiples of 16. The last ones are shorter, and may be empty.
+    """
+    assert most % UNIT == 0, most
+    count = -(-nbytes // (size * most))
+    width = -(-nbytes // (count * size * UNIT)) * UNIT
+    cuts = [min(rank * width, nbytes) for rank in range(count * size + 1)]
+    slices = [Slice(start, end - start) for start, end in pairwise(cuts)]
+    return [tuple(slices[first : first + size]) for first in range(0, count * size, size)]
 
 
 def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:

@@ -64,13 +64,8 @@ class Lane:
         """Around what one operation launches on `stream`: after all earlier ones of the lane."""
         return self._order.section(stream)
 
-    @property
-    def side(self) -> Any:
-        """A stream of the lane's own, for what runs beside the user's. It starts where told to."""
-        return self.stream("side")
-
     def stream(self, name: str) -> Any:
-        """A stream of the lane's own, by name.
+        """A stream of the lane's own, by name, for what runs beside the user's.
 
         Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
         may be kernels, and would come after a product that they are to run beside.

@@ -42,7 +42,6 @@ from shardmath.handles.device_array import (
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import NEW_RESULT, Lane
-from shardmath.operators.replay import GraphCache
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.gpu_repeats import Launch as Replay
 from shardmath.program.gpu_repeats import Launches
@@ -570,35 +569,41 @@ class GPUPerformer(ABC):
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
         """The launches of an execution, as one graph when it comes again."""
         run = turn.prepared.ready.bind(self._told_by(notes))
-        return Launching(GraphCache(turn.held.lane), run, replays=self.replays)
+        return Launching(turn.held.lane, run, self.replays)
 
     def _told_by(self, notes: Sequence[bytes]) -> list[Told]:
         """What the ranks have told in these notes."""
         return [_unpack(note[self._start :])[2] for note in notes]
 
 
-class Launching(Immutable, eq=False):
-    """One execution, put on a stream, from the second time on as a graph where it `replays`."""
+@dataclass(eq=False)
+class Launching:
+    """One execution, put on a stream: as one CUDA graph from the second time on, if it `replays`.
 
-    graphs: GraphCache
+    The ranks have agreed that all of them do what they did before.
+    """
+
+    lane: Lane
     run: Launch
     replays: bool
+    graph: Graph | None = field(default=None, init=False)  # once there is one
+    launched: bool = field(default=False, init=False)  # and not captured into the user's graph
 
     def __call__(self, stream: int, copy: Copy | None) -> bool:
         """Launch on the stream, `copy` of a result behind it; whether the user captures it."""
-        if self.replays:
-            return self.graphs.launch((), stream, self.run, copy)
-        lane = self.graphs.lane
+        lane = self.lane
         lane.team.check()
         with lane.section(stream) as section:
-            self.run(stream)
+            if self.replays and not section.captured:
+                if self.launched and self.graph is None:
+                    self.graph = lane.graph(self.run)
+                self.launched = True
+            if section.captured or self.graph is None:
+                self.run(stream)
+            else:
+                self.graph.launch(stream)
             lane.copy(copy, stream)
         return bool(section.captured)
-
-    @property
-    def graph(self) -> Graph | None:
-        """The graph, once there is one."""
-        return self.graphs.graphs.find(())
 
 
 def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:

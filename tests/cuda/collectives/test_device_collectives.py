@@ -9,7 +9,7 @@ import pytest
 
 from shardmath.arrays import dtypes
 from shardmath.collectives.cells import DeviceCollectives, LaunchConfig, choose_all_reduce
-from shardmath.collectives.slices import chunked
+from shardmath.collectives.pushes import chunked
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.local.reduction import Reduction, reduce_local

@@ -159,7 +159,7 @@ class PanelGemm:
             8 * (_PROGRESS_COUNTERS + self._device.processors),
             stream,
         )
-        copy_stream = lane.side
+        copy_stream = lane.stream("side")
         call("cuEventRecord", lane.event("fork"), stream)
         call("cuStreamWaitEvent", copy_stream, lane.event("fork"), 0)
         for operand, own, panel in zip(self._panel_operands, plan.own_copies, panels, strict=True):
