@@ -194,8 +194,7 @@ class Plans:
     @classmethod
     def of(cls, context: Context) -> Plans:
         """The plans of a context."""
-        plans: Plans = context.cache(_NAME, cls)
-        return plans
+        return context.cache(_NAME, cls)
 
     def digest(self, operation: str, spec: Hashable) -> bytes:
         """16 bytes that stand for `spec`. Raises TypeError when it is not plain hashable data."""

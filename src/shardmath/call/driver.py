@@ -102,8 +102,7 @@ class Driver:
     @classmethod
     def of(cls, context: Context, operation: Operation[Any]) -> Driver:
         """The one for all calls of a function."""
-        driver: Driver = context.cache(operation, lambda: cls(context, operation, kept=False))
-        return driver
+        return context.cache(operation, lambda: cls(context, operation, kept=False))
 
     # -- a call ------------------------------------------------------------------------------------
 

@@ -83,8 +83,7 @@ class Ahead:
     @classmethod
     def of(cls, context: Context) -> Ahead:
         """The context's."""
-        made: Ahead = context.cache("calls ahead", lambda: cls(context))
-        return made
+        return context.cache("calls ahead", lambda: cls(context))
 
     def find(self, operation: str, common: Spec) -> KnownCall | None:
         """The known call of `operation` of which all ranks share `common`."""

@@ -153,8 +153,7 @@ class DeviceCollectives(Pushes):
         """The context's collectives, made at the first call. Collective."""
         if context.multi_host:
             return FarCollectives.of(context)
-        made: DeviceCollectives = context.cache("device collectives", lambda: cls.separate(context))
-        return made
+        return context.cache("device collectives", lambda: cls.separate(context))
 
     @classmethod
     def separate(cls, context: Context) -> DeviceCollectives:

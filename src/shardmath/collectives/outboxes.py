@@ -57,8 +57,7 @@ class FarCollectives:
     @classmethod
     def of(cls, context: Context) -> FarCollectives:
         """The context's collectives, made at the first call."""
-        made: FarCollectives = context.cache("far collectives", lambda: cls(context))
-        return made
+        return context.cache("far collectives", lambda: cls(context))
 
     def reduction_pushes(self, nbytes: int, dtype: DType) -> None:
         """See DeviceCollectives: nothing is pushed to where there is no address."""

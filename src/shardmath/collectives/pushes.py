@@ -12,11 +12,11 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
+from shardmath.base.immutable import Immutable
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
@@ -36,8 +36,7 @@ _THREADS, _BLOCKS_EACH = 256, 4  # blocks on a multiprocessor
 _OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(Immutable):
     """The bytes of a chunk that one rank combines."""
 
     start: int

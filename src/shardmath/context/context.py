@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
 Agreed = TypeVar("Agreed")
+T = TypeVar("T")
 
 _contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -235,11 +236,12 @@ class Context:
         """The number of the next object that the ranks of this context share, the same on all."""
         return next(self._shared_ids)
 
-    def cache(self, name: Any, make: Callable[[], Any]) -> Any:
+    def cache(self, name: Any, make: Callable[[], T]) -> T:
         """This context's object of that name, made when first asked for, ended with the context."""
         if name not in self.caches:
             self.caches[name] = make()
-        return self.caches[name]
+        kept: T = self.caches[name]
+        return kept
 
     def keep_for_kernels(self, buffer: Buffer) -> None:
         """Keep heap memory until this context has ended, and all its ranks' kernels.

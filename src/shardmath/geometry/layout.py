@@ -15,7 +15,7 @@ from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
 from shardmath.geometry.drawing import draw
-from shardmath.geometry.integers import integers
+from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
 Part = tuple[Spans, ...]
@@ -114,6 +114,18 @@ class Layout(Immutable):
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of `rank`'s part."""
         return tuple(s.length for s in self.parts[rank])
+
+    def owners(self, index: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that own the element at a global index, ascending.
+
+        Raises IndexError when the index is outside the global shape.
+        """
+        place = index_within(index, self.global_shape)
+        return tuple(
+            rank
+            for rank, part in enumerate(self.parts)
+            if all(i in s for i, s in zip(place, part, strict=True))
+        )
 
     def transposed(self, axes: Sequence[int] | None = None) -> Layout:
         """The layout of the transposed array: axis i is this one's `axes[i]`; None reverses.

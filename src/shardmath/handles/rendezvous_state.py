@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.immutable import Immutable
 from shardmath.base.weak_method import weakly_or
 from shardmath.context.context import Context
 from shardmath.geometry.integers import index, up

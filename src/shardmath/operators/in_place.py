@@ -102,8 +102,7 @@ def _memory_of(
 
 def _operand_blocks(context: Context) -> weakref.WeakSet[Block]:
     """The blocks of operands from `allocate_operand`, of one operand each."""
-    blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
-    return blocks
+    return context.cache("fft operands", weakref.WeakSet)
 
 
 def _operands_on_host(context: Context) -> weakref.WeakValueDictionary[int, HostArray]:

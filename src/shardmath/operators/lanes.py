@@ -57,8 +57,7 @@ class Lane:
     @classmethod
     def numbered(cls, context: Context, number: int) -> Lane:
         """The lane of that number, below LANES."""
-        lane: Lane = context.cache(f"lane {number}", lambda: cls(context, number))
-        return lane
+        return context.cache(f"lane {number}", lambda: cls(context, number))
 
     def section(self, stream: int) -> OrderedSection:
         """Around what one operation launches on `stream`: after all earlier ones of the lane."""
@@ -78,8 +77,7 @@ class Lane:
     def pushes(self) -> Pushes:
         """The kernels that push to peers, on the stream of an operation of this lane."""
         context = self._context
-        made: Pushes = context.cache("pushes of lanes", lambda: Pushes(context, self.team))
-        return made
+        return context.cache("pushes of lanes", lambda: Pushes(context, self.team))
 
     def event(self, name: str) -> Any:
         """An event of the lane's own."""

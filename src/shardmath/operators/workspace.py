@@ -23,8 +23,7 @@ class Workspace:
     @classmethod
     def of(cls, context: Context) -> Workspace:
         """The one of a context."""
-        workspace: Workspace = context.cache("workspace", lambda: cls(context))
-        return workspace
+        return context.cache("workspace", lambda: cls(context))
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted."""

@@ -569,25 +569,23 @@ class GPUPerformer(ABC):
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
         """The launches of an execution, as one graph when it comes again."""
         run = turn.prepared.ready.bind(self._told_by(notes))
-        return Launching(turn.held.lane, run, self.replays)
+        return Launching(turn.held.lane, run, replays=self.replays)
 
     def _told_by(self, notes: Sequence[bytes]) -> list[Told]:
         """What the ranks have told in these notes."""
         return [_unpack(note[self._start :])[2] for note in notes]
 
 
-@dataclass(eq=False)
 class Launching:
     """One execution, put on a stream: as one CUDA graph from the second time on, if it `replays`.
 
     The ranks have agreed that all of them do what they did before.
     """
 
-    lane: Lane
-    run: Launch
-    replays: bool
-    graph: Graph | None = field(default=None, init=False)  # once there is one
-    launched: bool = field(default=False, init=False)  # and not captured into the user's graph
+    def __init__(self, lane: Lane, run: Launch, *, replays: bool) -> None:
+        self.lane, self.run, self.replays = lane, run, replays
+        self.graph: Graph | None = None
+        self._launched = False  # and not captured into a graph of the user's
 
     def __call__(self, stream: int, copy: Copy | None) -> bool:
         """Launch on the stream, `copy` of a result behind it; whether the user captures it."""
@@ -595,9 +593,9 @@ class Launching:
         lane.team.check()
         with lane.section(stream) as section:
             if self.replays and not section.captured:
-                if self.launched and self.graph is None:
+                if self._launched and self.graph is None:
                     self.graph = lane.graph(self.run)
-                self.launched = True
+                self._launched = True
             if section.captured or self.graph is None:
                 self.run(stream)
             else:

@@ -55,8 +55,7 @@ class DoubleBuffer:
     @classmethod
     def of(cls, context: Context) -> DoubleBuffer:
         """The one of a context."""
-        buffer: DoubleBuffer = context.cache("double buffer", lambda: cls(context))
-        return buffer
+        return context.cache("double buffer", lambda: cls(context))
 
     def turn(self) -> int:
         """The half of the call that begins, the other one if ranks have met since the last."""

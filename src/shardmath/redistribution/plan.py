@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import (
@@ -27,6 +27,8 @@ from shardmath.geometry import (
 )
 from shardmath.machine import Rates
 from shardmath.redistribution.copies import StridedCopy, lowered, own_first, pieces_of
+
+T = TypeVar("T")
 
 Ranges = tuple[tuple[int, int], ...]
 Strides = tuple[int, ...]
@@ -101,18 +103,16 @@ class Transfer:
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that the moves into `rank` come from."""
-        sources: tuple[int, ...] = self._once(
+        return self._once(
             ("sources", rank), lambda: tuple(sorted({move.src for move in self.into(rank)}))
         )
-        return sources
 
     def read_by_peers(self, rank: int) -> Ranges | None:
         """For each axis of the array of `rank` the range (lo, hi) in which peers read.
 
         None when they read nothing.
         """
-        ranges: Ranges | None = self._once(("read", rank), lambda: self._bounds(rank))
-        return ranges
+        return self._once(("read", rank), lambda: self._bounds(rank))
 
     def _bounds(self, rank: int) -> Ranges | None:
         out = [move for move in self.out_of(rank) if move.dst != rank]
@@ -132,11 +132,12 @@ class Transfer:
         """Answers so far: a plan is compared and printed by its fields alone."""
         return {}
 
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         """The answer of that key, worked out when it is first asked for."""
         if key not in self._kept:
             self._kept[key] = make()
-        return self._kept[key]
+        kept: T = self._kept[key]
+        return kept
 
 
 class Overlap(Immutable, Transfer):
@@ -265,15 +266,11 @@ class TransferPlan(Immutable, Transfer):
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""
-        made: tuple[Move, ...] = self._once(
-            ("into", rank), lambda: moves(self.src, self.dst, dst_rank=rank)
-        )
-        return made
+        return self._once(("into", rank), lambda: moves(self.src, self.dst, dst_rank=rank))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
         """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
-        made: tuple[Move, ...] = self._once(("out of", rank), lambda: self._in_ring_order(rank))
-        return made
+        return self._once(("out of", rank), lambda: self._in_ring_order(rank))
 
     def _in_ring_order(self, rank: int) -> tuple[Move, ...]:
         outgoing, size = moves(self.src, self.dst, src_rank=rank), self.dst.size

@@ -86,8 +86,7 @@ class PushStream:
     @classmethod
     def of(cls, context: Context) -> PushStream:
         """The one of a context. Local; raises HeapExhausted when it is made."""
-        made: PushStream = context.cache("fft push stream", lambda: cls(context))
-        return made
+        return context.cache("fft push stream", lambda: cls(context))
 
     def require_usable(self) -> None:
         """Raise what kernels have noted, and RankFailure after an operation that was given up."""

@@ -339,8 +339,7 @@ def collectives_of(context: Context, lane: Lane) -> DeviceCollectives:
     three lanes and more they are to begin in the same order on all ranks (see `DeviceCollectives`).
     """
     name = f"sums of lane {lane.number}"
-    made: DeviceCollectives = context.cache(name, lambda: DeviceCollectives.separate(context))
-    return made
+    return context.cache(name, lambda: DeviceCollectives.separate(context))
 
 
 def _fused_epilog(step: Gemm, matrix: Callable[[Name], Matrix]) -> FusedEpilog:
