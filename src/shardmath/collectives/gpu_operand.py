@@ -80,11 +80,6 @@ class DeviceOperand:
         self.tag = tag
 
     @property
-    def given(self) -> Any:
-        """The array."""
-        return self._x
-
-    @property
     def on_host(self) -> bool:
         """Whether the array is in host memory."""
         return self.spec.device == "cpu"
@@ -93,11 +88,6 @@ class DeviceOperand:
     def kind(self) -> str:
         """The library and where its memory is, which are equal on all ranks and for `out`."""
         return kind_of(self.spec)
-
-    @property
-    def into(self) -> OutputSpec:
-        """The spec of `out`, which all ranks check."""
-        return None if self.out is None else self.out.spec
 
     @property
     def stream(self) -> int:

@@ -30,15 +30,6 @@ class Exposed(Immutable):
     origin: int
     strides: tuple[int, ...]
 
-    @classmethod
-    def within(
-        cls, block: Block, address: int, span: tuple[int, int], strides: tuple[int, ...]
-    ) -> Exposed:
-        """An array in `block` whose element 0 is at `address`, its bytes in `span` from there."""
-        low, high = span
-        first = block.location.behind(address + low - block.address)
-        return cls(first, high - low, -low, strides)
-
     def pack(self) -> bytes:
         """The bytes that `unpack` takes."""
         location = self.location
@@ -100,9 +91,10 @@ class Operand(Immutable):
     def exposed(self) -> Exposed:
         """The place where peers find this array, which is on the heap."""
         assert self.block is not None, "on the heap"
-        if not self.size:
-            return Exposed(self.block.location, 0, 0, self.strides)
-        return Exposed.within(self.block, self.address, self.span, self.strides)
+        (low, high), start = self.span, self.block.location
+        if self.size:
+            start = start.behind(self.address + low - self.block.address)
+        return Exposed(start, high - low, -low, self.strides)
 
     @cached_property
     def told(self) -> bytes:
