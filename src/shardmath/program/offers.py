@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import packed_strides
 from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
-from shardmath.redistribution import Transfer, Window, window_on
-from shardmath.redistribution.exposure import bind_stage, staged_bytes
+from shardmath.redistribution import Transfer, Window
+from shardmath.redistribution.bound_copies import bind
+from shardmath.redistribution.copies import whole
 from shardmath.symmetric.heap import Block, Buffer, Location
 
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
@@ -36,6 +38,7 @@ _LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for rea
 _SENT, _STAGED, LENT = b"e", b"s", b"l"
 
 _LENGTH = struct.Struct("<H")
+_NOWHERE = Location(0, 0)  # of what is sent: it lies where it lands
 _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
@@ -151,7 +154,7 @@ def offer(
     for name in lent:
         offered.notes[name] = note_of(LENT, announced(context, arrays[name]))
     for name, cut in sent.items():
-        offered.notes[name] = note_of(_SENT, _packed(arrays[name], cut))
+        offered.notes[name] = note_of(_SENT, _dense(arrays[name], cut, _NOWHERE, in_c_order=True))
     return offered
 
 
@@ -175,17 +178,27 @@ def _stage(
     kind, start = LENT if offered.half is None else _STAGED, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
-        memory, source = buffer(name, nbytes), window_at(array)
-        exposed, copies = bind_stage(
-            context, source, array.itemsize, ranges, memory, start, in_c_order=name in ordered
-        )
-        offered.copies += copies
+        block = buffer(name, nbytes).block
+        context.announce(block)
+        exposed = _dense(array, ranges, block.location.behind(start), in_c_order=name in ordered)
+        target = Window(block.address + start, exposed.strides, None)
+        offered.copies += _bind_copy(array, ranges, target)
         offered.notes[name] = note_of(kind, exposed)
-        block, strides = memory.block, exposed.strides
         offered.replaced[name] = Operand(
-            block.address + start, array.shape, strides, array.dtype, block
+            target.address, array.shape, target.strides, array.dtype, block
         )
         start += 0 if offered.half is None else _padded(nbytes)
+
+
+def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
+    """The calls that copy these ranges of an array to `target`, whose memory they do not keep."""
+    extents = [hi - lo for lo, hi in ranges]
+    first = sum(lo * stride for (lo, _), stride in zip(ranges, array.strides, strict=True))
+    source = Window(array.address + first, array.strides, array.keep)
+    copies = (
+        [] if 0 in extents else [whole(extents, array.itemsize, source.strides, target.strides)]
+    )
+    return bind(copies, {0: source}, target)
 
 
 def window_at(array: Operand) -> Window:
@@ -268,14 +281,25 @@ class Offers:
         return self.sent(name, rank) or self._context.same_host(rank)
 
     def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
-        """Where this rank reads the buffer of another; see `window_on`."""
+        """The window through which this rank reads the buffer of another: in place, or a copy where
+        that has no address.
+
+        A copy is made now: when the exchange or barrier has passed after which peers may read. With
+        `transfer` it has what that plan moves here from `rank`, else all. Raises CollectiveMismatch
+        when the rank has no such memory.
+        """
         kind, place, offset = self._places[name, rank]
-        exposed = Exposed.unpack(place)
-        if kind != _SENT:
-            return window_on(self._context, rank, exposed, transfer)
-        assert self.landing is not None, "something was sent"
-        address = int(self.landing.ctypes.data) + offset + exposed.origin
-        return Window(address, exposed.strides, self.landing)
+        context, exposed = self._context, Exposed.unpack(place)
+        origin, strides = exposed.origin, exposed.strides
+        if kind == _SENT:
+            assert self.landing is not None, "something was sent"
+            return Window(int(self.landing.ctypes.data) + offset + origin, strides, self.landing)
+        pieces = None
+        if transfer is not None and not context.same_host(rank):
+            ranges = transfer.pieces(context.rank, rank, strides)
+            pieces = [(origin + low, origin + high) for low, high in ranges]
+        view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
+        return Window(int(view.__array_interface__["data"][0]) + origin, strides, view)
 
 
 def _part(array: Operand, ranges: Ranges) -> HostArray:
@@ -292,18 +316,22 @@ def _whole(array: Operand) -> Ranges:
 
 
 def _bytes_of(array: Operand, ranges: Ranges) -> int:
-    return staged_bytes(ranges, array.itemsize)
+    return prod(hi - lo for lo, hi in ranges) * array.itemsize
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _packed(array: Operand, ranges: Ranges) -> Exposed:
-    """How the elements in these ranges lie when they have been sent, in C order."""
-    strides = packed_strides([hi - lo for lo, hi in ranges], array.itemsize)
+def _dense(array: Operand, ranges: Ranges, place: Location, *, in_c_order: bool) -> Exposed:
+    """The elements in these ranges without gaps, from `place` on: in C order, or with their axes in
+    the order of the array's, so that a copy runs at memory speed.
+    """
+    axes = range(len(ranges))
+    fastest_first = sorted(axes, key=lambda a: (not in_c_order and abs(array.strides[a]), -a))
+    strides = packed_strides([hi - lo for lo, hi in ranges], array.itemsize, fastest_first)
     origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
-    return Exposed(Location(0, 0), _bytes_of(array, ranges), origin, strides)
+    return Exposed(place, _bytes_of(array, ranges), origin, strides)
 
 
 def _packing(parts: Sequence[HostArray]) -> Payload:

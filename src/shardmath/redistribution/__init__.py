@@ -6,7 +6,6 @@ memory; executors know no distribution.
 
 from shardmath.redistribution.bound_copies import Window
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.exposure import window_on
 from shardmath.redistribution.plan import Transfer, TransferPlan
 from shardmath.redistribution.sections import Sections
 
@@ -17,5 +16,4 @@ __all__ = [
     "TransferPlan",
     "Window",
     "lowered",
-    "window_on",
 ]
