@@ -212,6 +212,43 @@ _RAW: dict[int, np.dtype[Any]] = {
 }
 
 
+def described_bytes(address: int, nbytes: int) -> dict[str, Any]:
+    """Contiguous bytes as array libraries take them: by `__array_interface__` those of the host, by
+    `__cuda_array_interface__` those of a GPU.
+    """
+    return {
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "strides": None,
+        "version": 3,
+    }
+
+
+class _HostMemory:
+    """Memory as NumPy makes an array of it; the array keeps this, and so what holds the memory."""
+
+    __slots__ = ("__array_interface__", "keep")
+
+    def __init__(self, interface: dict[str, Any], keep: object) -> None:
+        self.__array_interface__ = interface
+        self.keep = keep
+
+
+def host_array(
+    address: int, shape: Sequence[int], strides: Sequence[int], typestr: str, keep: object
+) -> HostArray:
+    """A NumPy array on memory of the host, of which `keep` holds the memory; strides are bytes."""
+    interface = {
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "typestr": typestr,
+        "data": (address, False),
+        "version": 3,
+    }
+    return np.asarray(_HostMemory(interface, keep))
+
+
 def share_memory(one: HostArray, other: HostArray) -> bool:
     """Whether two arrays have an element in common; where that is too hard to tell, true."""
     if not np.may_share_memory(one, other):

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_of
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, host_array
 from shardmath.arrays.spec import ArraySpec, order_of, packed_strides
 from shardmath.context.context import Context
-from shardmath.handles.allocation import array_on, block_of
+from shardmath.handles.allocation import Owner, array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
+from shardmath.transport.base import DeviceBytes
 
 
 def array_in_place(
@@ -47,7 +48,11 @@ def array_in_place(
             "an operand from allocate_operand, or inplace=False"
         )
     if owner is None:
-        owner = _RawMemory(library.pointer(operand), have, spec.device, operand)
+        address = library.pointer(operand)
+        if spec.device == "cpu":
+            owner = host_array(address, (have,), (1,), "|u1", operand)
+        else:
+            owner = Owner(DeviceBytes(address, have, spec.device), operand)
     return array_on(owner, library, kind, shape, packed_strides(shape, axes=order))
 
 
@@ -60,25 +65,6 @@ def room_for_operand(context: Context, nbytes: int, *, on_heap: bool) -> Buffer 
     memory = np.empty(max(nbytes, 1), np.uint8)  # a byte at least has an address of its own
     _operands_on_host(context)[memory.ctypes.data] = memory
     return memory
-
-
-class _RawMemory:
-    """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
-
-    `device` is "cpu" or like "cuda:0".
-    """
-
-    def __init__(self, address: int, nbytes: int, device: str, keep: object) -> None:
-        self.keep = keep
-        self.device = device
-        interface = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
-        vars(self)[interface] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def _memory_of(

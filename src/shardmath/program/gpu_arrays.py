@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from shardmath.arrays import ArraySpec, Library, library_of
-from shardmath.arrays.base import share_memory
+from shardmath.arrays.base import HostArray, host_array, share_memory
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of
@@ -85,14 +83,8 @@ def _share_memory(operand: Any, out: Any) -> bool:
     return share_memory(_address_range(library, operand), _address_range(other, out))
 
 
-def _address_range(library: Library, x: Any) -> Any:
+def _address_range(library: Library, x: Any) -> HostArray:
     """An array of NumPy at the same addresses, which nobody may read."""
     spec = library.spec(x)
-    interface = {
-        "shape": spec.shape,
-        "strides": tuple(stride * spec.itemsize for stride in spec.strides),
-        "typestr": f"|V{spec.itemsize}",
-        "data": (library.pointer(x), False),
-        "version": 3,
-    }
-    return np.asarray(type("Outline", (), {"__array_interface__": interface})())
+    strides = [stride * spec.itemsize for stride in spec.strides]
+    return host_array(library.pointer(x), spec.shape, strides, f"|V{spec.itemsize}", None)

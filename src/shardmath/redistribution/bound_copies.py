@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, host_array
 from shardmath.base.compiled import extension, library_beside
 from shardmath.geometry import Move
 from shardmath.redistribution.copies import StridedCopy, own_first, whole
@@ -58,7 +58,8 @@ class Window:
 
     def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
         """The local array, of that shape and dtype. Only elements that are shown may be read."""
-        return _array(self, 0, self.strides, shape, f"|V{dtype.itemsize}").view(dtype)
+        raw = f"|V{dtype.itemsize}"
+        return host_array(self.address, shape, self.strides, raw, self.keep).view(dtype)
 
     def __repr__(self) -> str:
         return f"Window({self.address:#x}, strides {self.strides})"
@@ -93,8 +94,10 @@ def pairs(
     arrays = []
     for copy in copies:
         step, shape = (dtype.itemsize,), (*copy.shape, copy.unit // dtype.itemsize)
-        src = _array(windows[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
-        dst = _array(own, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
+        window, strides = windows[copy.src], copy.src_strides + step
+        first, start = window.address + copy.src_offset, own.address + copy.dst_offset
+        src = host_array(first, shape, strides, dtype.str, window.keep)
+        dst = host_array(start, shape, copy.dst_strides + step, dtype.str, own.keep)
         arrays.append((src, dst))
     return arrays
 
@@ -206,16 +209,6 @@ def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> N
         plain()
 
 
-class _Memory:
-    """Memory as NumPy makes an array of it; the array keeps this, and so what holds the memory."""
-
-    __slots__ = ("__array_interface__", "keep")
-
-    def __init__(self, interface: dict[str, Any], keep: object) -> None:
-        self.__array_interface__ = interface
-        self.keep = keep
-
-
 def _view(
     window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], unit: int
 ) -> HostArray:
@@ -226,20 +219,7 @@ def _view(
         typestr = f"|V{unit}"
     else:  # one memmove for each
         typestr, shape, strides = "|u1", (*shape, unit), (*strides, 1)
-    return _array(window, offset, strides, shape, typestr)
-
-
-def _array(
-    window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], typestr: str
-) -> HostArray:
-    interface = {
-        "shape": tuple(shape),
-        "strides": tuple(strides),
-        "typestr": typestr,
-        "data": (window.address + offset, False),
-        "version": 3,
-    }
-    return np.asarray(_Memory(interface, window.keep))
+    return host_array(window.address + offset, shape, strides, typestr, window.keep)
 
 
 _TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}

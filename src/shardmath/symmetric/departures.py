@@ -31,6 +31,7 @@ from functools import cache, partial
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.arrays.base import host_array
 from shardmath.base.weak_method import weakly_or
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
@@ -228,7 +229,7 @@ class Report:
     """`words` that the device writes, at `address` for the device; zero at first."""
 
     def __init__(self, pool: _Reports, memory: _PinnedWords) -> None:
-        self.words: npt.NDArray[np.uint64] = np.asarray(memory)
+        self.words = memory.words
         self.words[:] = 0
         self.address = memory.address
         weakref.finalize(self, pool.left.leave, memory).atexit = False
@@ -246,12 +247,7 @@ class _PinnedWords:
         device.activate()
         pinned = int(call("cuMemHostAlloc", 8 * count, 0x01))  # portable: valid in every context
         self.address = int(call("cuMemHostGetDevicePointer", pinned, 0))
-        self.__array_interface__ = {
-            "shape": (count,),
-            "typestr": "<u8",
-            "data": (pinned, False),
-            "version": 3,
-        }
+        self.words: npt.NDArray[np.uint64] = host_array(pinned, (count,), (8,), "<u8", None)
 
 
 class _Reports:

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from shardmath.arrays.base import described_bytes
 from shardmath.base.immutable import Immutable
 from shardmath.errors import HeapExhausted
 from shardmath.symmetric.groups import Groups
@@ -100,13 +101,7 @@ class Block:
         self.announced_to: set[int] = set()
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
-        self.description: dict[str, Any] = {  # of its bytes, as array libraries have it
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.description = described_bytes(address, nbytes)
 
     @property
     def released(self) -> bool:

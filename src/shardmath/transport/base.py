@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.arrays.base import described_bytes
 from shardmath.base.immutable import Immutable
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import ProcessGroup
@@ -34,13 +35,7 @@ class DeviceBytes:
         self.address = address
         self.nbytes = nbytes
         self.device = device
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = described_bytes(address, nbytes)
 
 
 Memory = Bytes | DeviceBytes
