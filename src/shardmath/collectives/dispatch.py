@@ -21,7 +21,7 @@ from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
 
 if TYPE_CHECKING:
-    from shardmath.collectives.gpu_calls import Launches
+    from shardmath.collectives.gpu_calls import CollectivePerformer
 
 P = TypeVar("P")
 
@@ -86,11 +86,11 @@ class Collective(Generic[P]):
         """See Operation."""
         return f"{self.name}: {problem}"
 
-    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Launches:
+    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> CollectivePerformer:
         """See Operation."""
-        from shardmath.collectives.gpu_calls import Launches
+        from shardmath.collectives.gpu_calls import CollectivePerformer
 
-        return Launches(context, names, self.gpus)
+        return CollectivePerformer(context, names, self.gpus)
 
 
 def perform(

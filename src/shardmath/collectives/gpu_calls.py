@@ -28,7 +28,7 @@ from shardmath.program.performing import Arguments, Names, Plan, Turn
 _PLAIN = frozenset([int, str, tuple, type(None)])  # words by which calls are found: True is no axis
 
 
-class Launches:
+class CollectivePerformer:
     """Performs one collective on GPUs: the driver's performer."""
 
     number, repeat, direct = 0, None, None
@@ -91,7 +91,7 @@ class Launches:
 class GPUCalls(Driver):
     """Calls of one collective in one context of GPUs."""
 
-    performer: Launches
+    performer: CollectivePerformer
 
     def call(self, arguments: Arguments) -> Any:
         context, operation = self.context, self.operation.names.operation

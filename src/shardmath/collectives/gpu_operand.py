@@ -214,12 +214,12 @@ class DeviceOperand:
             return self._finish(flat, shape, self.spec.dtype)
         array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype)
         view = self.library.host_view(result, writable=True) if self.on_host else result
-        at = start = 0
+        end = start = 0
         for count in counts:
             part = (*shape[:axis], count, *shape[axis + 1 :])
             place = (slice(None),) * axis + (slice(start, start + count),)
-            view[place] = array[at : at + prod(part)].reshape(part)
-            at, start = at + prod(part), start + count
+            view[place] = array[end : end + prod(part)].reshape(part)
+            end, start = end + prod(part), start + count
         return result
 
     def _width(self, axis: int) -> int:
@@ -245,10 +245,10 @@ class DeviceOperand:
         if self.on_host:
             return np.concatenate(parts)
         joined = self.library.empty((self.spec.size,), self.spec.dtype, "C", self.spec.device)
-        at = 0
+        end = 0
         for part in parts:
-            joined[at : at + part.shape[0]] = part
-            at += part.shape[0]
+            joined[end : end + part.shape[0]] = part
+            end += part.shape[0]
         return joined
 
     def _packed(self, x: Any) -> Flat:

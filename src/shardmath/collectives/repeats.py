@@ -69,8 +69,8 @@ class Repeats:
             if compiled is None:
                 return None
             context.repeats = cls(context, compiled)
-        found: Repeats = context.repeats
-        return found
+        repeats: Repeats = context.repeats
+        return repeats
 
     def keep(
         self,

@@ -241,11 +241,11 @@ class Distribution(ABC):
 
     @abstractmethod
     def _expression(self) -> str:
-        """Itself as Python, without the binding."""
+        """The expression of Python that makes it, without the binding."""
 
     @abstractmethod
     def _widened(self, ndim: int) -> Self:
-        """Itself, unbound, with `ndim` axes, which is more than it has, or the first it is told."""
+        """An unbound copy with `ndim` axes, which is more than it has, or the first it is told."""
 
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
@@ -319,7 +319,7 @@ class Distribution(ABC):
         return known
 
     def _promoted(self, ndim: int) -> Self:
-        """Itself with `ndim` axes. Raises ValueError when it has more."""
+        """A copy with `ndim` axes, or itself. Raises ValueError when it has more."""
         if self.ndim == ndim:
             return self
         if self.ndim is not None and ndim < self.ndim:

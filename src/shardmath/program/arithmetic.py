@@ -198,7 +198,7 @@ class Binding:
         self._factors = {} if factors is None else factors  # whose memory has an address here
 
     def between(self, hosts: Mapping[str, HostArray]) -> Binding:
-        """The same, where these buffers are elsewhere."""
+        """A binding of the same steps, where these buffers are elsewhere."""
         factors = {
             multiply: pair
             for multiply, pair in self._factors.items()

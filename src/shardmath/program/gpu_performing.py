@@ -43,8 +43,7 @@ from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
-from shardmath.program.gpu_repeats import Launch as Replay
-from shardmath.program.gpu_repeats import Launches
+from shardmath.program.gpu_repeats import Replay, Replays
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
@@ -211,7 +210,7 @@ class GPUPerformer(ABC):
 
         def bind(told: Sequence[Told]) -> Launch:
             lane.team.device.activate()
-            peers = [each.places for each in told]
+            peers = [rank.places for rank in told]
             return gpu_program.bind(Memories(own, peers, stream, given.numbers))
 
         return Ready(places, bind, gpu_program.check, given.lasting)
@@ -276,37 +275,37 @@ class GPUPerformer(ABC):
     def repeat(self, turn: Turn) -> Replay | None:
         """See Performer."""
         known = turn.known
-        launches: Launches | None = known.repeats
-        if launches is None:
+        replays: Replays | None = known.repeats
+        if replays is None:
             return None
         plan = known.expected
         stream = stream_of(self._context, known.arrays.spec, turn.arguments.stream)
-        if plan is None or not launches.hold((plan, stream), stream):
+        if plan is None or not replays.hold((plan, stream), stream):
             return None
         place = None
-        if launches.results:
-            into = partial(launches.into, agreement=known.last)
-            results = self._new(launches.results, launches.lane, stream, into=into)
+        if replays.results:
+            into = partial(replays.into, agreement=known.last)
+            results = self._new(replays.results, replays.lane, stream, into=into)
             place = _place(results)
-            turn.held = self._execution(turn, plan, stream, launches.lane, results)
-        launch = launches.places.find(place)
-        if launch is not None:
-            turn.note = launch.note
-        return launch
+            turn.held = self._execution(turn, plan, stream, replays.lane, results)
+        replay = replays.places.find(place)
+        if replay is not None:
+            turn.note = replay.note
+        return replay
 
     def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
         """See Performer."""
-        launches: Launches | None = turn.known.repeats
-        if launches is None:
+        replays: Replays | None = turn.known.repeats
+        if replays is None:
             return None
-        templates: Mapping[str, ResultTemplate] = launches.results
+        templates: Mapping[str, ResultTemplate] = replays.results
         name = self._names.results[0]
         if any(other != name for other in templates):
             return None
         place = _place({name: turn.held.results[name]}) if templates else None
         turn.made = dict.fromkeys(templates)
         library = turn.known.arrays.spec.library
-        return launches.direct(turn, agreement, place, templates.get(name), library)
+        return replays.direct(turn, agreement, place, templates.get(name), library)
 
     def _resume(self, turn: Turn, launch: Replay) -> None:
         """Take a turn up that compiled code has begun, and which is no launch after all."""
@@ -501,7 +500,7 @@ class GPUPerformer(ABC):
             give=give,
             check=ready.check,
         )
-        Launches.keep(known, (plan, stream), templates, place, replay, elsewhere)
+        Replays.keep(known, (plan, stream), templates, place, replay, elsewhere)
 
     def _elsewhere(
         self,

@@ -29,10 +29,10 @@ from shardmath.program.performing import Direct, Known, Turn
 _PLACES = 128  # of results, of which the launches are kept
 _MOST_MADE = 512  # launches for places on the heap, however often peers' arrays change
 
-Elsewhere = Callable[["Launch", int], "Launch | None"]
+Elsewhere = Callable[["Replay", int], "Replay | None"]
 
 
-class Launch(Immutable, eq=False):
+class Replay(Immutable, eq=False):
     """A graph that makes a call again on `stream`, if all ranks agree as in `agreement`.
 
     This rank's note is `note`, and `prepared` what the performer had prepared. `check` raises where
@@ -74,15 +74,15 @@ class _Facts:
 
     @property
     def version(self) -> tuple[int, int] | None:
-        """None while the current stream is being captured."""
+        """The current stream, and the lane's version; None while that stream is being captured."""
         stream = self._stream(self._device)
         if stream and streams.capturing(stream):
             return None
         return stream, self._lane.version
 
 
-class Launches:
-    """Launches for calls on the same arrays, by the place of this rank's results: while `facts` are
+class Replays:
+    """Replays for calls on the same arrays, by the place of this rank's results: while `facts` are
     what they were, and the lane's memory has that version. Calls look for them by `results`.
 
     `elsewhere(launch, address)` is a launch like that one, on which the ranks have agreed likewise,
@@ -96,7 +96,7 @@ class Launches:
     ) -> None:
         self.lane, self.facts, self.results = lane, facts, results
         self.version = lane.version
-        self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
+        self.places: LRUCache[Hashable, Replay] = LRUCache(_PLACES)
         self._elsewhere = elsewhere
         self._made = 0
 
@@ -107,16 +107,16 @@ class Launches:
         facts: tuple[Any, ...],
         results: Any,
         place: Hashable,
-        launch: Launch,
+        launch: Replay,
         elsewhere: Elsewhere | None,
     ) -> None:
         """Let calls of which that is `known` find a launch."""
-        kept: Launches | None = known.repeats
+        kept: Replays | None = known.repeats
         if kept is None or kept.facts != facts or kept.version != launch.lane.version:
             kept = known.repeats = cls(launch.lane, facts, results, elsewhere)
         kept.places.keep(place, launch)
 
-    def into(self, address: int, agreement: Agreement[Any] | None) -> Launch | None:
+    def into(self, address: int, agreement: Agreement[Any] | None) -> Replay | None:
         """The launch that writes a new result at that address, if the ranks agree so: made now, if
         there are few.
         """
@@ -147,7 +147,7 @@ class Launches:
         template: ResultTemplate | None,
         library: str,
     ) -> Direct | None:
-        """What compiled code does in place of `Launch.launch`, for a given result, or a new one.
+        """What compiled code does in place of `Replay.launch`, for a given result, or a new one.
 
         None for a new one of whose place the ranks tell each other each time.
         """
@@ -170,7 +170,7 @@ class Launches:
             return None
 
         def bind(new: Any) -> tuple[Callable[[], object], ...] | None:
-            same: Launch | None = launch
+            same: Replay | None = launch
             copy = None
             if template is not None and not template.on_heap:
                 same = self.places.find((template.place(new),))

@@ -338,13 +338,13 @@ class Await(Immutable):
 
 def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     """Steps with what fused ones replace in their place."""
-    found: list[Any] = []
+    performed: list[Any] = []
     for step in steps:
         if isinstance(step, On):
-            found += [On(step.stream, replaced) for replaced in plain((step.step,))]
+            performed += [On(step.stream, replaced) for replaced in plain((step.step,))]
         else:
-            found += plain(step.replaces) if isinstance(step, Fused) else [step]
-    return tuple(found)
+            performed += plain(step.replaces) if isinstance(step, Fused) else [step]
+    return tuple(performed)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -447,15 +447,15 @@ class Program(Immutable):
 
         None where all of a buffer is read.
         """
-        found: dict[str, list[Transfer | None]] = {}
+        moved: dict[str, list[Transfer | None]] = {}
         for step in self.steps:
             moves = step.moves if isinstance(step, Product) else (step,)
             for move in moves:
                 if isinstance(move, Move | Transform) and move.transfer.crosses:
-                    found.setdefault(move.source, []).append(move.transfer)
+                    moved.setdefault(move.source, []).append(move.transfer)
             if isinstance(step, Combine) and not step.alone and step.held.size > 1:
-                found.setdefault(step.source, []).append(None)
-        return found
+                moved.setdefault(step.source, []).append(None)
+        return moved
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))

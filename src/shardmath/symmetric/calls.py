@@ -47,7 +47,7 @@ class Calls:
 
     @property
     def made(self) -> int:
-        """How many this rank has listed."""
+        """The number of calls that this rank has listed."""
         return self._rows.words[self._rows.rank][self._first]
 
     def places(

@@ -299,7 +299,9 @@ class Heap:
         return block
 
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
-        """As `_last_dropped`, where the device may still use it: the block whose turn it is."""
+        """The block of that size whose turn it is, where the device may still use what was dropped;
+        None where none has its turn.
+        """
         small = nbytes <= _SMALL
         if many * nbytes >= _TOGETHER:
             many = max(_TOGETHER // (nbytes + 1), 2)

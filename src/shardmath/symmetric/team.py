@@ -251,7 +251,7 @@ class Team:
             raise settled(self._reported_error())
 
     def check_collectives(self) -> None:
-        """As `check`, of what kernels of collectives have noted, after which none can follow."""
+        """Raise, as `check`, what kernels of collectives have noted: none can follow."""
         if self._notes[0] and self.gave_up_counts():
             raise settled(self._reported_error())
 
