@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmath.symmetric.ranges import ALIGNMENT, FreeRanges, aligned
+from shardmath.geometry.integers import up
+from shardmath.symmetric.ranges import ALIGNMENT, FreeRanges
 
 UNITS = 32
 
@@ -13,8 +14,8 @@ UNITS = 32
     ("nbytes", "to", "expected"),
     [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512), (7, 8, 8), (9, 8, 16)],
 )
-def test_aligned_rounds_up(nbytes, to, expected):
-    assert aligned(nbytes, to) == expected
+def test_up_rounds_up(nbytes, to, expected):
+    assert up(nbytes, to) == expected
 
 
 @settings(max_examples=150, deadline=None)

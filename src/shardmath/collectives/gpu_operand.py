@@ -26,12 +26,11 @@ from shardmath.collectives.operand import (
     Shape,
     bounds,
     kind_of,
-    live_block,
 )
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import ReadyLaunch
-from shardmath.handles.allocation import allocate_on_all_ranks, array_on
+from shardmath.handles.allocation import allocate_on_all_ranks, array_on, require_live
 from shardmath.handles.device_array import require_separate
 from shardmath.local.reduction import Reduction
 from shardmath.symmetric.heap import Buffer
@@ -74,7 +73,9 @@ class DeviceOperand:
         self._x = x
         _require_device(self.spec, team)
         if self.spec.size:
-            live_block(context, self.library.pointer(x))  # refuses what has been freed
+            block = context.heap.find(self.library.pointer(x))
+            if block is not None:
+                require_live(block)
         self.out = None if out is None else DeviceOutput(context, out)
         self.direct: DirectLaunch | None = None  # the launch of the call, where there was only one
         self.tag = tag

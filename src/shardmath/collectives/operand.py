@@ -14,27 +14,16 @@ from typing import Any
 
 from shardmath.arrays.spec import ArraySpec
 from shardmath.context.context import (
-    Context,
     DistributedContext,
     open_contexts,
     require_context,
 )
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.geometry import Spans
-from shardmath.handles.allocation import require_live
-from shardmath.symmetric.heap import Block
 
 Shape = tuple[int, ...]
 ON_GPUS = " on GPUs"  # in a kind
 OutputSpec = tuple[str, str, Shape] | None
-
-
-def live_block(context: Context, address: int) -> Block | None:
-    """The block of this rank's heap in which `address` lies, if any; UseAfterFree if freed."""
-    block = context.heap.find(address)
-    if block is not None:
-        require_live(block)
-    return block
 
 
 def context_of(operation: str, context: DistributedContext | None) -> DistributedContext:

@@ -35,8 +35,9 @@ from typing import Any
 from shardmath.arrays.base import described_bytes
 from shardmath.base.immutable import Immutable
 from shardmath.errors import HeapExhausted
+from shardmath.geometry.integers import up
 from shardmath.symmetric.groups import Groups
-from shardmath.symmetric.ranges import GRANULE, FreeRanges, OwnSegment, aligned
+from shardmath.symmetric.ranges import ALIGNMENT, GRANULE, FreeRanges, OwnSegment
 from shardmath.transport.base import Fence, Transport
 
 _SMALL = 32 << 20  # bytes of a block that need not be used again at once
@@ -232,7 +233,7 @@ class Heap:
             block = self._next_in_turn(nbytes, many) if many else self._last_dropped(nbytes)
             buffer = None if block is None else self._buffer(block)
             self.changing = False
-            return buffer or self._allocate(nbytes, aligned(max(nbytes, 1)))
+            return buffer or self._allocate(nbytes, up(max(nbytes, 1), ALIGNMENT))
 
     def _allocate(self, nbytes: int, reserved: int) -> Buffer:
         with self._change:
@@ -533,11 +534,11 @@ class Heap:
         self.version += 1
         total = sum(segment.nbytes for segment in self._segments.values())
         wanted = min(max(self._segment_bytes, total), reserved + self.transport.spare_bytes)
-        wanted = aligned(max(reserved, wanted), GRANULE)
+        wanted = up(max(reserved, wanted), GRANULE)
         try:
             made = self.transport.reserve(wanted)
         except HeapExhausted:
-            made = self.transport.reserve(aligned(reserved, GRANULE))
+            made = self.transport.reserve(up(reserved, GRANULE))
         address = self.transport.address(self.rank, made.index, 0, made.nbytes)
         assert address is not None, "a rank has an address for its own memory"
         lease = self.transport.lease(made.index)
@@ -549,7 +550,7 @@ class Heap:
         total = sum(segment.nbytes for segment in segments)
         free = sum(segment.ranges.free for segment in segments)
         longest = max(segment.ranges.longest for segment in segments)
-        more = aligned(reserved - longest, GRANULE)
+        more = up(reserved - longest, GRANULE)
         return HeapExhausted(
             f"rank {self.rank}: symmetric memory needs {reserved:,} bytes in one piece, and of its "
             f"{total:,} bytes {free:,} are free, {longest:,} in one piece; between hosts it cannot "
@@ -567,7 +568,7 @@ class Heap:
     def _decommit(self, block: Block) -> None:
         """Give back the granules that lie wholly inside a block."""
         location = block.location
-        first = aligned(location.offset, GRANULE)
+        first = up(location.offset, GRANULE)
         last = (location.offset + block.reserved) // GRANULE * GRANULE
         if first < last:
             self.transport.decommit(location.segment, first, last - first)

@@ -8,15 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 
-from shardmath.geometry.integers import up
-
 ALIGNMENT = 256
 GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
-
-
-def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
-    """`nbytes` rounded up to a multiple of `to`."""
-    return up(nbytes, to)
 
 
 class FreeRanges:
