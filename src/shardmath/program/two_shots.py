@@ -48,7 +48,7 @@ _NOWHERE = (-1, -1)
 _KIND = b"t"  # of what a note says of a buffer
 
 
-class Layout(Immutable):
+class StagingLayout(Immutable):
     """How blocks of `block` elements, and each rank's part of one, lie in a rank's staging buffer.
 
     Two stages of `block` elements of `source`, then two slots of `part` elements of `target`.
@@ -60,7 +60,7 @@ class Layout(Immutable):
     target: np.dtype[Any]
 
     @classmethod
-    def of(cls, reduction: Reduction, size: int) -> Layout:
+    def of(cls, reduction: Reduction, size: int) -> StagingLayout:
         """The layout for one reduction over `size` ranks."""
         source, target = dtypes.to_numpy(reduction.dtype), dtypes.to_numpy(reduction.result)
         block = _BLOCK_BYTES // max(source.itemsize, target.itemsize)
@@ -90,7 +90,7 @@ class _Peer(Immutable):
 
     context: Context
     rank: int
-    layout: Layout
+    layout: StagingLayout
     count: int
     operand: Location | None
     result: Location | None
@@ -162,7 +162,7 @@ def offer(
     Must be followed by an exchange of the notes. Raises HeapExhausted when there is no room.
     """
     assert step.reduction is not None, "taken"
-    layout = Layout.of(step.reduction, context.size)
+    layout = StagingLayout.of(step.reduction, context.size)
     staging = _staging(context, layout)
     copies: list[Callable[[], object]] = []
     if operand.block is None:
@@ -181,7 +181,7 @@ def bind(
     """The calls that combine all ranks' operands, this rank's being `operand`, into `result`."""
     reduction = step.reduction
     assert reduction is not None, "taken"
-    layout = Layout.of(reduction, context.size)
+    layout = StagingLayout.of(reduction, context.size)
     flat, size = operand.reshape(-1), operand.size
     peers = [_peer(context, rank, note, size, layout) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
@@ -283,7 +283,7 @@ def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
 
 
-def _staging(context: Context, layout: Layout) -> Buffer:
+def _staging(context: Context, layout: StagingLayout) -> Buffer:
     """This rank's stages and slots of that layout."""
     buffers: dict[int, Buffer] = context.cache("staging of two shots", dict)
     staging = buffers.get(layout.nbytes)
@@ -306,7 +306,7 @@ def _location(context: Context, array: Operand | None) -> Location | None:
     return array.exposed.location
 
 
-def _peer(context: Context, rank: int, note: bytes, count: int, layout: Layout) -> _Peer:
+def _peer(context: Context, rank: int, note: bytes, count: int, layout: StagingLayout) -> _Peer:
     words = _NOTE.unpack(note)
     operand, result, staging = (
         None if words[place : place + 2] == _NOWHERE else Location(*words[place : place + 2])
