@@ -12,7 +12,7 @@ import itertools
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from shardmath.context.runtime import Runtime
 from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
+from shardmath.machine import OnHosts
 from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.heap import Block, Buffer, Location
@@ -40,7 +41,7 @@ _contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class Context:
+class Context(OnHosts):
     """Ranks, their board and their memory: what the package asks of a `DistributedContext`.
 
     `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`, what
@@ -68,6 +69,7 @@ class Context:
         self.size = board.size
         self.number = next(_numbers)
         self.heap = runtime.heap
+        self.hosts = tuple([runtime.mesh.host_of[rank] for rank in ranks])
         self._runtime = runtime
         self._ranks = tuple(ranks)  # each rank's number in the mesh
         self._parent = parent
@@ -169,19 +171,9 @@ class Context:
             self.board.names.told(transport.attach, peer, location.segment)
         return transport, peer
 
-    @cached_property
-    def multi_host(self) -> bool:
-        """Whether some ranks have no address for each other's memory; the same on all ranks."""
-        return len(set(self.hosts)) > 1
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The number of each rank's host, which ranks of one host share; the same on all ranks."""
-        return tuple(self._runtime.mesh.host_of[rank] for rank in self._ranks)
-
     def same_host(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host: its memory has addresses here."""
-        return self._runtime.mesh.same_host(self._ranks[rank])
+        return self.hosts[rank] == self.hosts[self.rank]
 
     def read_bytes(
         self,

@@ -4,6 +4,8 @@ There is one file for each kind of processor, of rates, which are data. What fol
 an operation is worked out where the operation is planned.
 """
 
+from functools import cached_property
+
 from shardmath.base.immutable import Immutable
 from shardmath.machine.cores import CORES
 from shardmath.machine.h200 import H200, H200_MULTI_HOST
@@ -13,7 +15,7 @@ __all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "OnHosts", "Rates"]
 
 
 class OnHosts:
-    """Whatever knows on which `hosts` ranks are: the number of each rank's."""
+    """Objects that know `hosts`, the number of each rank's host: the same on all ranks."""
 
     hosts: tuple[int, ...]
 
@@ -22,7 +24,7 @@ class OnHosts:
         """How many hosts there are."""
         return len(set(self.hosts))
 
-    @property
+    @cached_property
     def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return self.host_count > 1
