@@ -31,6 +31,7 @@ def main(address: str, *words: str) -> int:
     numbers = open_descriptors()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.connect("\0" + address)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a request comes before all signals
         request = marshal.dumps((words, dict(os.environ), os.getcwd(), numbers))  # noqa: PTH109
         socket.send_fds(channel, [request], numbers)
         for number in numbers:
@@ -38,6 +39,7 @@ def main(address: str, *words: str) -> int:
                 os.close(number)  # whoever is at the other side hears when the program does so
         for signum in SIGNALS:
             signal.signal(signum, lambda number, _: channel.send(b"%d" % number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return int(channel.recv(16) or -signal.SIGKILL)
 
 
