@@ -2,8 +2,8 @@
 
 `dataclass` writes the source of each method of each class, and compiles it where the class is
 defined. That takes a millisecond for a class, and a hundred are defined before the first call ends.
-Here the methods are written once. Dataclasses are what users make, what is mutable, and what
-geometry makes by the thousand.
+Here the methods are written once. Dataclasses are options, what is mutable, and what geometry makes
+by the thousand; what else users make has an `__init__` of its own, which says what it takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Immutable:
             default = cls.__dict__.get(name, MISSING)
             if isinstance(default, Field):
                 fields[name] = default
-                delattr(cls, name)
+                if default.default is MISSING:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, default.default)
             else:
                 fields[name] = field(default=default)
             fields[name].name = name

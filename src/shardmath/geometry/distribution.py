@@ -16,7 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Self, TypeVar
 
 from shardmath.base import current
@@ -41,8 +41,7 @@ class Binding(Immutable):
         return f".bind({self.global_shape}{size}{rank})"
 
 
-@dataclass(frozen=True, repr=False, slots=True)
-class Distribution(ABC):
+class Distribution(Immutable, ABC):
     """How a global array is split over ranks.
 
     `size=`, the number of ranks, may be left out where the distribution is bound to one or has a

@@ -10,7 +10,6 @@ makes only distributions, from data that has exactly the form that `Distribution
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from shardmath.errors import BindDistributionError
@@ -25,7 +24,6 @@ from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
 
-@dataclass(frozen=True, repr=False, slots=True)
 class Slab(Distribution):
     """One axis in even parts, in rank order: the first `extent % size` ranks hold one more.
 
@@ -42,9 +40,9 @@ class Slab(Distribution):
     Y: ClassVar[Slab]
     Z: ClassVar[Slab]
 
-    def __post_init__(self) -> None:
-        dim = integer(self.partition_dim, "partition_dim", least=0)
-        ndim = None if self.ndim is None else integer(self.ndim, "ndim", least=1)
+    def __init__(self, partition_dim: int, ndim: int | None = None) -> None:
+        dim = integer(partition_dim, "partition_dim", least=0)
+        ndim = None if ndim is None else integer(ndim, "ndim", least=1)
         if ndim is not None and dim >= ndim:
             raise ValueError(f"partition_dim {dim} is not an axis of an array of {ndim} axes")
         object.__setattr__(self, "partition_dim", dim)
@@ -90,7 +88,6 @@ class Slab(Distribution):
 Slab.X, Slab.Y, Slab.Z = Slab(0), Slab(1), Slab(2)
 
 
-@dataclass(frozen=True, repr=False, slots=True)
 class Box(Distribution):
     """One rank's box: the indices lower <= i < upper along each axis; it may be empty.
 
@@ -235,7 +232,6 @@ class Box(Distribution):
         return type(self)(self.lower + (0,) * more, self.upper + (1,) * more)
 
 
-@dataclass(frozen=True, repr=False, slots=True)
 class BlockCyclic(Distribution):
     """Blocks dealt in turn to the coordinates of a process grid, along every axis.
 
@@ -339,7 +335,6 @@ class BlockCyclic(Distribution):
         )
 
 
-@dataclass(frozen=True, repr=False, slots=True)
 class BlockNonCyclic(BlockCyclic):
     """One block per coordinate of a process grid, along every axis in even parts.
 
@@ -379,14 +374,13 @@ class BlockNonCyclic(BlockCyclic):
         return type(self)(self.process_grid.promoted(ndim), first_process=first)
 
 
-@dataclass(frozen=True, repr=False, slots=True)
 class Replicated(Distribution):
     """Every rank holds everything."""
 
     ndim: int | None = None
 
-    def __post_init__(self) -> None:
-        ndim = None if self.ndim is None else integer(self.ndim, "ndim", least=0)
+    def __init__(self, ndim: int | None = None) -> None:
+        ndim = None if ndim is None else integer(ndim, "ndim", least=0)
         object.__setattr__(self, "ndim", ndim)
 
     def owner(

@@ -9,15 +9,15 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any
 
+from shardmath.base.immutable import Immutable
 from shardmath.geometry.integers import integer, integers
 
 
-@dataclass(frozen=True, init=False, repr=False, slots=True)
-class ProcessGrid:
+class ProcessGrid(Immutable):
     """Ranks 0, ..., size - 1 on a grid, by `shape` and `layout`, or one by one by `process_array`.
 
         ROW_MAJOR  0 1 2    COL_MAJOR  0 2 4    process_array=  [[5, 3, 1],
