@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from concurrent import futures
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,6 @@ from shardmath.collectives import all_gather
 from shardmath.context.context import require_context
 from shardmath.distribution import Slab
 from shardmath.fft import fft
-from shardmath.program import cores_blocks
 
 
 def torch_library() -> Any:
@@ -50,14 +50,14 @@ def workers() -> int:
     """How many threads share the blocks of a transform."""
     counted = [1]
 
-    class Pool(cores_blocks.ThreadPoolExecutor):
+    class Pool(futures.ThreadPoolExecutor):
         def map(self, perform: Any, parts: Any) -> Any:
             counted.append(len(parts))
             return super().map(perform, parts)
 
-    given, cores_blocks.ThreadPoolExecutor = cores_blocks.ThreadPoolExecutor, Pool  # type: ignore[misc]
+    given, futures.ThreadPoolExecutor = futures.ThreadPoolExecutor, Pool  # type: ignore[misc]
     fft(np.ones((256, 1024), complex), distribution=Slab.X)
-    cores_blocks.ThreadPoolExecutor = given  # type: ignore[misc]
+    futures.ThreadPoolExecutor = given  # type: ignore[misc]
     return max(counted)
 
 
