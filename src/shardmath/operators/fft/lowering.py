@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
-from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Move, Run
 from shardmath.machine import OnHosts
@@ -93,6 +93,23 @@ class GPUPlan(OnHosts, Immutable):
             self.problem, two_exchanges=self.strategy.exchanges > 1, multi_host=self.multi_host
         )
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the strategy, the same for all ranks and arrays."""
+        return stages(self.strategy)
+
+    def part(
+        self, whole: TransferPlan, u: int, sources: _Ranges, v: int, targets: _Ranges
+    ) -> PartOfTransfer:
+        """A part of the transfer of an exchange, the same for all ranks and arrays."""
+        ends, order = (whole.src, whole.dst, whole.itemsize), self.problem.order
+        part = PartOfTransfer(*ends, whole, u, sources, v, targets, order)
+        return self._parts.setdefault(part, part)
+
+    @cached_property
+    def _parts(self) -> dict[PartOfTransfer, PartOfTransfer]:
+        return {}
+
     def __str__(self) -> str:
         """The strategy, and the steps of rank 0 where arrays are on the heap, and not in parts."""
         problem = self.problem
@@ -121,7 +138,7 @@ def lowered(
     chunking: Chunking | None = None,
 ) -> RankProgram:
     """The program of `rank` for these arrays: in parts if all ranks can, else stage by stage."""
-    sequence = stages(plan.strategy)
+    sequence = plan.stages
     kind = _Deliveries if plan.multi_host else _Pushes
     if chunking is not None:
         lowering, parts, last = kind(plan, rank, arrays, results), sequence, list[Copy]()
@@ -142,7 +159,7 @@ class PartOfTransfer(TransferPlan):
     """The part of a transfer between slabs, the `whole`, that is in `source_ranges` of the sources'
     arrays along axis `u`, and in `target_ranges` of the destinations' along axis `v`.
 
-    Moves are between whole local arrays.
+    Moves are between whole local arrays, packed in `order`.
     """
 
     whole: TransferPlan = field(repr=False)
@@ -150,15 +167,28 @@ class PartOfTransfer(TransferPlan):
     source_ranges: _Ranges
     v: int
     target_ranges: _Ranges
+    order: Literal["C", "F"]
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the kernel that pushes can move the rows of all ranks, and is worth it."""
+        ranks = range(self.src.size)
+        return all(row.fits for rank in ranks for row in pushed_rows(self, rank, self.order))
 
     def into(self, rank: int) -> tuple[Move, ...]:
-        return tuple(self._cut(self.whole.into(rank)))
+        return self._once(("into", rank), lambda: tuple(self._cut(self.whole.into(rank))))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        return tuple(self._cut(self.whole.out_of(rank)))
+        return self._once(("out of", rank), lambda: tuple(self._cut(self.whole.out_of(rank))))
 
-    def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
-        return sorted((m.dst, m.elements) for m in self.out_of(rank) if m.dst != rank)
+    @cached_property
+    def _parts_out(self) -> dict[int, list[tuple[int, int]]]:
+        return {
+            rank: sorted(
+                (move.dst, move.elements) for move in self.out_of(rank) if move.dst != rank
+            )
+            for rank in range(self.src.size)
+        }
 
     def _cut(self, moves: tuple[Move, ...]) -> Iterator[Move]:
         for move in moves:
@@ -175,7 +205,7 @@ class _Lowering:
     """The steps of one rank, as far as they have been put together. `array` holds its part."""
 
     def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
-        self.problem, self.rank, self.hosts = plan.problem, rank, plan.hosts
+        self.plan, self.problem, self.rank, self.hosts = plan, plan.problem, rank, plan.hosts
         self.user, self.results = arrays, results
         self.arrays = {"operand": arrays.operand, "out": arrays.out}
         self.array = "operand"
@@ -189,7 +219,7 @@ class _Lowering:
     # -- what depends on where ranks are -----------------------------------------------------------
 
     def send(
-        self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
+        self, source: str, target: str, parts: Sequence[PartOfTransfer], *, signals: bool
     ) -> None:
         """Let these parts of an exchange go; `arrive` waits for them if this `signals`."""
         raise NotImplementedError
@@ -233,6 +263,7 @@ class _Lowering:
         first_fft, exchange, second_fft, *second_exchange = sequence
         work, received, transformed, *last = map(self._target, sequence)
         transfer = _transfer(exchange)
+        part = self.plan.part
         firsts = _first_ranges(exchange.layout, u, chunking.first)
         seconds = _second_ranges(exchange.result, v, chunking.second)
         tail = len(firsts) - min(chunking.tail, len(firsts))  # the first part of it
@@ -240,11 +271,11 @@ class _Lowering:
         rest = tuple((lo, hi) for (lo, _), (_, hi) in ends)
         for number, ranges in enumerate(firsts):
             self._transform(first_fft, self.arrays["operand"], self.arrays[work], u, ranges)
-            parts, signals = list[TransferPlan](), number + 1 == len(firsts)
+            parts, signals = list[PartOfTransfer](), number + 1 == len(firsts)
             if number < tail:
-                parts = [_part(transfer, u, ranges, v, _full_ranges(exchange.result, v))]
+                parts = [part(transfer, u, ranges, v, _full_ranges(exchange.result, v))]
             elif signals:
-                parts = [_part(transfer, u, rest, v, part) for part in seconds]
+                parts = [part(transfer, u, rest, v, needed) for needed in seconds]
             self.send(work, received, parts, signals=signals)
         self.exchanges += 1
         for number, ranges in enumerate(seconds, 1):
@@ -252,7 +283,7 @@ class _Lowering:
             self._transform(second_fft, self.arrays[received], self.arrays[transformed], v, ranges)
             for stage, target in zip(second_exchange, last, strict=True):
                 everything = _full_ranges(stage.result, axes[2])
-                parts = [_part(_transfer(stage), v, ranges, axes[2], everything)]
+                parts = [part(_transfer(stage), v, ranges, axes[2], everything)]
                 self.send(transformed, target, parts, signals=number == len(seconds))
         if last:
             self.arrive()
@@ -323,18 +354,16 @@ class _Pushes(_Lowering):
         self.ready = 0
 
     def send(
-        self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
+        self, source: str, target: str, parts: Sequence[PartOfTransfer], *, signals: bool
     ) -> None:
         self.ready += 1
         memories = [self.arrays[name].memory for name in (source, target)]
         chunks = []
         for part in parts:
-            rows = [
-                tuple(pushed_rows(part, rank, self.problem.order)) for rank in range(part.src.size)
-            ]
-            self.possible = self.possible and all(row.fits for pushed in rows for row in pushed)
+            self.possible = self.possible and part.fits
+            rows = tuple(pushed_rows(part, self.rank, part.order))
             where = memories[0], memories[1], self.exchanges
-            chunks.append(Chunk(rows[self.rank], *where, self.ready, signals))
+            chunks.append(Chunk(rows, *where, self.ready, signals))
         names = [f"arrived {len(self.chunks) + number}" for number in range(len(chunks) * signals)]
         self.steps.append(ready(self.ready, chunks, names))
         self.arrivals += names
@@ -420,11 +449,8 @@ class _Deliveries(_Lowering):
 
 
 def _transfer(stage: Stage) -> TransferPlan:
-    return TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
-
-
-def _part(whole: TransferPlan, u: int, sources: _Ranges, v: int, targets: _Ranges) -> TransferPlan:
-    return PartOfTransfer(whole.src, whole.dst, whole.itemsize, whole, u, sources, v, targets)
+    assert stage.transfer is not None, "an exchange"
+    return stage.transfer
 
 
 def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:

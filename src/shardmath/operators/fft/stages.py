@@ -12,18 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
+from shardmath.redistribution import TransferPlan
 
 
 class Stage(Immutable):
     """One step of the strategy, into memory `target`.
 
     Before it, the array has `layout` and `dtype`, after it `result` and `result_dtype`. `kind` is
-    None for an exchange. A transform's output is multiplied by `factor`.
+    None for an exchange, which is done by `transfer`. A transform's output is multiplied by
+    `factor`.
     """
 
     kind: Kind | None
@@ -34,6 +37,7 @@ class Stage(Immutable):
     result_dtype: str
     target: str
     factor: float = 1.0
+    transfer: TransferPlan | None = None
 
 
 def stages(strategy: Strategy) -> tuple[Stage, ...]:
@@ -46,7 +50,9 @@ def stages(strategy: Strategy) -> tuple[Stage, ...]:
         if isinstance(step, Exchange):
             memory = "out" if last else f"receive {received % 2}"
             received += 1
-            sequence.append(Stage(None, (), step.src, step.dst, dtype, dtype, memory))
+            transfer = TransferPlan(step.src, step.dst, dtypes.of(dtype).itemsize)
+            exchange = Stage(None, (), step.src, step.dst, dtype, dtype, memory, transfer=transfer)
+            sequence.append(exchange)
             continue
         kind, result_dtype = _kind(problem, step, dtype)
         if last:
@@ -55,8 +61,8 @@ def stages(strategy: Strategy) -> tuple[Stage, ...]:
             memory = "work 1" if memory == "work" else "work"
         axes = _axes(step.axes, problem.axes[-1])
         factor = _factor(problem, axes, first=all(stage.kind is None for stage in sequence))
-        dtypes = dtype, result_dtype
-        sequence.append(Stage(kind, axes, step.layout, step.result, *dtypes, memory, factor))
+        types = dtype, result_dtype
+        sequence.append(Stage(kind, axes, step.layout, step.result, *types, memory, factor))
         dtype = result_dtype
     return tuple(sequence)
 
