@@ -160,7 +160,12 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
 
     Raises BackendUnavailable for bfloat16 and float8 when ml_dtypes is not installed.
     """
-    name = of(dtype).name
+    return _native(of(dtype).name)
+
+
+@lru_cache(maxsize=256)
+def _native(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name. Raises BackendUnavailable as `to_numpy` does."""
     if name == "complex32":
         return _PAIR
     if not (name in _KNOWN and _KNOWN[name].carrier):
