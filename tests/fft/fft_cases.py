@@ -15,6 +15,7 @@ from shardmath.arrays import dtypes, library_named
 EXTENTS = st.one_of(st.sampled_from([1, 7, 8, 9, 13, 31, 37]), st.integers(1, 40))
 LARGEST = {1: 40, 2: 40, 3: 20, 4: 9}
 STORES = ("C", "F", "strided", "reversed", "heap C", "heap F", "heap strided")
+BLOCKS = 64  # at most about so many of an array: each takes a few calls, however small it is
 NORMS = (None, "backward", "ortho", "forward")
 REAL = ("float32", "float64", "float16")
 COMPLEX = ("complex64", "complex128")
@@ -66,7 +67,7 @@ def cases(draw, most=6, least=1):
         "library": library,
         "dtype": dtype,
         "stores": [draw(st.sampled_from(stores)) for _ in range(size)],
-        "block": draw(st.sampled_from([64, 700, 2 << 20])),
+        "block": max(draw(st.sampled_from([64, 700, 2 << 20])), math.prod(shape) * 16 // BLOCKS),
         "out": draw(st.sampled_from(["none", "none", "operand", *stores])),
     }
 
