@@ -59,9 +59,9 @@ def unit_of(module: str) -> str | None:
     return next((name for name in names if name in LAYERS), None)
 
 
-def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of this package, "from package import name" by name."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -75,8 +75,16 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module if unit_of(module) else "__init__"
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """A file's module, and all that is in it: parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_longer_than_these_tests() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
 
 
 def where(path: Path, line: int) -> str:
@@ -102,7 +110,7 @@ def test_imports_go_downward(path: Path) -> None:
     own = unit_of(dotted(path))
     assert own is not None
     upward = []
-    for line, module in imported_modules(parse(path)):
+    for line, module in imported_modules(path):
         unit = unit_of(module)
         assert unit is not None
         if unit != own and LAYERS[unit] >= LAYERS[own] and (dotted(path), unit) not in UPWARD:
@@ -127,7 +135,7 @@ def test_no_imports_go_in_circles() -> None:
     imports = {
         name: {
             found if found in modules else found.rpartition(".")[0] or "__init__"
-            for _, found in imported_modules(parse(path))
+            for _, found in imported_modules(path)
         }
         & modules.keys()
         for name, path in modules.items()
@@ -144,7 +152,9 @@ def test_no_imports_go_in_circles() -> None:
 @cache
 def public_names(path: Path) -> set[str] | None:
     """The names in a module's `__all__`, None where it has none."""
-    for node in parse(path).body:
+    (module, *_) = nodes(path)
+    assert isinstance(module, ast.Module)
+    for node in module.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return None
@@ -155,7 +165,7 @@ def test_what_is_imported_is_public(path: Path) -> None:
     """A name that another module imports has no underscore, and is in any `__all__` there."""
     modules = {f"shardmath.{dotted(other)}": other for other in FILES}
     hidden = []
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.ImportFrom) or node.module not in modules:
             continue
         offered = public_names(modules[node.module])
@@ -182,7 +192,7 @@ def test_public_methods_say_what_they_do() -> None:
     """Each has a docstring, or overrides one that has."""
     classes: dict[str, list[ast.ClassDef]] = {}  # by name: several may have the same
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(node)
 
@@ -206,7 +216,7 @@ def test_public_methods_say_what_they_do() -> None:
 def test_nothing_unpickles_or_runs_text() -> None:
     found = []
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name.split(".")[0] for alias in node.names]
@@ -225,7 +235,7 @@ def test_groups_never_pickle() -> None:
     """mpi4py pickles what its lower-case methods carry, torch what its object functions carry."""
     found = []
     for path in [SOURCE / "group" / "mpi.py", SOURCE / "group" / "torch.py"]:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             of_comm = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "_comm"
@@ -237,7 +247,7 @@ def test_groups_never_pickle() -> None:
 def test_only_config_reads_the_environment() -> None:
     found = []
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == "os" and node.attr in ENVIRONMENT:
                     found.append((dotted(path), node.lineno))
@@ -249,7 +259,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_functions_are_short() -> None:
     long = []
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 count = node.end_lineno - node.lineno + 1
@@ -262,7 +272,7 @@ def test_immutable_objects_are_defined_without_compiling_source() -> None:
     """But for options, which users make, and for what geometry makes by the thousand, in slots."""
     compiled = []
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.endswith(OPTIONS):
                 made_by = [ast.unparse(decorator) for decorator in node.decorator_list]
                 if any("frozen=True" in how and "slots=True" not in how for how in made_by):
