@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,9 @@ def serve() -> None:
     """Answer requests until there are no more. In a process that was forked for one, run that."""
     for library in LIBRARIES:
         importlib.import_module(library)
+    importlib.import_module("threadpoolctl").threadpool_info()  # ranks know where libraries lie
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's operators are not taken apart by each rank that ends
     gc.freeze()
     for line in sys.stdin:
         program, ranks, *streams = json.loads(line)
