@@ -112,7 +112,7 @@ def elements_of(array):
 
 def framed(shape, dtype, library="numpy"):
     """A strided array amid sentinels, and a function that says whether they are untouched."""
-    whole = np.full([2 * n + 3 for n in shape], SENTINEL).astype(numpy_dtype(dtype))
+    whole = np.full([2 * n + 3 for n in shape], SENTINEL, numpy_dtype(dtype))
     inside = tuple(slice(1, 2 * n + 1, 2) for n in shape)
     pattern = whole.copy()
 
