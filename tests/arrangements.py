@@ -16,9 +16,8 @@ def part_of(array, distribution, rank, size):
         ranges = [[pair] for pair in zip(distribution.lower, distribution.upper, strict=True)]
     else:
         ranges = distribution.index_ranges(rank, array.shape, size=size)
-    indices = [
-        np.array([i for lo, hi in axis for i in range(lo, hi)], dtype=np.intp) for axis in ranges
-    ]
+    nothing = np.arange(0)
+    indices = [np.concatenate([nothing, *(np.arange(*r) for r in axis)]) for axis in ranges]
     return array[np.ix_(*indices)]
 
 

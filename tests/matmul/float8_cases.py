@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from arrangements import part_of
@@ -64,6 +66,16 @@ def layout(name, shapes, rank, size):
 
 def elements(rng, shape, dtype):
     return rng.standard_normal(shape).astype(to_numpy(dtype))
+
+
+@lru_cache(maxsize=16)
+def factors_of(seed, shape, dtypes):
+    """The elements of op(A) and of op(B) of a product of this shape (m, n, k)."""
+    rng, (m, n, k) = np.random.default_rng(seed), shape
+    whole = elements(rng, (m, k), dtypes[0]), elements(rng, (k, n), dtypes[1])
+    for x in whole:
+        x.flags.writeable = False
+    return whole
 
 
 def block_shape(mode, index):

@@ -322,8 +322,7 @@ def eight_bit_calls(layout, modes, shape, size, *, c=None, result="bfloat16", sc
     numbers that a and b stand for.
     """
     m, n, k = shape
-    shapes, rng = [(m, k), (k, n), (m, n)], np.random.default_rng(3)
-    whole = float8_cases.elements(rng, (m, k), E4), float8_cases.elements(rng, (k, n), E5)
+    shapes, whole = [(m, k), (k, n), (m, n)], float8_cases.factors_of(3, shape, (E4, E5))
     dists = [float8_cases.layout(layout, shapes, rank, size) for rank in range(size)]
     factors = [
         float8_cases.Factor(i, whole[i], mode, [d[i] for d in dists], 0, 5 + i)
