@@ -9,7 +9,7 @@ from __future__ import annotations
 import gpu_arithmetic as arithmetic
 import numpy as np
 import rank_interpreter
-from gpu_arithmetic import ALIGNMENT, move_bytes, view
+from gpu_arithmetic import ALIGNMENT, address_of, move_bytes, view
 from rank_interpreter import Rank, interpret_ranks
 
 from shardmath.local.rounding import round_into
@@ -68,7 +68,7 @@ def interpret_products(rank_plans, operands, addition_order="", *, seed=0, withi
 
 def start_of(array):
     """Where the memory of a user's array begins, from the first byte of what keeps it."""
-    return array.address - array.address % ALIGNMENT - array.keep.ctypes.data
+    return array.address - array.address % ALIGNMENT - address_of(array.keep)
 
 
 # -- steps -----------------------------------------------------------------------------------------

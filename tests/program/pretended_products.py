@@ -79,7 +79,7 @@ class Rank:
         return self.buffer(name, nbytes).block.address
 
     def address(self, name):
-        return self.held[name].ctypes.data
+        return arithmetic.address_of(self.held[name])
 
     def stream(self, name):
         return ["", "side", "copies"].index(name)

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
 import numpy as np
-from gpu_arithmetic import room
+from gpu_arithmetic import address_of, room
 from numpy.lib.stride_tricks import as_strided
 from streams import schedule
 
@@ -86,7 +86,7 @@ class Rank:
             view = rank.of_shared(rank.program.shared[number], peer)
         rank.array(view)
         raw, start = rank.start(view)
-        return view.matrix._replace(address=raw.ctypes.data + start)
+        return view.matrix._replace(address=address_of(raw) + start)
 
     def of_shared(self, name, peer):
         """The view that a box of what this rank shares is."""
