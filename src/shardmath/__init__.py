@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardmath import autograd as autograd
     from shardmath import (
         collectives,
+        distributed,
         distribution,
         errors,
         fft,
@@ -26,26 +27,55 @@ if TYPE_CHECKING:
     )
     from shardmath.context.context import DistributedContext, get_context
     from shardmath.context.startup import finalize, initialize, new_context
+    from shardmath.distributed import (
+        DistributedArray,
+        arange,
+        array,
+        communication,
+        empty,
+        explain,
+        eye,
+        from_global,
+        fromfunction,
+        full,
+        linspace,
+        ones,
+        zeros,
+    )
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
     from shardmath.launch import spawn
 
 _HOME = {
+    "DistributedArray": "distributed",
     "DistributedContext": "context.context",
     "MPIProcessGroup": "group",
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "handles.allocation",
+    "arange": "distributed",
+    "array": "distributed",
+    "communication": "distributed",
+    "empty": "distributed",
+    "explain": "distributed",
+    "eye": "distributed",
     "finalize": "context.startup",
     "free_symmetric_memory": "handles.allocation",
+    "from_global": "distributed",
+    "fromfunction": "distributed",
+    "full": "distributed",
     "get_context": "context.context",
     "initialize": "context.startup",
+    "linspace": "distributed",
     "new_context": "context.startup",
+    "ones": "distributed",
     "spawn": "launch",
+    "zeros": "distributed",
 }
 _MODULES = (
     "autograd",
     "collectives",
+    "distributed",
     "distribution",
     "errors",
     "fft",
@@ -56,26 +86,40 @@ _MODULES = (
 )
 
 __all__ = [
+    "DistributedArray",
     "DistributedContext",
     "MPIProcessGroup",
     "ProcessGroup",
     "TorchProcessGroup",
     "__version__",
     "allocate_symmetric_memory",
+    "arange",
+    "array",
     "collectives",
+    "communication",
+    "distributed",
     "distribution",
+    "empty",
     "errors",
+    "explain",
+    "eye",
     "fft",
     "finalize",
     "free_symmetric_memory",
+    "from_global",
+    "fromfunction",
+    "full",
     "get_context",
     "initialize",
     "linalg",
+    "linspace",
     "new_context",
+    "ones",
     "process_group",
     "reshape",
     "spawn",
     "symmetric_memory",
+    "zeros",
 ]
 
 

@@ -74,6 +74,13 @@ class Layout(Immutable):
         return cls.product(global_shape, columns, size=size)
 
     @classmethod
+    def on_one_rank(cls, global_shape: Sequence[int], size: int, *, rank: int) -> Layout:
+        """`rank` of `size` owns everything, the others nothing."""
+        nothing = (Spans(0, 0, 0, 0),) * len(global_shape)
+        whole = tuple(Spans.interval(0, extent) for extent in global_shape)
+        return cls(tuple(global_shape), tuple(whole if r == rank else nothing for r in range(size)))
+
+    @classmethod
     def product(
         cls, global_shape: Sequence[int], columns: Sequence[Sequence[Spans] | None], *, size: int
     ) -> Layout:

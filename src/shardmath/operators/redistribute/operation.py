@@ -14,7 +14,7 @@ from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch
-from shardmath.geometry import Distribution
+from shardmath.geometry import Distribution, Layout
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_blocking, check_logger
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
@@ -80,12 +80,26 @@ class Redistribution:
         """
         operand, out = arrays["operand"], arrays["out"]
         assert operand is not None, "required"
+        source, target = self.encoded(words)
+        facts = None if out is None else _facts(out)
+        return _facts(operand), source, target, options.blocking, facts
+
+    def encoded(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What a rank says of the layouts of operand and result, as plain data."""
         for name, given in zip(("input_distribution", "output_distribution"), words, strict=True):
             if not isinstance(given, Distribution):
                 raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
-        source, target = (distribution.encode() for distribution in words)
-        facts = None if out is None else _facts(out)
-        return _facts(operand), source, target, options.blocking, facts
+        source, target = words
+        return source.encode(), target.encode()
+
+    def layouts(
+        self, sources: Sequence[Any], targets: Sequence[Any], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Layout, Layout]:
+        """The layouts of operand and result that all ranks' `encoded` mean; `shapes` are the
+        operand's parts. Raises ValueError where these do not fit together.
+        """
+        src = infer_layout("input_distribution", sources, shapes)
+        return src, bind_layout("output_distribution", targets, src.global_shape)
 
     def check(self, specs: Sequence[Any]) -> Problem:
         """See Operation. Raises ValueError where descriptions do not fit."""
@@ -94,8 +108,7 @@ class Redistribution:
             require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
         require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
         require_equal("options.blocking", blocking)
-        src = infer_layout("input_distribution", sources, [operand[4] for operand in operands])
-        dst = bind_layout("output_distribution", targets, src.global_shape)
+        src, dst = self.layouts(sources, targets, [operand[4] for operand in operands])
         library, space, dtype, itemsize, *_ = operands[0]
         for rank, out in enumerate(outs):
             if out is not None:

@@ -1,0 +1,68 @@
+"""Arrays that know how they are split: `DistributedArray`, and functions that make and take them.
+
+Names are those of the array API standard, and NumPy's.
+"""
+
+from shardmath.distributed.array import DistributedArray
+from shardmath.distributed.communication import communication
+from shardmath.distributed.creation import (
+    arange,
+    array,
+    empty,
+    empty_like,
+    eye,
+    from_global,
+    fromfunction,
+    full,
+    full_like,
+    linspace,
+    ones,
+    ones_like,
+    zeros,
+    zeros_like,
+)
+from shardmath.distributed.elementwise import explain
+from shardmath.distributed.reductions import (
+    all,
+    any,
+    argmax,
+    argmin,
+    max,
+    mean,
+    min,
+    prod,
+    std,
+    sum,
+    var,
+)
+
+__all__ = [
+    "DistributedArray",
+    "all",
+    "any",
+    "arange",
+    "argmax",
+    "argmin",
+    "array",
+    "communication",
+    "empty",
+    "empty_like",
+    "explain",
+    "eye",
+    "from_global",
+    "fromfunction",
+    "full",
+    "full_like",
+    "linspace",
+    "max",
+    "mean",
+    "min",
+    "ones",
+    "ones_like",
+    "prod",
+    "std",
+    "sum",
+    "var",
+    "zeros",
+    "zeros_like",
+]

@@ -1,0 +1,322 @@
+"""`DistributedArray`: an array that knows how it is split."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from shardmath.arrays import array_of, dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.base.collective_call import collective_call
+from shardmath.distributed import indexing, parts, printing, protocols, reductions
+from shardmath.distributed.communication import agreed_layout, brought, rearranged, refuse, within
+from shardmath.distributed.elementwise import applied, combined, wrapped
+from shardmath.distributed.layouts import indices, unbound
+from shardmath.distributed.layouts import rearranged as with_axes
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Distribution, Layout
+from shardmath.operators.redistribute import redistribute
+
+_CALL = "__call__"
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Any:
+    """A method that combines elements with another operand's; its reflection goes the other way."""
+
+    def method(self: Any, other: Any) -> Any:
+        return combined(function, self, other)
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: Any, other: Any) -> Any:
+        return combined(lambda one, two: function(two, one), self, other)
+
+    return method
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: Any, other: Any) -> Any:
+        if type(other) is type(self) and self.layout == other.layout:
+            function(self.local, other.local)
+            return self
+        write = lambda into, operands: function(into, operands[1])  # noqa: E731
+        return applied(function, (self, other), out=self, write=write)
+
+    return method
+
+
+class DistributedArray(Distributed):
+    """An array of which every rank has a part: a global shape, and how it is split.
+
+        x = shardmath.array(part, Slab.X)       # from parts; see also zeros, from_global, ...
+        y = np.sin(x) + 2 * x                   # part by part
+        y.sum(axis=0), x @ y, x.to(Slab.Y)      # together
+
+    `local` is this rank's part, the user's own array, which shares its elements with this one;
+    `distribution` says how the array is split, `layout` which part every rank has. It computes as
+    NumPy's arrays do, with their operators, functions and indices. All ranks call the same: where
+    operands are not split alike, elements move, as `shardmath.explain` says beforehand and
+    `shardmath.communication` allows or forbids.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # as NumPy's, it is compared element by element
+    __array_priority__ = 100.0
+
+    # -- the whole ---------------------------------------------------------------------------------
+
+    @collective_call
+    def to(self, distribution: Distribution) -> Self:
+        """The same array, split otherwise: itself, if it is split so already. Collective.
+
+        Raises the same on all ranks: BindDistributionError, a ValueError, where the distribution
+        does not fit, TypeError for what is none.
+        """
+        if not isinstance(distribution, Distribution):
+            wrong = TypeError(f"to takes a distribution such as Slab.X, not {distribution!r}")
+            refuse(self.context, "redistribute", wrong)
+        if not distribution.per_rank and distribution == self.distribution:
+            return self
+        local = within(
+            self.context,
+            lambda: redistribute(self.local, self.distribution, distribution),
+        )
+        target = agreed_layout(distribution, self.shape, self.context)
+        return self.like(local, unbound(distribution), target)
+
+    @collective_call
+    def numpy(self, root: int | None = None) -> HostArray | None:
+        """The global array as NumPy's, on every rank, or on rank `root`, the others getting None.
+        Collective.
+
+        A new array, also where every rank had it. Raises ValueError for a `root` that is no rank.
+        """
+        size = self.context.size
+        if root is not None and not (type(root) is int and 0 <= root < size):
+            wrong = ValueError(f"root is None or a rank from 0 to {size - 1}, not {root!r}")
+            refuse(self.context, "rearrange", wrong)
+        if root is None or self.layout.is_replicated:
+            target = Layout.replicated(self.shape, size)
+        else:
+            target = Layout.on_one_rank(self.shape, size, rank=root)
+        part = self.local if target == self.layout else rearranged(self, target)
+        if root not in (None, self.context.rank):
+            return None
+        host = parts.on_host(part, self.library)
+        return host.copy() if part is self.local else host
+
+    def item(self) -> Any:
+        """The one element, as a number of Python's. Collective where it is one of several ranks'.
+
+        Raises ValueError unless there is exactly one.
+        """
+        if self.size != 1:
+            raise ValueError(f"item is for arrays of one element; this one has shape {self.shape}")
+        whole = Layout.replicated(self.shape, self.context.size)
+        return brought(self, whole, "one element for all ranks").item()
+
+    def tolist(self) -> Any:
+        """The global array as nested lists, on every rank. Collective."""
+        host = self.numpy()
+        assert host is not None, "every rank asked for it"
+        return host.tolist()
+
+    def indices(self) -> tuple[HostArray, ...]:
+        """The global indices of this rank's part along each axis, which broadcast to its shape.
+
+        As numpy.ogrid has them for the whole: `rows, columns = x.indices()`. Local.
+        """
+        spans = self.layout.spans(self.context.rank)
+        return tuple(np.ix_(*(indices(along) for along in spans))) if spans else ()
+
+    def copy(self) -> Self:
+        """An array with its own elements, split alike. Local."""
+        local = self.local.clone() if self.library.name == "torch" else self.local.copy()
+        return self.like(local, self.distribution, self.layout)
+
+    def astype(self, dtype: Any, copy: bool = True) -> Self:
+        """The elements in another type, given by NumPy's or torch's object or by name. Local."""
+        wanted, library = dtypes.of(dtype), self.library
+        if library.spec(self.local).dtype == wanted.name:
+            return self.copy() if copy else self
+        return self.like(library.cast(self.local, wanted), self.distribution, self.layout)
+
+    # -- axes --------------------------------------------------------------------------------------
+
+    @property
+    def T(self) -> Self:
+        """The transposed array, a view: its distribution is this one's, transposed. Local."""
+        return self.transpose()
+
+    def transpose(self, *axes: Any) -> Self:
+        """The array with its axes in another order, by default reversed; a view. Local.
+
+        Raises ValueError where `axes` does not permute them.
+        """
+        given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = tuple(given) if given else tuple(range(self.ndim))[::-1]
+        numbers = reductions.axes_of(order, self.ndim)
+        if len(numbers) != self.ndim:
+            raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
+        order = tuple(operator.index(axis) % self.ndim for axis in order)
+        local = self.local.permute(order) if self.library.name == "torch" else None
+        made = with_axes(self, self.local.transpose(order) if local is None else local, order)
+        assert made is not None, "every distribution has a transposed one"
+        return made  # type: ignore[return-value]
+
+    @property
+    def real(self) -> Self:
+        """The real parts, a view. Local."""
+        return self.like(self.local.real, self.distribution, self.layout)
+
+    @property
+    def imag(self) -> Self:
+        """The imaginary parts, a view where the elements are complex. Local."""
+        is_complex = dtypes.of(self.library.spec(self.local).dtype).kind == "c"
+        local = self.local.imag if is_complex else self.local * 0
+        return self.like(array_of(local), self.distribution, self.layout)
+
+    def conj(self) -> Self:
+        """The complex conjugate of each element. Local."""
+        local = self.local.conj()
+        return self.like(self.library.resolved(local), self.distribution, self.layout)
+
+    def __getitem__(self, key: Any) -> Any:
+        return indexing.get(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        indexing.put(self, key, value)
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("an array of no axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.ndim:
+            raise TypeError("an array of no axes is not iterable")
+        return (self[number] for number in range(self.shape[0]))
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    sum, prod = reductions.sum, reductions.prod
+    min, max = reductions.min, reductions.max
+    any, all = reductions.any, reductions.all
+    argmin, argmax = reductions.argmin, reductions.argmax
+    mean = reductions.mean
+
+    def var(
+        self, axis: Any = None, dtype: Any = None, *, ddof: float = 0, keepdims: bool = False
+    ) -> Any:
+        """The variance, as numpy.var. Collective where `axis` is split."""
+        return reductions.var(self, axis, dtype, keepdims, correction=ddof)
+
+    def std(
+        self, axis: Any = None, dtype: Any = None, *, ddof: float = 0, keepdims: bool = False
+    ) -> Any:
+        """The standard deviation, as numpy.std. Collective where `axis` is split."""
+        return reductions.std(self, axis, dtype, keepdims, correction=ddof)
+
+    # -- text and numbers --------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedArray(shape={self.shape}, dtype={self.dtype}, {self.distribution!r}, "
+            f"rank {self.context.rank} of {self.context.size})"
+        )
+
+    def __str__(self) -> str:
+        return printing.shown(self)
+
+    def __format__(self, how: str) -> str:
+        return format(self.item(), how) if how else str(self)
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.item())
+
+    # -- NumPy's protocols -------------------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise TypeError(
+            "a DistributedArray is no array of one rank: x.local is this rank's part; x.numpy() "
+            "gathers the whole on every rank, x.numpy(root=0) on one"
+        )
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **words: Any) -> Any:
+        if len(inputs) == 1 and method == _CALL and not words and ufunc.nout == 1:
+            return wrapped(self, parts.elementwise(self.library, ufunc)(self.local))
+        return protocols.ufunc(self, ufunc, method, inputs, words)
+
+    def __array_function__(self, function: Any, types: Any, given: Any, words: Any) -> Any:
+        return protocols.array_function(function, given, words)
+
+    # -- operators ---------------------------------------------------------------------------------
+
+    __add__, __radd__, __iadd__ = (
+        _binary(operator.add), _reflected(operator.add), _in_place(operator.iadd),
+    )  # fmt: skip
+    __sub__, __rsub__, __isub__ = (
+        _binary(operator.sub), _reflected(operator.sub), _in_place(operator.isub),
+    )  # fmt: skip
+    __mul__, __rmul__, __imul__ = (
+        _binary(operator.mul), _reflected(operator.mul), _in_place(operator.imul),
+    )  # fmt: skip
+    __truediv__, __rtruediv__, __itruediv__ = (
+        _binary(operator.truediv), _reflected(operator.truediv), _in_place(operator.itruediv),
+    )  # fmt: skip
+    __floordiv__, __rfloordiv__, __ifloordiv__ = (
+        _binary(operator.floordiv), _reflected(operator.floordiv), _in_place(operator.ifloordiv),
+    )  # fmt: skip
+    __mod__, __rmod__, __imod__ = (
+        _binary(operator.mod), _reflected(operator.mod), _in_place(operator.imod),
+    )  # fmt: skip
+    __pow__, __rpow__, __ipow__ = (
+        _binary(operator.pow), _reflected(operator.pow), _in_place(operator.ipow),
+    )  # fmt: skip
+    __and__, __rand__, __iand__ = (
+        _binary(operator.and_), _reflected(operator.and_), _in_place(operator.iand),
+    )  # fmt: skip
+    __or__, __ror__, __ior__ = (
+        _binary(operator.or_), _reflected(operator.or_), _in_place(operator.ior),
+    )  # fmt: skip
+    __xor__, __rxor__, __ixor__ = (
+        _binary(operator.xor), _reflected(operator.xor), _in_place(operator.ixor),
+    )  # fmt: skip
+    __lshift__, __rlshift__, __ilshift__ = (
+        _binary(operator.lshift), _reflected(operator.lshift), _in_place(operator.ilshift),
+    )  # fmt: skip
+    __rshift__, __rrshift__, __irshift__ = (
+        _binary(operator.rshift), _reflected(operator.rshift), _in_place(operator.irshift),
+    )  # fmt: skip
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+
+    def __neg__(self) -> Self:
+        return wrapped(self, -self.local)
+
+    def __pos__(self) -> Self:
+        return self.copy()
+
+    def __abs__(self) -> Self:
+        return wrapped(self, abs(self.local))
+
+    def __invert__(self) -> Self:
+        return wrapped(self, ~self.local)

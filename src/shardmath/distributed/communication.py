@@ -1,0 +1,194 @@
+"""Moves between layouts that an operation on arrays needs, and whether it may make them.
+
+Operands that are split alike never move. Where others are brought together, every rank computes
+from the layouts what moves, so all agree without asking; `communication` says whether that is
+allowed. What a caller asks for by name (`to`, `numpy`, a reduction, a product) is always allowed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+from functools import lru_cache
+from typing import Any, NoReturn, Self, TypeVar
+
+from shardmath.arrays import array_of
+from shardmath.base import current
+from shardmath.base.caller import caller_place
+from shardmath.base.collective_call import collective_call
+from shardmath.call.driver import call
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import DistributedContext
+from shardmath.distributed.layouts import layout_of, places, selector, unbound
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Distribution, Layout, Pattern, Spans, bytes_received, classify
+from shardmath.operators.layouts import bind_layout
+from shardmath.operators.redistribute.operation import Redistribution
+from shardmath.program.performing import Arguments, Names
+
+T = TypeVar("T")
+
+_MODES = ("forbid", "warn", "allow")
+_mode: ContextVar[str] = ContextVar("shardmath_communication", default="allow")
+
+
+class communication:  # noqa: N801  (it reads as a statement)
+    """Set whether operations on arrays may move operands that are not split alike. Local.
+
+        shardmath.communication("forbid")           # from now on, in this thread
+        with shardmath.communication("warn"): ...   # until the end of the block
+
+    "forbid" raises RuntimeError on all ranks, before anything moves; "warn" is a UserWarning that
+    names the bytes; "allow", the default, is silent. Ranks must set the same. Raises ValueError for
+    another mode.
+    """
+
+    def __init__(self, mode: str) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"communication is one of {', '.join(_MODES)}, not {mode!r}")
+        self._before: Token[str] = _mode.set(mode)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _mode.reset(self._before)
+
+
+def permit(describe: Callable[[], str]) -> None:
+    """Raise RuntimeError, or warn, where the thread's mode says so; `describe` says what moves."""
+    mode = _mode.get()
+    if mode == "allow":
+        return
+    if mode == "forbid":
+        raise RuntimeError(
+            f'{describe()}, and communication("forbid") is in force: bring the operands together '
+            "by x.to(distribution), or allow it"
+        )
+    file, line = caller_place()
+    warnings.warn_explicit(describe(), UserWarning, file, line)
+
+
+class Rearrangement(Redistribution):
+    """A redistribution between any two layouts, also those that no distribution describes.
+
+    Its words are the global shape and this rank's part before and after.
+    """
+
+    names = Names(
+        "rearrange",
+        ("operand",),
+        ("out",),
+        separate="the operand: a redistribution cannot be done in place",
+    )
+
+    def encoded(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
+        shape, *parts = words
+        source, target = (
+            tuple((s.start, s.block, s.period, s.stop) for s in part) for part in parts
+        )
+        return (shape, source), (shape, target)
+
+    def layouts(
+        self, sources: Sequence[Any], targets: Sequence[Any], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Layout, Layout]:
+        shape = require_equal("the global shape", [shape for shape, _ in sources])
+        src, dst = (
+            Layout(tuple(shape), tuple(tuple(Spans(*s) for s in part) for _, part in encoded))
+            for encoded in (sources, targets)
+        )
+        for rank, local in enumerate(shapes):
+            if tuple(local) != src.local_shape(rank):
+                raise ValueError(
+                    f"rank {rank}: the part has shape {tuple(local)}, expected "
+                    f"{src.local_shape(rank)} of the global shape {src.global_shape}"
+                )
+        return src, dst
+
+
+REARRANGE = Rearrangement()
+
+
+@collective_call
+def rearranged(x: Distributed, layout: Layout, out: Any = None) -> Any:
+    """This rank's part of `x` in another layout: `out`, or a new array. Collective."""
+    rank = x.context.rank
+    words = (layout.global_shape, x.layout.spans(rank), layout.spans(rank))
+    arguments = Arguments((x.local,), (out,), words, None, None)
+    return within(x.context, lambda: call(REARRANGE, arguments))
+
+
+@collective_call
+def agreed_layout(
+    distribution: Distribution, shape: tuple[int, ...], context: DistributedContext
+) -> Layout:
+    """The layout of an array of a shape that all ranks know. Local, but for boxes: of these a rank
+    knows its own, so it is collective, and raises ValueError on all ranks where they do not fit.
+    """
+    if not distribution.per_rank:
+        return layout_of(distribution, shape, context.size)
+
+    def described() -> tuple[Any, ...]:
+        return unbound(distribution).encode(), shape
+
+    def bound(specs: list[Any]) -> Layout:
+        require_equal("the shape", [shape for _, shape in specs])
+        return bind_layout("distribution", [encoded for encoded, _ in specs], shape)
+
+    return context.agree("boxes", described, bound)
+
+
+def within(context: DistributedContext, function: Callable[[], T]) -> T:
+    """`function()` with `context` as the current one."""
+    if current.get() is context:
+        return function()
+    with context:
+        return function()
+
+
+def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
+    """This rank's part of `x` in another layout, for a `purpose`, moved where it has to be.
+
+    Collective where anything moves. Raises RuntimeError where that is forbidden.
+    """
+    if layout == x.layout:
+        return x.local
+    if not stays(x.layout, layout):
+        permit(lambda: f"{purpose}: {described(x, layout)}")
+        return rearranged(x, layout)
+    held, needed = x.layout.spans(x.context.rank), layout.spans(x.context.rank)
+    if not all(spans.block for spans in needed):  # of which a part may lack what is not there
+        spec = x.library.spec(x.local)
+        shape = layout.local_shape(x.context.rank)
+        return x.library.empty(shape, spec.dtype, "C", spec.device)
+    along = [places(a, b) for a, b in zip(held, needed, strict=True)]
+    return array_of(x.local[selector(along)])
+
+
+def described(x: Distributed, layout: Layout) -> str:
+    """The move of `x` to `layout`, in one line."""
+    moved = received(x.layout, layout, x.library.spec(x.local).itemsize)
+    return f"{x.layout} becomes {layout}, {moved} bytes change their rank"
+
+
+@lru_cache(maxsize=4096)
+def stays(src: Layout, dst: Layout) -> bool:
+    """Whether every rank has all that it needs."""
+    return classify(src, dst) is Pattern.LOCAL
+
+
+@lru_cache(maxsize=4096)
+def received(src: Layout, dst: Layout, itemsize: int) -> int:
+    """The bytes that change their rank when `src` becomes `dst`."""
+    return sum(bytes_received(src, dst, itemsize))
+
+
+def refuse(context: DistributedContext, operation: str, mistake: Exception) -> NoReturn:
+    """Raise `mistake` on all ranks, which call `operation` or make the same mistake. Collective."""
+
+    def describe() -> bytes:
+        raise mistake
+
+    context.gather(operation, describe)
+    raise AssertionError("a mistake was sent")

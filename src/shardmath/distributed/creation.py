@@ -1,0 +1,318 @@
+"""Functions that make arrays: from parts, from one rank's array, from numbers, from indices.
+
+Those that compute elements from numbers or indices are local: every rank makes its part. Only boxes
+have to be told, as a rank knows no other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import (
+    Library,
+    array_of,
+    dtypes,
+    library_and_spec,
+    library_named,
+    library_of_package,
+)
+from shardmath.arrays.base import HostArray
+from shardmath.base.collective_call import collective_call
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import DistributedContext, require_context
+from shardmath.distributed import parts
+from shardmath.distributed.array import DistributedArray
+from shardmath.distributed.communication import agreed_layout, rearranged
+from shardmath.distributed.elementwise import filled
+from shardmath.distributed.layouts import indices, placed_part, selector, unbound
+from shardmath.geometry import Distribution, Layout
+from shardmath.geometry.integers import index, integers
+from shardmath.operators.layouts import bind_layout, infer_layout
+
+Shape = int | Sequence[int]
+
+
+@collective_call
+def array(part: Any, distribution: Distribution) -> DistributedArray:
+    """The global array of which `part`, an array of any library, is this rank's part. Collective.
+
+        x = shardmath.array(np.load(f"part{rank}.npy"), Slab.X)
+
+    The part is not copied: `x.local` is it. Raises the same on all ranks: BindDistributionError, a
+    ValueError, where the parts do not fit the distribution; CollectiveMismatch where they are of
+    different libraries or types; TypeError for what is no distribution.
+    """
+    context = require_context()
+    part = array_of(part)
+
+    def described() -> tuple[Any, ...]:
+        _require_distribution(distribution)
+        _, spec = library_and_spec(part, "part")
+        return spec.library, spec.space, spec.dtype, spec.shape, distribution.encode()
+
+    def bound(specs: list[Any]) -> Layout:
+        *facts, shapes, encoded = zip(*specs, strict=True)
+        for what, values in zip(("library", "memory space", "dtype"), facts, strict=True):
+            require_equal(f"the {what} of the part", values)
+        return infer_layout("distribution", encoded, shapes)
+
+    layout = context.agree("array", described, bound)
+    return DistributedArray.of(part, unbound(distribution), layout, context)
+
+
+@collective_call
+def from_global(x: Any, distribution: Distribution, *, root: int | None = None) -> DistributedArray:
+    """The array `x`, split by `distribution`. Collective.
+
+    Every rank has `x`, and takes its part; or rank `root` has it, and sends the others theirs,
+    which pass None. The parts are copies. Raises the same on all ranks: ValueError where the
+    distribution does not fit, for a `root` that is no rank, or whose `x` is no array.
+    """
+    context = require_context()
+    x = array_of(x)
+
+    def described() -> tuple[Any, ...]:
+        _require_distribution(distribution)
+        if root is not None and not (type(root) is int and 0 <= root < context.size):
+            raise ValueError(f"root is None or a rank below {context.size}, not {root!r}")
+        has = root is None or root == context.rank
+        facts = None
+        if has:
+            _, spec = library_and_spec(x, "x")
+            facts = spec.library, spec.dtype, spec.shape
+        return root, facts, unbound(distribution).encode()
+
+    def bound(specs: list[Any]) -> tuple[Layout, Any]:
+        roots, facts, encoded = zip(*specs, strict=True)
+        require_equal("root", roots)
+        kind = facts[0 if root is None else root]
+        if root is None:
+            require_equal("the library, the dtype and the shape of x", facts)
+        return bind_layout("distribution", encoded, kind[2]), kind
+
+    layout, (name, dtype, shape) = context.agree("from_global", described, bound)
+    rank = context.rank
+    if root is None:
+        along = [placed_part(spans) for spans in layout.spans(rank)]
+        part = array_of(x[selector(along)])
+        local = part.clone() if name == "torch" else part.copy()
+        return DistributedArray.of(local, unbound(distribution), layout, context)
+    source = Layout.on_one_rank(shape, context.size, rank=root)
+    if rank != root:
+        x = library_named(name).empty(source.local_shape(rank), dtype, "C", device_of(context))
+    held = DistributedArray.of(x, distribution, source, context)
+    return DistributedArray.of(rearranged(held, layout), unbound(distribution), layout, context)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def full(
+    shape: Shape,
+    fill_value: Any,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """An array of one value. Local, but for boxes, of which a rank knows its own.
+
+    `package` is the library of the parts: the module numpy, which is meant without one, torch or
+    cupy. Raises ValueError where the distribution does not fit the shape.
+    """
+    if dtype is None:
+        dtype = np.asarray(fill_value).dtype
+    made = empty(shape, dtype, distribution=distribution, package=package)
+    made.local[...] = fill_value
+    return made
+
+
+def zeros(
+    shape: Shape,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """An array of zeros, float64 if no type is given. Arguments and errors as `full`."""
+    made = empty(shape, dtype, distribution=distribution, package=package)
+    made.local[...] = 0
+    return made
+
+
+def ones(
+    shape: Shape,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """An array of ones, float64 if no type is given. Arguments and errors as `full`."""
+    made = empty(shape, dtype, distribution=distribution, package=package)
+    made.local[...] = 1
+    return made
+
+
+def empty(
+    shape: Shape,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """An array of undefined elements. Arguments and errors as `full`."""
+    context, library, layout = _place(shape, distribution, package)
+    kind = library.default_dtype() if dtype is None else dtypes.of(dtype)
+    local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context))
+    return DistributedArray.of(local, unbound(distribution), layout, context)
+
+
+def zeros_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
+    """An array of zeros, split as `x`, in its type or another. Local."""
+    return filled(x, 0, dtype)
+
+
+def ones_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
+    """An array of ones, split as `x`, in its type or another. Local."""
+    return filled(x, 1, dtype)
+
+
+def full_like(x: DistributedArray, fill_value: Any, dtype: Any = None) -> DistributedArray:
+    """An array of one value, split as `x`, in its type or another. Local."""
+    return filled(x, fill_value, dtype)
+
+
+def empty_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
+    """An array of undefined elements, split as `x`, in its type or another. Local."""
+    return filled(x, None, dtype)
+
+
+# -- indices ---------------------------------------------------------------------------------------
+
+
+def fromfunction(
+    function: Callable[..., Any],
+    shape: Shape,
+    *,
+    distribution: Distribution,
+    dtype: Any = float,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """The array of `function(i, j, ...)`, called with the global indices of this rank's part.
+
+        x = shardmath.fromfunction(lambda i, j: np.sin(i) * j, (n, m), distribution=Slab.X)
+
+    As numpy.fromfunction: the indices are NumPy's arrays of the part's shape, of type `dtype`, and
+    the elements have the type of the result. Local, but for boxes, as `full`, and so are errors.
+    """
+    context, library, layout = _place(shape, distribution, package)
+    spans = layout.spans(context.rank)
+    local = layout.local_shape(context.rank)
+    grid = np.ix_(*(indices(along) for along in spans)) if spans else ()
+    given = [np.broadcast_to(along.astype(dtypes.to_numpy(dtype)), local) for along in grid]
+    made = np.asarray(function(*given))
+    return _of_host(np.array(np.broadcast_to(made, local)), library, layout, distribution)
+
+
+def arange(
+    start: Any,
+    stop: Any = None,
+    step: Any = 1,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """The numbers start, start + step, ... below `stop`, as numpy.arange. Local, as `full`."""
+    if stop is None:
+        start, stop = 0, start
+    extent = max(0, ceil((stop - start) / step))
+    kind = (
+        np.asarray(start + step * 0 + stop * 0).dtype if dtype is None else dtypes.to_numpy(dtype)
+    )
+    context, library, layout = _place(extent, distribution, package)
+    (spans,) = layout.spans(context.rank)
+    first, second = np.asarray([start, start + step]).astype(kind)
+    made = (first + indices(spans) * (second - first)).astype(kind)
+    return _of_host(made, library, layout, distribution)
+
+
+def linspace(
+    start: float,
+    stop: float,
+    num: int = 50,
+    endpoint: bool = True,
+    dtype: Any = None,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """`num` numbers, evenly from `start` to `stop`, as numpy.linspace. Local, as `full`."""
+    count = index(num, "num")
+    context, library, layout = _place(count, distribution, package)
+    (spans,) = layout.spans(context.rank)
+    places = indices(spans)
+    gaps = count - 1 if endpoint else count
+    wide = np.result_type(start, stop, 0.0)
+    made = places * ((stop - start) / max(gaps, 1)) + start
+    if endpoint and count > 1:
+        made = np.where(places == count - 1, stop, made)
+    kind = wide if dtype is None else dtypes.to_numpy(dtype)
+    if np.issubdtype(kind, np.integer):
+        made = np.floor(made)
+    return _of_host(made.astype(kind), library, layout, distribution)
+
+
+def eye(
+    rows: int,
+    columns: int | None = None,
+    k: int = 0,
+    dtype: Any = float,
+    *,
+    distribution: Distribution,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """A matrix of ones on diagonal `k` and zeros elsewhere, as numpy.eye. Local, as `full`."""
+    shape = (rows, rows if columns is None else columns)
+    context, library, layout = _place(shape, distribution, package)
+    i, j = np.ix_(*(indices(spans) for spans in layout.spans(context.rank)))
+    made = (j - i == k).astype(dtypes.to_numpy(dtype))
+    return _of_host(made, library, layout, distribution)
+
+
+# -- where a new array lies ------------------------------------------------------------------------
+
+
+def _place(
+    shape: Shape, distribution: Distribution, package: ModuleType | None
+) -> tuple[DistributedContext, Library, Layout]:
+    """The current context, the library of the parts and the layout of a new array."""
+    context = require_context()
+    _require_distribution(distribution)
+    extents = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
+    library = library_named("numpy") if package is None else library_of_package(package)
+    return context, library, agreed_layout(distribution, extents, context)
+
+
+def _of_host(
+    host: HostArray, library: Library, layout: Layout, distribution: Distribution
+) -> DistributedArray:
+    """The array of which `host` has the elements of this rank's part."""
+    context = require_context()
+    local = parts.on_device(host, library, device_of(context))
+    return DistributedArray.of(local, unbound(distribution), layout, context)
+
+
+def device_of(context: DistributedContext) -> str:
+    """Where the parts of new arrays lie."""
+    return "cpu" if context.device_id == "cpu" else f"cuda:{context.device_id}"
+
+
+def _require_distribution(distribution: Any) -> None:
+    if not isinstance(distribution, Distribution):
+        raise TypeError(f"distribution is one such as Slab.X or a Box, not {distribution!r}")

@@ -1,0 +1,240 @@
+"""Functions of each element: operands split alike are combined part by part, with no exchange.
+
+Otherwise one operand's distribution is that of the result: of those that have the result's shape,
+the one to which the others get with the fewest bytes. Every rank computes the same choice from the
+layouts that it knows of all ranks.
+
+    x (n, m) Slab.X  +  y (n, m) Slab.X              part + part
+    x (n, m) Slab.X  +  y (m,) Replicated            part + y
+    x (n, m) Slab.X  +  y (m,) Slab.X                y, which is smaller, is sent to all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from shardmath.arrays import Library, array_of, dtypes
+from shardmath.distributed import parts
+from shardmath.distributed.communication import brought, described, received, stays
+from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Distribution, Layout, Spans
+
+Shape = tuple[int, ...]
+D = TypeVar("D", bound=Distributed)
+
+
+class Operand(NamedTuple):
+    """One operand as all ranks know it; `distribution` is None for boxes, each rank's own."""
+
+    layout: Layout
+    distribution: Distribution | None
+    itemsize: int
+
+
+class Arrangement(NamedTuple):
+    """Where operands of an elementwise function come together: the layout of the result, the number
+    of the operand that has it (None: none does), and what each operand becomes.
+    """
+
+    layout: Layout
+    chosen: int | None
+    needed: tuple[Layout, ...]
+
+
+def combined(function: Callable[[Any, Any], Any], x: Distributed, y: Any) -> Any:
+    """One of Python's operators on two operands; no exchange where they are split alike."""
+    kind = type(y)
+    if kind is type(x):
+        if (x.layout is y.layout or x.layout == y.layout) and x.context is y.context:
+            return wrapped(x, function(x.local, y.local))
+    elif kind is float or kind is int or kind is complex or kind is bool:
+        return wrapped(x, function(x.local, y))
+    elif not is_operand(y):
+        return NotImplemented
+    return applied(function, (x, y))
+
+
+def wrapped(x: D, local: Any) -> D:
+    """An array split as `x` is. NumPy's functions return numbers for arrays of no axes."""
+    return x.like(array_of(local), x.distribution, x.layout)
+
+
+def is_operand(y: Any) -> bool:
+    """Whether `y` is what an array may be combined with."""
+    if isinstance(y, Distributed | np.generic | bool | int | float | complex):
+        return True
+    return parts.is_array(y)
+
+
+def applied(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    *,
+    out: Distributed | None = None,
+    write: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+) -> Any:
+    """`function` of each element of operands that broadcast; a tuple where it has several results.
+
+    Operands are arrays, of which one is distributed at least, numbers, and arrays that are the same
+    on all ranks. With `out` the result is in its layout, and `write(part of out, parts)` writes it.
+    Raises ValueError where shapes do not broadcast.
+    """
+    arrays = [x for x in operands if isinstance(x, Distributed)]
+    first = out if out is not None else arrays[0]
+    for x in arrays:
+        if x.context is not first.context:
+            raise ValueError("the operands are split over the ranks of different contexts")
+    shape = broadcast_shape(operands)
+    if out is None:
+        described_operands = tuple(_operand(x) for x in arrays)
+        layout, chosen, needed = _arrangement(shape, described_operands)
+    elif np.broadcast_shapes(shape, out.shape) != out.shape:
+        raise ValueError(f"the result has shape {shape}, out has {out.shape}")
+    else:
+        layout, chosen = out.layout, None
+        needed = tuple(needed_layout(layout, x.shape) for x in arrays)
+    after = iter(needed)
+    library, rank = first.library, first.context.rank
+    locals_ = [
+        brought(x, next(after), f"operand {number}")
+        if isinstance(x, Distributed)
+        else local_part(x, layout, rank, library)
+        for number, x in enumerate(operands)
+    ]
+    if out is not None:
+        assert write is not None, "what has an out is written"
+        write(out.local, tuple(locals_))
+        return out
+    if chosen is None:
+        distribution = distribution_of(layout, rank)
+        assert distribution is not None, "arrangements are chosen so"
+    else:
+        distribution = arrays[chosen].distribution
+    results = function(*locals_)
+    if isinstance(results, tuple):
+        return tuple(first.like(array_of(one), distribution, layout) for one in results)
+    return first.like(array_of(results), distribution, layout)
+
+
+def broadcast_shape(operands: Sequence[Any]) -> Shape:
+    """The shape of the result. Raises ValueError, with all shapes, where there is none."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in operands]
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(
+            f"operands of global shapes {', '.join(map(str, shapes))} do not broadcast; an array "
+            "that is one rank's part becomes one operand by shardmath.array(part, distribution)"
+        ) from None
+
+
+def explain(function: Any, *operands: Any) -> str:
+    """Which operands of an elementwise `function` move, where, and how many bytes. Local.
+
+        print(shardmath.explain(np.add, x, y))
+
+    Raises ValueError where the operands do not broadcast, TypeError where none is distributed.
+    """
+    arrays = [(n, x) for n, x in enumerate(operands) if isinstance(x, Distributed)]
+    if not arrays:
+        raise TypeError("explain says what becomes of distributed arrays, and none was given")
+    shape = broadcast_shape(operands)
+    layout, _, needed = _arrangement(shape, tuple(_operand(x) for _, x in arrays))
+    name = getattr(function, "__name__", str(function))
+    lines = [f"{name}: the result is {layout}"]
+    for (number, x), target in zip(arrays, needed, strict=True):
+        if target == x.layout:
+            lines.append(f"operand {number} stays: {x.layout}")
+        elif stays(x.layout, target):
+            lines.append(f"operand {number}: {x.layout}, of which each rank takes its part")
+        else:
+            lines.append(f"operand {number}: {described(x, target)}")
+    return "\n".join(lines)
+
+
+def _operand(x: Distributed) -> Operand:
+    distribution = None if x.distribution.per_rank else unbound(x.distribution)
+    return Operand(x.layout, distribution, x.library.spec(x.local).itemsize)
+
+
+# -- where operands come together ------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _arrangement(shape: Shape, operands: tuple[Operand, ...]) -> Arrangement:
+    """The arrangement in which the fewest bytes change their rank; the first of equal ones."""
+    full = [(n, x.layout) for n, x in enumerate(operands) if x.layout.global_shape == shape]
+    candidates: list[tuple[int | None, Layout]] = list(full) or _widened(shape, operands)
+
+    def cost(candidate: tuple[int | None, Layout]) -> int:
+        needs = [needed_layout(candidate[1], x.layout.global_shape) for x in operands]
+        pairs = zip(operands, needs, strict=True)
+        return sum(received(x.layout, need, x.itemsize) for x, need in pairs)
+
+    chosen, layout = min(candidates, key=cost)
+    needed = tuple(needed_layout(layout, x.layout.global_shape) for x in operands)
+    return Arrangement(layout, chosen, needed)
+
+
+def _widened(shape: Shape, operands: Sequence[Operand]) -> list[tuple[int | None, Layout]]:
+    """Layouts of the result's shape, where no operand has that shape."""
+    size = operands[0].layout.size
+    candidates: list[tuple[int | None, Layout]] = []
+    for number, x in enumerate(operands):
+        if x.distribution is not None and x.layout.ndim == len(shape):
+            candidates.append((number, layout_of(x.distribution, shape, size)))
+    for x in operands:
+        held, new = x.layout.global_shape, len(shape) - x.layout.ndim
+        columns = [
+            None if axis < new or held[axis - new] != extent else x.layout.column(axis - new)
+            for axis, extent in enumerate(shape)
+        ]
+        candidates.append((None, Layout.product(shape, columns, size=size)))
+    fits = [one for one in candidates if one[0] is not None or distribution_of(one[1], 0)]
+    return fits or [(None, Layout.replicated(shape, size))]
+
+
+@lru_cache(maxsize=4096)
+def needed_layout(layout: Layout, shape: Shape) -> Layout:
+    """What every rank needs of an operand of `shape` that is broadcast to `layout`."""
+    new = layout.ndim - len(shape)
+    if new == 0 and shape == layout.global_shape:
+        return layout
+    one = [Spans.interval(0, 1)] * layout.size
+    columns = [
+        one if extent == 1 != layout.global_shape[new + axis] else layout.column(new + axis)
+        for axis, extent in enumerate(shape)
+    ]
+    return Layout.product(shape, columns, size=layout.size)
+
+
+def local_part(x: Any, layout: Layout, rank: int, library: Library) -> Any:
+    """This rank's part of a number, or of an array that is the same on all ranks, as an operand."""
+    shape = tuple(getattr(x, "shape", ()))
+    if not shape:
+        return x
+    needed = needed_layout(layout, shape).spans(rank)
+    along = [places(Spans.interval(0, n), s) for n, s in zip(shape, needed, strict=True)]
+    return parts.converted(x, library)[selector(along)]
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """The elements of `x` where `condition` holds, else those of `y`; broadcast, as numpy.where."""
+    operands = (condition, x, y)
+    library = next(one.library for one in operands if isinstance(one, Distributed))
+    return applied(lambda *parts_: parts.chosen(*parts_, library), operands)
+
+
+def filled(x: D, value: Any, dtype: Any = None) -> D:
+    """A new array split as `x`, in its type or another, of one value; None: of undefined ones."""
+    spec = x.library.spec(x.local)
+    kind = spec.dtype if dtype is None else dtypes.of(dtype)
+    local = x.library.empty(spec.shape, kind, "C", spec.device)
+    if value is not None:
+        local[...] = value
+    return x.like(local, x.distribution, x.layout)

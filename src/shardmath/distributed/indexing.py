@@ -1,0 +1,336 @@
+"""Indexing: integers, slices with any step, an ellipsis and new axes; boolean masks in assignments.
+
+Each rank takes from its part what the index selects there, as a view where NumPy's would be one.
+The result keeps the distribution that follows:
+
+    x (n, m) Slab.X    x[:, 3]      (n,) Slab.X            no exchange
+                       x[2:7]       (5, m) boxes           no exchange: the ranks that have the rows
+                       x[4]         (m,) boxes             no exchange: all on the rank that has it
+                       x[4, 3]      ()  Replicated         one element, sent to all ranks
+
+A slice of block-cyclic axes may be what no distribution describes; then the array is moved first,
+to one block for each rank of its grid, or the selection to a distribution that there is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays import array_of
+from shardmath.distributed import parts
+from shardmath.distributed.communication import brought
+from shardmath.distributed.elementwise import broadcast_shape, needed_layout
+from shardmath.distributed.layouts import (
+    Axes,
+    Indices,
+    distribution_of,
+    indices,
+    layout_of,
+    rearranged_distribution,
+    rearranged_layout,
+    selector,
+    unbound,
+)
+from shardmath.distributed.state import Distributed
+from shardmath.errors import BindDistributionError
+from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
+
+Shape = tuple[int, ...]
+
+
+class Index(NamedTuple):
+    """What is selected: a range of each axis of the operand, and the axes of the result; an axis
+    that an integer selects has a range of one index, and none in the result.
+    """
+
+    ranges: tuple[range, ...]
+    axes: Axes
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the result."""
+        return tuple(1 if axis is None else len(self.ranges[axis]) for axis in self.axes)
+
+
+class Picked(NamedTuple):
+    """What a range selects of one rank's part of an axis: where that lies there, which indices of
+    the selection these are, ascending, and the same as `Spans`, None where these do not express it.
+    """
+
+    where: slice | Indices
+    selected: Indices
+    spans: Spans | None
+
+
+def get(x: Distributed, key: Any) -> Any:
+    """`x[key]`. Collective where nothing is left of split axes, and along block-cyclic ones.
+
+    Raises IndexError for an index that there is not, NotImplementedError for masks and arrays.
+    """
+    if is_mask(key):
+        raise NotImplementedError(
+            "x[mask] has a shape that depends on the elements: use where(mask, x, value), or take "
+            "it of x.numpy()"
+        )
+    index = read(key, x.shape)
+    layout = selected_layout(x.layout, index.ranges)
+    if layout is None:
+        return get(_without_cycles(x), key)
+    rank = x.context.rank
+    local = _taken(x, index, _picks(x.layout.spans(rank), index.ranges))
+    if not index.axes and not layout.is_replicated:
+        whole = Layout.replicated(layout.global_shape, layout.size)
+        local = brought(x.like(local, x.distribution, layout), whole, "one element for all ranks")
+        layout = whole
+    result = rearranged_layout(layout, index.axes)
+    local = array_of(local.reshape(result.local_shape(rank)))
+    like = rearranged_distribution(x.distribution, index.axes)
+    distribution = distribution_of(result, rank, like)
+    if distribution is None:
+        held = x.like(local, x.distribution, result)
+        distribution, result = _stand_in(like, result)
+        local = brought(held, result, "a part of block-cyclic axes")
+    return x.like(local, distribution, result)
+
+
+def put(x: Distributed, key: Any, value: Any) -> None:
+    """`x[key] = value`. Collective where a value that is split has to move.
+
+    `value` is a number, an array that is the same on all ranks, or a distributed array, and is
+    broadcast; with a mask it is one number. Raises IndexError for an index that there is not,
+    ValueError where the shapes do not fit.
+    """
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    if is_mask(key):
+        _put_where(x, key, value)
+        return
+    index = read(key, x.shape)
+    if broadcast_shape([value, _Shaped(index.shape)]) != index.shape:
+        raise ValueError(f"a value of shape {value.shape} for a selection of shape {index.shape}")
+    picks = _picks(x.layout.spans(x.context.rank), index.ranges)
+    part = _values(x, index, picks, value)
+    if all(len(pick.selected) for pick in picks):
+        x.local[selector([pick.where for pick in picks])] = part
+
+
+class _Shaped(NamedTuple):
+    """What stands for a selection where shapes are broadcast."""
+
+    shape: Shape
+
+
+def is_mask(key: Any) -> bool:
+    """Whether `key` is an array of bool."""
+    return not isinstance(key, tuple) and "bool" in str(getattr(key, "dtype", ""))
+
+
+# -- what a key selects ----------------------------------------------------------------------------
+
+
+def read(key: Any, shape: Shape) -> Index:
+    """The key as ranges of all axes.
+
+    Raises IndexError for too many indices, or one past the end, and for what is no index;
+    NotImplementedError for arrays.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    consumed = sum(k is not None and k is not Ellipsis for k in keys)
+    dots = [place for place, k in enumerate(keys) if k is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index has one ellipsis at most")
+    if consumed > len(shape):
+        raise IndexError(f"{consumed} indices for an array of {len(shape)} axes")
+    place = dots[0] if dots else len(keys)
+    keys[place : place + 1] = [slice(None)] * (len(shape) - consumed)
+    ranges: list[range] = []
+    axes: list[int | None] = []
+    for one in keys:
+        axis = len(ranges)
+        if one is None:
+            axes.append(None)
+        elif isinstance(one, slice):
+            ranges.append(range(*one.indices(shape[axis])))
+            axes.append(axis)
+        else:
+            ranges.append(_one(one, shape[axis], axis))
+    return Index(tuple(ranges), tuple(axes))
+
+
+def _one(key: Any, extent: int, axis: int) -> range:
+    if getattr(key, "ndim", 0) or isinstance(key, list):
+        raise NotImplementedError(
+            f"axis {axis}: an array of indices; use take(x, indices, axis={axis})"
+        )
+    try:
+        if isinstance(key, bool | np.bool_):
+            raise TypeError
+        number = operator.index(key)
+    except TypeError:
+        raise IndexError(
+            f"axis {axis}: {key!r} is no index: give integers, slices, ... or None, or one mask"
+        ) from None
+    if not -extent <= number < extent:
+        raise IndexError(f"index {number} of axis {axis}, which has {extent}")
+    number %= extent
+    return range(number, number + 1)
+
+
+@lru_cache(maxsize=1024)
+def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
+    """The layout of a selection, all axes kept; None where there is none."""
+    parts_ = []
+    for part in layout.parts:
+        chosen = [pick.spans for pick in _picks(part, ranges)]
+        if None in chosen:
+            return None
+        parts_.append(tuple(spans for spans in chosen if spans is not None))
+    return Layout(tuple(len(along) for along in ranges), tuple(parts_))
+
+
+@lru_cache(maxsize=4096)
+def _picks(part: tuple[Spans, ...], ranges: tuple[range, ...]) -> list[Picked]:
+    return [_pick(spans, along) for spans, along in zip(part, ranges, strict=True)]
+
+
+def _pick(spans: Spans, along: range) -> Picked:
+    """What `along`, ascending or descending, selects of `spans`. `where` is ascending."""
+    count = len(along)
+    up = along if along.step > 0 else along[::-1]
+    if not count:
+        return Picked(slice(0, 0), np.arange(0), Spans(0, 0, 0, 0))
+    if spans.period == 0:
+        low, high = (
+            min(max(-((up.start - end) // up.step), 0), count) for end in (spans.start, spans.stop)
+        )
+        high = max(high, low)
+        begin = up.start + low * up.step - spans.start
+        end = begin + (high - low - 1) * up.step + 1
+        where: slice | Indices = slice(begin, end, up.step) if high > low else slice(0, 0)
+        selected = np.arange(low, high)
+    else:
+        held = indices(spans)
+        steps, rest = np.divmod(held - up.start, up.step)
+        fits = (rest == 0) & (steps >= 0) & (steps < count)
+        where, selected = np.flatnonzero(fits), steps[fits]
+        if len(selected) == len(held):
+            where = slice(None)
+            if len(held) == count == spans.stop:
+                where = slice(0, count)
+    if along.step < 0:
+        selected = (count - 1 - selected)[::-1]
+    return Picked(where, selected, _expressed(selected))
+
+
+def _expressed(selected: Indices) -> Spans | None:
+    """Ascending indices as `Spans`, if they are equal blocks at a constant period."""
+    if not len(selected):
+        return Spans(0, 0, 0, 0)
+    start, stop = int(selected[0]), int(selected[-1]) + 1
+    gaps = np.flatnonzero(np.diff(selected) > 1)
+    if not len(gaps):
+        return Spans.interval(start, stop)
+    block = int(gaps[0]) + 1
+    made = Spans(start, block, int(selected[block]) - start, stop)
+    return made if np.array_equal(indices(made), selected) else None
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _taken(x: Distributed, index: Index, picks: Sequence[Picked]) -> Any:
+    """What is selected of this rank's part, all axes kept, in the order of the selection."""
+    local = array_of(x.local[selector([pick.where for pick in picks])])
+    return parts.flipped(local, _descending(index), x.library)
+
+
+def _descending(index: Index) -> list[int]:
+    return [axis for axis, along in enumerate(index.ranges) if along.step < 0]
+
+
+def _without_cycles(x: Distributed) -> Distributed:
+    """The same array, in one block for each rank of its grid."""
+    given = x.distribution
+    assert isinstance(given, BlockCyclic), "all else is expressed"
+    target = BlockNonCyclic(given.process_grid, first_process=given.first_process)
+    layout = layout_of(target, x.shape, x.context.size)
+    return x.like(brought(x, layout, "a slice of block-cyclic axes"), target, layout)
+
+
+def _stand_in(like: Distribution | None, layout: Layout) -> tuple[Distribution, Layout]:
+    """The distribution, and its layout, in place of a layout that none describes."""
+    for candidate in (like and unbound(like), Slab(0)):
+        if candidate is not None and not candidate.per_rank:
+            try:
+                return candidate, layout_of(candidate, layout.global_shape, layout.size)
+            except BindDistributionError:
+                continue
+    raise AssertionError("what has axes has slabs")
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -> Any:
+    """The elements for this rank's part of the selection, axes and order as they lie there."""
+    if not isinstance(value, Distributed):
+        if not getattr(value, "shape", ()):
+            return value
+        whole = parts.converted(value, x.library)
+    elif value.layout.is_replicated:
+        whole = value.local
+    else:
+        layout = selected_layout(x.layout, index.ranges)
+        if layout is not None:
+            needed = needed_layout(rearranged_layout(layout, index.axes), value.shape)
+            part = brought(value, needed, "what is assigned")
+            return _aligned(x, index, part) if all(len(p.selected) for p in picks) else part
+        everywhere = Layout.replicated(value.shape, x.context.size)
+        whole = brought(value, everywhere, "what is assigned")
+    if not whole.ndim:
+        return whole
+    new = len(index.axes) - whole.ndim
+    along: list[slice | Indices] = []
+    for extent, axis in zip(whole.shape, index.axes[new:], strict=True):
+        is_broadcast = axis is None or extent == 1
+        along.append(slice(0, 1) if is_broadcast else picks[axis or 0].selected)
+    return _aligned(x, index, whole[selector(along)])
+
+
+def _aligned(x: Distributed, index: Index, part: Any) -> Any:
+    """`part`, with axes of the result, with those of the operand, and in ascending order."""
+    new = len(index.axes) - part.ndim
+    ascending = [
+        place
+        for place, axis in enumerate(index.axes[new:])
+        if axis is not None and index.ranges[axis].step < 0
+    ]
+    part = parts.flipped(part, ascending, x.library)
+    extents = dict(zip(index.axes[new:], part.shape, strict=True))
+    return part.reshape([extents.get(axis, 1) for axis in range(x.ndim)])
+
+
+def _put_where(x: Distributed, mask: Any, value: Any) -> None:
+    """`x[mask] = value`; the mask has the first axes of `x`."""
+    if getattr(value, "shape", ()):
+        raise NotImplementedError(
+            "x[mask] = values, one for each element that is set: use where(mask, values, x)"
+        )
+    if tuple(mask.shape) != x.shape[: mask.ndim] or not mask.ndim:
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} for an array of shape {x.shape}")
+    if isinstance(mask, Distributed):
+        columns = [x.layout.column(axis) for axis in range(mask.ndim)]
+        needed = Layout.product(mask.shape, columns, size=x.context.size)
+        part = brought(mask, needed, "the mask")
+    else:
+        along = [indices(spans) for spans in x.layout.spans(x.context.rank)[: mask.ndim]]
+        part = parts.converted(mask, x.library)[selector(along)]
+    if isinstance(value, Distributed):
+        whole = Layout.replicated((), x.context.size)
+        value = brought(value, whole, "the value")
+    x.local[part] = value

@@ -1,0 +1,196 @@
+"""Layouts of global arrays, and the distributions that describe them. Pure.
+
+A `Layout` says what every rank owns, and operations on arrays make a new one of it: axes go, come
+or change places. A user thinks in distributions, so the one that describes a layout is looked for
+here: the operand's own, if it does, before any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardmath import geometry
+from shardmath.distributed.state import Distributed
+from shardmath.errors import BindDistributionError
+from shardmath.geometry import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    Distribution,
+    Layout,
+    ProcessGrid,
+    Replicated,
+    Slab,
+    Spans,
+)
+
+Indices = np.ndarray[Any, np.dtype[np.intp]]
+
+
+@lru_cache(maxsize=4096)
+def layout_of(distribution: Distribution, shape: tuple[int, ...], size: int) -> Layout:
+    """The layout of a distribution that is the same on all ranks, for every rank to compute.
+
+    Raises BindDistributionError where the shape or the number of ranks does not fit.
+    """
+    return Layout.bind([distribution] * size, shape)
+
+
+def unbound(distribution: Distribution) -> Distribution:
+    """The distribution without the shape and the ranks that it is bound to."""
+    if distribution.binding is None:
+        return distribution
+    kind, *fields, _ = distribution.encode()
+    if kind in ("Slab", "Replicated"):
+        fields[-1] = None  # the number of axes, which binding has set
+    return geometry.decode((kind, *fields, None))
+
+
+def distribution_of(
+    layout: Layout, rank: int, like: Distribution | None = None
+) -> Distribution | None:
+    """A distribution that describes `layout`: `like` if it does, else the simplest; None if none
+    does. A `Box` is that of `rank`.
+    """
+    if like is not None and fits(like, layout):
+        return like
+    kind = _kind(layout)
+    if kind == "box":
+        part = layout.spans(rank)
+        return Box([spans.start for spans in part], [spans.stop for spans in part])
+    if kind is None:
+        return None
+    return Replicated() if kind == "replicated" else Slab(int(kind))
+
+
+def fits(distribution: Distribution, layout: Layout) -> bool:
+    """Whether a distribution that is the same on all ranks describes `layout`."""
+    if distribution.per_rank or distribution.ndim not in (None, layout.ndim):
+        return False
+    try:
+        return layout_of(distribution, layout.global_shape, layout.size) == layout
+    except BindDistributionError:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _kind(layout: Layout) -> str | None:
+    """Which kind of distribution describes `layout`: "replicated", an axis, "box", or none."""
+    if layout.is_replicated:
+        return "replicated"
+    for axis in range(layout.ndim):
+        if layout == Layout.slab(layout.global_shape, layout.size, axis=axis):
+            return str(axis)
+    whole = all(spans.period == 0 for part in layout.parts for spans in part)
+    return "box" if whole and layout.ndim and layout.disjoint() else None
+
+
+# -- axes that go, come, or change places ----------------------------------------------------------
+
+Axes = tuple[int | None, ...]  # for each axis of a result that of the operand, None for a new one
+
+
+@lru_cache(maxsize=4096)
+def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
+    """The layout with these axes of the operand; a new axis has extent 1, and all ranks have it.
+
+    Where a rank's part is empty along an axis that goes, it is empty along the others.
+    """
+    gone = [axis for axis in range(layout.ndim) if axis not in axes]
+    one = Spans.interval(0, 1)
+    parts = []
+    for part in layout.parts:
+        kept = tuple(one if axis is None else part[axis] for axis in axes)
+        is_empty = any(not part[axis].block and layout.global_shape[axis] for axis in gone)
+        parts.append(tuple(Spans(0, 0, 0, 0) for _ in kept) if is_empty else kept)
+    shape = tuple(1 if axis is None else layout.global_shape[axis] for axis in axes)
+    return Layout(shape, tuple(parts))
+
+
+def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribution | None:
+    """The distribution with these axes of the operand; None where an axis goes that it splits."""
+    match distribution:
+        case Slab(dim):
+            return Slab(axes.index(dim)) if dim in axes else None
+        case BlockNonCyclic(grid, _, first):
+            wide = _rearranged_grid(grid, axes)
+            if wide is not None:
+                return BlockNonCyclic(wide, first_process=_picked(first, axes, 0))
+        case BlockCyclic(grid, blocks, first):
+            wide = _rearranged_grid(grid, axes)
+            if wide is not None:
+                sizes, first = _picked(blocks, axes, 1), _picked(first, axes, 0)
+                return BlockCyclic(wide, sizes, first_process=first)
+        case Replicated():
+            return Replicated()
+    return None
+
+
+def rearranged(x: Distributed, part: Any, axes: Axes) -> Distributed | None:
+    """The array that `part` is a part of, with these axes of `x`; None where no distribution
+    describes it.
+    """
+    layout = rearranged_layout(x.layout, axes)
+    like = rearranged_distribution(x.distribution, axes)
+    distribution = distribution_of(layout, x.context.rank, like)
+    return None if distribution is None else x.like(part, distribution, layout)
+
+
+def _rearranged_grid(grid: ProcessGrid, axes: Axes) -> ProcessGrid | None:
+    gone = tuple(axis for axis in range(grid.ndim) if axis not in axes)
+    if not axes or any(grid.shape[axis] != 1 for axis in gone):
+        return None
+    ranks = np.reshape(grid.ranks, grid.shape).squeeze(gone)
+    order = [sum(axis > other for other in axes if other is not None)
+             for axis in axes if axis is not None]  # fmt: skip
+    places = ranks.transpose(order).reshape([1 if a is None else grid.shape[a] for a in axes])
+    return ProcessGrid(process_array=places)
+
+
+def _picked(values: Sequence[int], axes: Axes, new: int) -> tuple[int, ...]:
+    return tuple(new if axis is None else values[axis] for axis in axes)
+
+
+# -- where indices lie -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def indices(spans: Spans) -> Indices:
+    """The global indices that a rank owns along an axis, ascending; not to be written."""
+    blocks = [np.arange(lo, hi) for lo, hi in spans.ranges()]
+    made = np.concatenate([np.arange(0), *blocks]).astype(np.intp)
+    made.flags.writeable = False
+    return made
+
+
+def places(held: Spans, needed: Spans) -> slice | Indices:
+    """Where the indices of `needed`, all of which are in `held`, lie in the array of `held`."""
+    runs = held.intersect(needed)
+    if not runs:
+        return slice(0, 0)
+    run = runs[0]
+    if len(runs) == 1 and run.count == 1:
+        return slice(run.src_start, run.src_start + run.length)
+    if len(runs) == 1 and run.length == 1:
+        end = run.src_start + (run.count - 1) * run.src_step + 1
+        return slice(run.src_start, end, run.src_step)
+    return np.searchsorted(indices(held), indices(needed))
+
+
+def placed_part(spans: Spans) -> slice | Indices:
+    """Where a rank's part lies along an axis of the whole array."""
+    return spans.slice() or indices(spans)
+
+
+def selector(along: Sequence[slice | Indices]) -> Any:
+    """What indexes an array of any library by a slice or an array along each axis."""
+    if all(isinstance(one, slice) for one in along):
+        return tuple(along)
+    full = [
+        np.arange(one.start, one.stop, one.step) if isinstance(one, slice) else one for one in along
+    ]
+    return np.ix_(*full)

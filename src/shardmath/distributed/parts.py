@@ -1,0 +1,171 @@
+"""Functions on one rank's part, whichever library it is of.
+
+The parts' library computes. NumPy's names are asked for, and the standard's; where torch calls a
+function otherwise, or lacks it, the table says what it is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import DType, Library, dtypes, libraries
+from shardmath.arrays.base import HostArray
+
+# NumPy's ufuncs that torch calls otherwise; all others have the same name there.
+_TORCH = {
+    "equal": "eq",
+    "power": "pow",
+    "rint": "round",
+    "conjugate": "conj_physical",
+    "invert": "bitwise_not",
+    "left_shift": "bitwise_left_shift",
+    "right_shift": "bitwise_right_shift",
+    "fabs": "absolute",
+}
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of a library that we know."""
+    return any(library.owns(x) for library in libraries().values())
+
+
+def module_of(library: Library) -> Any:
+    """The module of the library, which whoever has an array of it has imported."""
+    return sys.modules[library.name]
+
+
+def elementwise(library: Library, ufunc: np.ufunc) -> Callable[..., Any]:
+    """The library's function that does what NumPy's does.
+
+    Raises NotImplementedError where it has none.
+    """
+    if library.name == "numpy":
+        return ufunc
+    return _elementwise(library.name, ufunc.__name__)
+
+
+@lru_cache(maxsize=256)
+def _elementwise(library: str, name: str) -> Callable[..., Any]:
+    module = sys.modules[library]
+    function: Callable[..., Any] | None = getattr(
+        module, _TORCH.get(name, name) if library == "torch" else name, None
+    )
+    if function is None:
+        raise NotImplementedError(
+            f"{library} has no {name}: compute it part by part, x.like(f(x.local))"
+        )
+    if library != "torch":
+        return function
+
+    def of_tensors(*operands: Any, **words: Any) -> Any:
+        first = next(x for x in operands if hasattr(x, "device"))
+        given = [
+            x if hasattr(x, "device") else module.as_tensor(x, device=first.device)
+            for x in operands
+        ]
+        return function(*given, **words)
+
+    return of_tensors
+
+
+def converted(x: Any, library: Library) -> Any:
+    """An array that is the same on all ranks, in the library of the parts."""
+    if library.owns(x):
+        return x
+    if library.name == "numpy":
+        return np.asarray(x)
+    module = module_of(library)
+    convert = module.as_tensor if library.name == "torch" else module.asarray
+    return convert(np.asarray(x))
+
+
+def on_device(host: HostArray, library: Library, device: str) -> Any:
+    """An array of the library on a device, with the elements of one on the host, or that one."""
+    if library.name == "numpy":
+        return host
+    if library.name == "torch":
+        made = library.from_host(host if host.flags.writeable else host.copy())
+        return made if device == "cpu" else made.to(device)
+    return module_of(library).asarray(host)
+
+
+def on_host(x: Any, library: Library) -> HostArray:
+    """The elements of `x` as NumPy's array: on its memory, or copied from the GPU."""
+    if library.spec(x).space == "cpu":
+        return library.host_view(x)
+    if library.name == "torch":
+        return library.host_view(x.cpu())
+    return np.asarray(x.get())
+
+
+def flipped(x: Any, axes: Sequence[int], library: Library) -> Any:
+    """`x` with the order of elements along these axes reversed; torch has no negative strides."""
+    if not axes:
+        return x
+    if library.name == "torch":
+        return x.flip(tuple(axes))
+    return x[tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))]
+
+
+def native_dtype(dtype: Any, library: Library) -> Any:
+    """A data type, given by any library's object or by name, in the library's words."""
+    known = dtypes.of(dtype)
+    if library.name == "torch":
+        return getattr(module_of(library), known.name)
+    return dtypes.to_numpy(known)
+
+
+def full(shape: Sequence[int], value: Any, like: Any, dtype: Any, library: Library) -> Any:
+    """A new array beside `like`, of one value."""
+    made = library.empty(shape, dtypes.of(dtype), "C", library.spec(like).device)
+    made[...] = value
+    return made
+
+
+def cast(x: Any, dtype: DType, library: Library) -> Any:
+    """`x`, in another type if it has another."""
+    return x if library.spec(x).dtype == dtype.name else library.cast(x, dtype)
+
+
+def is_nan(x: Any, library: Library) -> Any:
+    """Which elements are not numbers."""
+    return module_of(library).isnan(x)
+
+
+def chosen(condition: Any, x: Any, y: Any, library: Library) -> Any:
+    """The elements of `x` where `condition` holds, else those of `y`."""
+    return module_of(library).where(condition, x, y)
+
+
+def _type_kept(x: Any, name: str) -> Any:
+    """A tensor of which no axis is reduced, in the type that the reduction gives."""
+    if name in ("any", "all"):
+        return x.bool()
+    is_narrow = name in ("sum", "prod") and not (x.is_floating_point() or x.is_complex())
+    return x.long() if is_narrow else x.clone()
+
+
+def reduced(
+    x: Any, name: str, axes: tuple[int, ...], library: Library, words: dict[str, Any]
+) -> Any:
+    """`x` without `axes`: their "sum", "prod", "min", "max", "any" or "all"."""
+    module = module_of(library)
+    if library.name != "torch":
+        return getattr(module, name)(x, axis=axes, **words)
+    if not axes:  # torch would reduce all
+        return x.to(words["dtype"]) if words else _type_kept(x, name)
+    if name in ("min", "max"):
+        return getattr(module, f"a{name}")(x, dim=axes)
+    if name == "sum":
+        return module.sum(x, dim=axes, **words)
+    function = getattr(module, name)
+    if name != "prod":
+        x = x.bool()
+    for axis in sorted(axes, reverse=True):
+        x = function(x, dim=axis, **words)
+    return x

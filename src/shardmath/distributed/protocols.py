@@ -1,0 +1,137 @@
+"""NumPy's protocols: what `np.add(x, y, out=z)`, `np.sum(x, axis=0)` and the like do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardmath.distributed import elementwise, parts, reductions
+from shardmath.distributed.state import Distributed
+
+_CALL = "__call__"
+_PLAIN = {"initial": np._NoValue, "where": np._NoValue, "out": None}  # what is not given
+_REDUCTIONS: dict[np.ufunc, Callable[..., Any]] = {
+    np.add: reductions.sum,
+    np.multiply: reductions.prod,
+    np.minimum: reductions.min,
+    np.maximum: reductions.max,
+    np.logical_or: reductions.any,
+    np.logical_and: reductions.all,
+}
+
+
+def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: Any) -> Any:
+    """What a ufunc does, or a method of it. Raises NotImplementedError where it has no such way."""
+    if method == "reduce" and function in _REDUCTIONS:
+        words = {"axis": 0, **words}
+        return function_of(_REDUCTIONS[function], inputs, words)
+    if method != _CALL:
+        raise NotImplementedError(
+            f"np.{function.__name__}.{method}: reductions are np.sum and the like; do others on "
+            "x.local, where the axis is not split"
+        )
+    if words.pop("where", True) is not True:
+        raise NotImplementedError(
+            f"np.{function.__name__}(..., where=mask): use np.where(mask, result, other)"
+        )
+    outs = words.pop("out", None)
+    compute = parts.elementwise(x.library, function)
+    compute = partial(compute, **words) if words else compute
+    if outs is None:
+        return elementwise.applied(compute, inputs)
+    if len(outs) > 1:
+        raise NotImplementedError(f"np.{function.__name__} with several out: assign its results")
+    (out,) = outs
+    if not isinstance(out, Distributed):
+        raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
+
+    def write(into: Any, operands: tuple[Any, ...]) -> None:
+        if isinstance(into, np.ndarray):
+            function(*operands, out=into, **words)
+        else:
+            into[...] = compute(*operands)
+
+    return elementwise.applied(compute, inputs, out=out, write=write)
+
+
+def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, Any]) -> Any:
+    """A function of ours, with NumPy's arguments; `out` is written where one is given.
+
+    Raises NotImplementedError for what only NumPy's takes.
+    """
+    for name in ("initial", "where"):
+        if words.get(name, np._NoValue) is not np._NoValue:
+            raise NotImplementedError(f"{name}= in a reduction: combine the result with np.where")
+    plain = {
+        name: value
+        for name, value in words.items()
+        if name not in _PLAIN and value is not np._NoValue
+    }
+    return _into(words, function(*given, **plain))
+
+
+def _into(words: Mapping[str, Any], result: Any) -> Any:
+    """The result, in the array that was given for it, if one was."""
+    out = words.get("out")
+    out = out[0] if isinstance(out, tuple) else out
+    if out is None:
+        return result
+    if not isinstance(out, Distributed):
+        raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
+    if out.shape != result.shape:
+        raise ValueError(f"out has shape {out.shape}, the result has {result.shape}")
+    out[...] = result  # type: ignore[index]
+    return out
+
+
+def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`var` or `std` with NumPy's arguments."""
+
+    def called(x: Any, axis: Any = None, dtype: Any = None, ddof: float = 0, **words: Any) -> Any:
+        words["correction"] = words.get("correction", ddof)
+        return function(x, axis, dtype, **words)
+
+    return called
+
+
+def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
+    """NumPy's `function` of distributed arrays. Raises NotImplementedError where there is none."""
+    ours = _FUNCTIONS.get(function)
+    if ours is None:
+        raise NotImplementedError(
+            f"np.{getattr(function, '__name__', function)} of a DistributedArray: apply it to "
+            "x.local, each rank's part, or to x.numpy(), the whole"
+        )
+    return function_of(ours, given, words)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    np.sum: reductions.sum,
+    np.prod: reductions.prod,
+    np.min: reductions.min,
+    np.max: reductions.max,
+    np.amin: reductions.min,
+    np.amax: reductions.max,
+    np.any: reductions.any,
+    np.all: reductions.all,
+    np.argmin: reductions.argmin,
+    np.argmax: reductions.argmax,
+    np.mean: reductions.mean,
+    np.var: _spread(reductions.var),
+    np.std: _spread(reductions.std),
+    np.where: elementwise.where,
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x: x.size,
+    np.copy: lambda x: x.copy(),
+    np.real: lambda x: x.real,
+    np.imag: lambda x: x.imag,
+    np.transpose: lambda x, axes=None: x.transpose(*(() if axes is None else (axes,))),
+    np.zeros_like: lambda x, dtype=None: elementwise.filled(x, 0, dtype),
+    np.ones_like: lambda x, dtype=None: elementwise.filled(x, 1, dtype),
+    np.full_like: lambda x, value, dtype=None: elementwise.filled(x, value, dtype),
+    np.empty_like: lambda x, dtype=None: elementwise.filled(x, None, dtype),
+}

@@ -1,0 +1,67 @@
+"""The state of a distributed array: this rank's part, and which part of what it is.
+
+Functions on arrays are below the class that users see, and make results by `like`, which gives an
+array of the operand's class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from shardmath.arrays import Library, library_of
+from shardmath.context.context import DistributedContext
+from shardmath.geometry import Distribution, Layout
+
+
+class Distributed:
+    """This rank's part of a global array.
+
+    `local` is the part, an array of the user's; `distribution` says how the global array is split,
+    and `layout` which part every rank has; `context` has the ranks.
+    """
+
+    __slots__ = ("__weakref__", "context", "distribution", "layout", "local")
+
+    local: Any
+    distribution: Distribution
+    layout: Layout
+    context: DistributedContext
+
+    @classmethod
+    def of(
+        cls, local: Any, distribution: Distribution, layout: Layout, context: DistributedContext
+    ) -> Self:
+        """The array of which `local` is this rank's part by `layout`. Local."""
+        made = object.__new__(cls)
+        made.local, made.distribution, made.layout = local, distribution, layout
+        made.context = context
+        return made
+
+    def like(self, local: Any, distribution: Distribution, layout: Layout) -> Self:
+        """An array on the same ranks, of another part."""
+        return self.of(local, distribution, layout, self.context)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the global array."""
+        return self.layout.global_shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.layout.global_shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the global array."""
+        return self.layout.elements
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements, in the words of the part's library."""
+        return self.local.dtype
+
+    @property
+    def library(self) -> Library:
+        """The array library of the parts."""
+        return library_of(self.local)

@@ -1,0 +1,80 @@
+"""Arrays split at random, and what NumPy makes of the whole: the oracle of every function."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+from hypothesis import strategies as st
+
+import shardmath
+from arrangements import distributions, part_of
+from shardmath.arrays import library_named
+from shardmath.arrays.dtypes import to_numpy
+from shardmath.distributed import DistributedArray
+from shardmath.geometry import Box, Replicated, decode
+
+__all__ = ["EXTENTS", "agree", "elements", "host", "lists_of", "placed", "shapes", "splits"]
+
+EXTENTS = st.sampled_from([0, 1, 2, 3, 5, 8])
+ONE = Replicated().encode()
+
+
+def shapes(least=0, most=3):
+    return st.lists(EXTENTS, min_size=least, max_size=most).map(tuple)
+
+
+def splits(shape, size):
+    """A distribution of an array of that shape, as each rank encodes it."""
+    return distributions(shape, size) if shape else st.just([ONE] * size)
+
+
+@st.composite
+def lists_of(draw, case, *, most=20, ranks=4):
+    """A number of ranks, and cases that they compute in one go: `case(size)` is a strategy."""
+    size = draw(st.integers(1, ranks))
+    return size, draw(st.lists(case(size), min_size=1, max_size=most))
+
+
+def elements(shape, dtype, seed=0):
+    """Elements of a type, some of them equal."""
+    numbers = np.random.default_rng(seed).integers(-9, 10, shape)
+    native = to_numpy(dtype)
+    if native.kind in "bu":
+        numbers = numbers > 0 if native.kind == "b" else np.abs(numbers)
+    elif native.kind == "c":
+        numbers = numbers + 2j * (numbers % 3)
+    return np.asarray(numbers if native.kind in "biu" else numbers / 4).astype(native)
+
+
+def placed(context, x, encoded, library="numpy"):
+    """The array `x` of all ranks, split, of which this rank passes its part."""
+    distribution = decode(encoded[context.rank])
+    part = np.array(part_of(x, distribution, context.rank, context.size))
+    with context:
+        return shardmath.array(library_named(library).from_host(part), distribution)
+
+
+def host(x):
+    """The part of this rank as NumPy's array."""
+    return x.library.host_view(x.local)
+
+
+def agree(got, expected, *, close=False, strict=True):
+    """Whether every rank's part, and the whole, is what NumPy has; types too where `strict`."""
+    expected = np.asarray(expected)
+    assert isinstance(got, DistributedArray), type(got)
+    assert got.shape == expected.shape
+    compare = np.testing.assert_allclose if close else np.testing.assert_array_equal
+    tolerance = {"rtol": 1e-2 if got.local.dtype.itemsize <= 2 else 1e-5, "atol": 1e-5}
+    words = tolerance if close else {}
+    if strict:
+        assert host(got).dtype == expected.dtype
+    part = part_of(expected, got.distribution, got.context.rank, got.context.size)
+    assert host(got).shape == part.shape == got.layout.local_shape(got.context.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(host(got), part, **words)
+    if isinstance(got.distribution, Box):  # which each rank gives by itself
+        with got.context:
+            assert shardmath.array(got.local, got.distribution).layout.same_as(got.layout)

@@ -1,0 +1,178 @@
+"""Elementwise functions of arrays split at random, against NumPy on the whole."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
+
+import shardmath
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+
+FUNCTIONS = {
+    "x + y": operator.add,
+    "x - y": operator.sub,
+    "x * y": operator.mul,
+    "x / (y + 20)": lambda x, y: x / (y + 20),
+    "x // (y + 20)": lambda x, y: x // (y + 20),
+    "2 - x % (y + 20)": lambda x, y: 2 - x % (y + 20),
+    "x < y": operator.lt,
+    "x >= y": operator.ge,
+    "x == y": operator.eq,
+    "x != y": operator.ne,
+    "maximum": np.maximum,
+    "hypot": np.hypot,
+    "add of 1": lambda x, y: np.add(x, np.int8(1)) + y,
+    "where": lambda x, y: np.where(x < y, x, y),
+    "-abs(x) + y": lambda x, y: -abs(x) + y,
+    "exp": lambda x, y: np.exp(x / 8) * y,
+    "isfinite": lambda x, y: np.isfinite(x) & (y > 0),
+    "plain": lambda x, y: x + np.arange(math_last(y), dtype=np.float32) * y,
+}
+TORCH = ("x + y", "x - y", "x * y", "x < y", "x == y", "maximum", "where", "-abs(x) + y")
+REAL = ("int8", "int32", "int64", "uint8", "float32", "float64")
+
+
+def math_last(y):
+    return y.shape[-1] if y.shape else 1
+
+
+@st.composite
+def operands(draw, size):
+    """A function, a library, and two arrays that broadcast: shape, dtype, split."""
+    shape = draw(shapes())
+    arrays = []
+    for _ in range(2):
+        kept = shape[draw(st.integers(0, len(shape))) :] if draw(st.booleans()) else shape
+        kept = tuple(1 if draw(st.integers(0, 5)) == 0 else n for n in kept)
+        arrays.append((kept, draw(st.sampled_from(REAL)), draw(splits(kept, size))))
+    if draw(st.booleans()):
+        arrays[1] = arrays[0]  # split alike
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    names = TORCH if library == "torch" else sorted(FUNCTIONS)
+    return draw(st.sampled_from(names)), library, arrays
+
+
+def body(context, cases):
+    for name, library, (first, second) in cases:
+        function = FUNCTIONS[name]
+        a, b = (elements(one[0], one[1], seed) for seed, one in enumerate((first, second)))
+        x, y = (placed(context, one, two[2], library)
+                for one, two in ((a, first), (b, second)))  # fmt: skip
+        with np.errstate(all="ignore"):
+            got, expected = function(x, y), function(a, b)
+        # torch promotes integers and floats in its own way.
+        agree(got, expected, close=True, strict=library == "numpy")
+
+
+@settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(operands))
+def test_elementwise_functions(contexts, cases):
+    size, calls = cases
+    contexts.run(body, calls, ranks=size)
+
+
+@st.composite
+def updates(draw, size):
+    """An array and one that is brought into its split: in place, and by out."""
+    shape = draw(shapes(1))
+    kept = shape[draw(st.integers(0, len(shape))) :]
+    return shape, draw(splits(shape, size)), kept, draw(splits(kept, size))
+
+
+def update(context, cases):
+    for shape, split, kept, other in cases:
+        a, b = elements(shape, "float64"), elements(kept, "float64", 1)
+        x, y = placed(context, a, split), placed(context, b, other)
+        before = x.local
+        x += y
+        x *= 3
+        np.subtract(x, y, out=x)
+        assert x.local is before
+        agree(x, (a + b) * 3 - b, close=True)
+        z = x.copy()
+        z -= x
+        agree(z, np.zeros(shape))
+        agree(np.add(x, y, out=z), (a + b) * 3, close=True)
+        with pytest.raises(TypeError):
+            np.add(x, 1.5, out=x.astype(np.int64))
+
+
+@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(updates))
+def test_in_place_and_out(contexts, cases):
+    size, calls = cases
+    contexts.run(update, calls, ranks=size)
+
+
+def moves(context):
+    """Which operands move, and what may."""
+    with context:
+        x = shardmath.ones((8, 6), distribution=Slab.X)
+        y = shardmath.ones((8, 6), distribution=Slab.Y)
+        row = shardmath.ones(6, distribution=Slab.X)
+        every = shardmath.ones(6, distribution=Replicated())
+        cyclic = BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 6))
+        with shardmath.communication("forbid"):
+            assert (x + x * 2 + every + 1).distribution == Slab.X
+            assert (every + every).distribution == Replicated()
+            with pytest.raises(RuntimeError, match="192 bytes change their rank"):
+                x + y
+            with pytest.raises(RuntimeError, match=r'communication\("forbid"\)'):
+                x[...] = y
+            assert (x + y.to(Slab.X)).distribution == Slab.X
+            with shardmath.communication("allow"):
+                assert (x + row).distribution == Slab.X
+            assert (x.to(cyclic) + every).distribution == cyclic
+        with shardmath.communication("warn"), pytest.warns(UserWarning, match="operand 1") as seen:
+            x + y
+        assert seen[0].filename == __file__
+        # The smaller operand moves, and of two that are equal the second.
+        assert "operand 1: 6 on 2 ranks, axis 0 in 2 becomes" in shardmath.explain(np.add, x, row)
+        lines = shardmath.explain(np.add, y, x).splitlines()
+        assert lines[1].startswith("operand 0 stays") and "192 bytes" in lines[2]
+        whole = shardmath.ones((8, 6), distribution=Replicated())
+        assert "takes its part" in shardmath.explain(np.add, x, whole)
+        with pytest.raises(ValueError, match="one of forbid, warn, allow"):
+            shardmath.communication("never")
+
+
+def test_what_moves_can_be_known_and_forbidden(contexts):
+    contexts.run(moves, ranks=2)
+
+
+def mistakes(context):
+    with context:
+        x = shardmath.ones((4, 3), distribution=Slab.X)
+        with pytest.raises(ValueError, match=r"\(4, 3\), \(2, 3\) do not broadcast; .*array\(part"):
+            x + np.ones((2, 3))
+        with pytest.raises(TypeError):
+            operator.add(x, [1, 2, 3])
+        with pytest.raises(TypeError, match=r"x.local is .* x.numpy\(\) .* x.numpy\(root=0\)"):
+            np.asarray(x)
+        with pytest.raises(NotImplementedError, match=r"x\.local"):
+            np.fft.fft(x)
+        with pytest.raises(NotImplementedError, match=r"np.add.accumulate.*x.local"):
+            np.add.accumulate(x)
+        with pytest.raises(NotImplementedError, match=r"np.where"):
+            np.add(x, 1, where=x > 0)
+        with pytest.raises(TypeError, match="out is a DistributedArray"):
+            np.add(x, 1, out=np.ones((4, 3)))
+        with pytest.raises(ValueError, match="has shape"):
+            x += np.ones((2, 4, 3))
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(x)
+        with pytest.raises(ValueError, match="one element"):
+            bool(x)
+        assert repr(x) == (
+            f"DistributedArray(shape=(4, 3), dtype=float64, Slab(0), rank {context.rank} of 2)"
+        )
+    return host(x).shape
+
+
+def test_mistakes(contexts):
+    assert contexts.run(mistakes, ranks=2) == [(2, 3), (2, 3)]

@@ -1,0 +1,138 @@
+"""Reading and writing by indices, of arrays split at random, against NumPy on the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
+
+import shardmath
+from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
+
+
+def plain(key):
+    """A key as data that ranks can be sent."""
+    if isinstance(key, tuple):
+        return ("tuple", [plain(one) for one in key])
+    if isinstance(key, slice):
+        return ("slice", [key.start, key.stop, key.step])
+    return ("...", None) if key is Ellipsis else ("index", key)
+
+
+def key_of(data):
+    kind, value = data
+    if kind == "tuple":
+        return tuple(key_of(one) for one in value)
+    return {"slice": lambda: slice(*value), "...": lambda: Ellipsis, "index": lambda: value}[kind]()
+
+
+@st.composite
+def indexings(draw, size):
+    """An array, an index, and a value that is assigned: its shape, and whether it is split."""
+    shape = draw(shapes())
+    key = draw(basic_indices(shape, allow_newaxis=True, max_dims=5))
+    selected = np.zeros(shape)[key].shape
+    kept = selected[draw(st.integers(0, len(selected))) :]
+    kept = tuple(1 if draw(st.integers(0, 5)) == 0 else n for n in kept)
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    value = draw(st.sampled_from(("number", "plain", "split", "split")))
+    other = draw(splits(kept, size)) if value == "split" else None
+    return shape, draw(splits(shape, size)), plain(key), library, kept, value, other
+
+
+def body(context, cases):
+    for shape, split, data, library, kept, value, other in cases:
+        key, a = key_of(data), elements(shape, "float64")
+        x = placed(context, a.copy(), split, library)
+        agree(x[key], a[key])
+        b = elements(kept, "float64", 1) if value != "number" else 7.5
+        y = placed(context, b, other, library) if value == "split" else b
+        a[key] = b
+        x[key] = y
+        agree(x, a)
+
+
+@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(indexings))
+def test_indices(contexts, cases):
+    size, calls = cases
+    contexts.run(body, calls, ranks=size)
+
+
+@st.composite
+def maskings(draw, size):
+    """An array and a mask of its first axes, split or the same on all ranks."""
+    shape = draw(shapes(1))
+    kept = shape[: draw(st.integers(1, len(shape)))]
+    library = draw(st.sampled_from(("numpy", "torch")))
+    other = draw(st.none() | splits(kept, size))
+    return shape, draw(splits(shape, size)), kept, library, other
+
+
+def mask(context, cases):
+    for shape, split, kept, library, other in cases:
+        a, m = elements(shape, "float64"), elements(kept, "bool", 1)
+        x = placed(context, a.copy(), split, library)
+        a[m] = -1.25
+        x[m if other is None else placed(context, m, other, library)] = -1.25
+        agree(x, a)
+
+
+@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(maskings))
+def test_masks_in_assignments(contexts, cases):
+    size, calls = cases
+    contexts.run(mask, calls, ranks=size)
+
+
+def follows(context):
+    """The distributions of results; parts are views where NumPy's are."""
+    with context:
+        x = shardmath.zeros((6, 4), distribution=Slab.X)
+        with shardmath.communication("forbid"):
+            assert x[:, 1].distribution == Slab.X
+            assert x[:, None].distribution == x[..., ::-2].distribution == Slab.X
+            assert x[2].distribution == Box((0,), (4,) if context.rank == 0 else (0,))
+            assert x[1:].shape == (5, 4)
+            x[2:, 1][...] = 3
+            x[:, 2:] += 1
+            x[0] = np.arange(4)
+            with pytest.raises(RuntimeError, match="one element for all ranks"):
+                x[0, 0]
+        assert x.sum() == 12 + 12 - 2 + 6
+        assert x[0, 3].distribution == Replicated()
+        cyclic = x.to(BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4)))
+        assert cyclic[:, 1:3].distribution == BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4))
+        assert [float(row.sum()) for row in x] == [6.0, 2.0, 5.0, 5.0, 5.0, 5.0]
+        assert len(x) == 6
+
+
+def test_the_distribution_that_follows(contexts):
+    contexts.run(follows, ranks=2)
+
+
+def mistakes(context):
+    with context:
+        x = shardmath.zeros((6, 4), distribution=Slab.X)
+        for key in (6, (0, 0, 0), (..., ...), "a", 1.5, (0, -5), (True, 0)):
+            with pytest.raises(IndexError):
+                x[key]
+        for key, word in (([1, 2], r"take\(x, indices, axis=0\)"), (x > 0, r"where\(mask")):
+            with pytest.raises(NotImplementedError, match=word):
+                x[key]
+        with pytest.raises(ValueError, match="do not broadcast"):
+            x[1:] = np.zeros(3)
+        with pytest.raises(ValueError, match="a value of shape"):
+            x[1] = np.zeros((2, 4))
+        with pytest.raises(IndexError, match="a mask of shape"):
+            x[np.zeros(4, bool)] = 0
+        with pytest.raises(NotImplementedError, match=r"where\(mask, values, x\)"):
+            x[x > 0] = np.zeros(3)
+        assert not x.sum()
+
+
+def test_mistakes(contexts):
+    contexts.run(mistakes, ranks=2)
