@@ -254,8 +254,7 @@ def _require_ordered(x: Distributed, name: str) -> None:
 
 
 def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
-    kept = math.prod(n for axis, n in enumerate(x.shape) if axis not in axes)
-    if kept and not _count(x, axes):
+    if not _count(x, axes):
         raise ValueError(f"{name} of no elements: the array has shape {x.shape}")
 
 
@@ -282,8 +281,7 @@ def _first_index(
     """The least index at which the best element of all ranks is."""
     axes = checked_axes(x, axis)
     _require_ordered(x, f"arg{reduction.name}")
-    if not _count(x, axes):
-        raise ValueError(f"arg{reduction.name} of no elements: the array has shape {x.shape}")
+    _require_elements(x, axes, f"arg{reduction.name}")
     best = _reduced(x, reduction, axes, None, True)
     needed = needed_layout(x.layout, best.shape)
     wanted = brought(best, needed, "the best element")
