@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         full,
         linspace,
         ones,
+        random,
+        standard_normal,
         zeros,
     )
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
@@ -69,7 +71,9 @@ _HOME = {
     "linspace": "distributed",
     "new_context": "context.startup",
     "ones": "distributed",
+    "random": "distributed",
     "spawn": "launch",
+    "standard_normal": "distributed",
     "zeros": "distributed",
 }
 _MODULES = (
@@ -116,8 +120,10 @@ __all__ = [
     "new_context",
     "ones",
     "process_group",
+    "random",
     "reshape",
     "spawn",
+    "standard_normal",
     "symmetric_memory",
     "zeros",
 ]

@@ -50,7 +50,7 @@ def elements(shape, dtype, seed=0):
 def placed(context, x, encoded, library="numpy"):
     """The array `x` of all ranks, split, of which this rank passes its part."""
     distribution = decode(encoded[context.rank])
-    part = np.array(part_of(x, distribution, context.rank, context.size))
+    part = np.array(part_of(x, distribution, context.rank, context.size), x.dtype)
     with context:
         return shardmath.array(library_named(library).from_host(part), distribution)
 

@@ -55,7 +55,7 @@ def body(context, cases):
         agree(x, a)
 
 
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(cases=lists_of(indexings))
 def test_indices(contexts, cases):
     size, calls = cases
@@ -81,7 +81,7 @@ def mask(context, cases):
         agree(x, a)
 
 
-@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(cases=lists_of(maskings))
 def test_masks_in_assignments(contexts, cases):
     size, calls = cases

@@ -71,7 +71,7 @@ def body(context, cases):
             agree(function(x, **words), expected, close=True, strict=library == "numpy")
 
 
-@settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(cases=lists_of(reductions))
 def test_reductions(contexts, cases):
     size, calls = cases

@@ -3,8 +3,6 @@
 Names are those of the array API standard, and NumPy's.
 """
 
-from shardmath.distributed.array import DistributedArray
-from shardmath.distributed.communication import communication
 from shardmath.distributed.creation import (
     arange,
     array,
@@ -21,7 +19,11 @@ from shardmath.distributed.creation import (
     zeros,
     zeros_like,
 )
-from shardmath.distributed.elementwise import explain
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.elementwise import explain, where
+from shardmath.distributed.movement import communication
+from shardmath.distributed.products import matmul, vecdot
+from shardmath.distributed.random_numbers import random, standard_normal
 from shardmath.distributed.reductions import (
     all,
     any,
@@ -54,15 +56,20 @@ __all__ = [
     "full",
     "full_like",
     "linspace",
+    "matmul",
     "max",
     "mean",
     "min",
     "ones",
     "ones_like",
     "prod",
+    "random",
+    "standard_normal",
     "std",
     "sum",
     "var",
+    "vecdot",
+    "where",
     "zeros",
     "zeros_like",
 ]

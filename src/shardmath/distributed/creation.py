@@ -26,10 +26,10 @@ from shardmath.base.collective_call import collective_call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import parts
-from shardmath.distributed.array import DistributedArray
-from shardmath.distributed.communication import agreed_layout, rearranged
+from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.elementwise import filled
 from shardmath.distributed.layouts import indices, placed_part, selector, unbound
+from shardmath.distributed.movement import agreed_layout, rearranged
 from shardmath.geometry import Distribution, Layout
 from shardmath.geometry.integers import index, integers
 from shardmath.operators.layouts import bind_layout, infer_layout
@@ -166,7 +166,7 @@ def empty(
     package: ModuleType | None = None,
 ) -> DistributedArray:
     """An array of undefined elements. Arguments and errors as `full`."""
-    context, library, layout = _place(shape, distribution, package)
+    context, library, layout = placed(shape, distribution, package)
     kind = library.default_dtype() if dtype is None else dtypes.of(dtype)
     local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context))
     return DistributedArray.of(local, unbound(distribution), layout, context)
@@ -210,13 +210,13 @@ def fromfunction(
     As numpy.fromfunction: the indices are NumPy's arrays of the part's shape, of type `dtype`, and
     the elements have the type of the result. Local, but for boxes, as `full`, and so are errors.
     """
-    context, library, layout = _place(shape, distribution, package)
+    context, library, layout = placed(shape, distribution, package)
     spans = layout.spans(context.rank)
     local = layout.local_shape(context.rank)
     grid = np.ix_(*(indices(along) for along in spans)) if spans else ()
     given = [np.broadcast_to(along.astype(dtypes.to_numpy(dtype)), local) for along in grid]
     made = np.asarray(function(*given))
-    return _of_host(np.array(np.broadcast_to(made, local)), library, layout, distribution)
+    return of_host(np.array(np.broadcast_to(made, local)), library, layout, distribution)
 
 
 def arange(
@@ -235,11 +235,11 @@ def arange(
     kind = (
         np.asarray(start + step * 0 + stop * 0).dtype if dtype is None else dtypes.to_numpy(dtype)
     )
-    context, library, layout = _place(extent, distribution, package)
+    context, library, layout = placed(extent, distribution, package)
     (spans,) = layout.spans(context.rank)
     first, second = np.asarray([start, start + step]).astype(kind)
     made = (first + indices(spans) * (second - first)).astype(kind)
-    return _of_host(made, library, layout, distribution)
+    return of_host(made, library, layout, distribution)
 
 
 def linspace(
@@ -254,7 +254,7 @@ def linspace(
 ) -> DistributedArray:
     """`num` numbers, evenly from `start` to `stop`, as numpy.linspace. Local, as `full`."""
     count = index(num, "num")
-    context, library, layout = _place(count, distribution, package)
+    context, library, layout = placed(count, distribution, package)
     (spans,) = layout.spans(context.rank)
     places = indices(spans)
     gaps = count - 1 if endpoint else count
@@ -265,7 +265,7 @@ def linspace(
     kind = wide if dtype is None else dtypes.to_numpy(dtype)
     if np.issubdtype(kind, np.integer):
         made = np.floor(made)
-    return _of_host(made.astype(kind), library, layout, distribution)
+    return of_host(made.astype(kind), library, layout, distribution)
 
 
 def eye(
@@ -279,16 +279,16 @@ def eye(
 ) -> DistributedArray:
     """A matrix of ones on diagonal `k` and zeros elsewhere, as numpy.eye. Local, as `full`."""
     shape = (rows, rows if columns is None else columns)
-    context, library, layout = _place(shape, distribution, package)
+    context, library, layout = placed(shape, distribution, package)
     i, j = np.ix_(*(indices(spans) for spans in layout.spans(context.rank)))
     made = (j - i == k).astype(dtypes.to_numpy(dtype))
-    return _of_host(made, library, layout, distribution)
+    return of_host(made, library, layout, distribution)
 
 
 # -- where a new array lies ------------------------------------------------------------------------
 
 
-def _place(
+def placed(
     shape: Shape, distribution: Distribution, package: ModuleType | None
 ) -> tuple[DistributedContext, Library, Layout]:
     """The current context, the library of the parts and the layout of a new array."""
@@ -299,7 +299,7 @@ def _place(
     return context, library, agreed_layout(distribution, extents, context)
 
 
-def _of_host(
+def of_host(
     host: HostArray, library: Library, layout: Layout, distribution: Distribution
 ) -> DistributedArray:
     """The array of which `host` has the elements of this rank's part."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from shardmath.arrays import Library, array_of, dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.communication import brought, described, received, stays
 from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
+from shardmath.distributed.movement import brought, described, received, stays
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Spans
 
@@ -57,6 +57,24 @@ def combined(function: Callable[[Any, Any], Any], x: Distributed, y: Any) -> Any
     elif not is_operand(y):
         return NotImplemented
     return applied(function, (x, y))
+
+
+def alike(x: Distributed, operands: Sequence[Any]) -> list[Any] | None:
+    """The parts of operands that are split as `x` is, and numbers of Python's; None where another
+    is among them.
+    """
+    kind, layout, context = type(x), x.layout, x.context
+    parts_: list[Any] = []
+    for y in operands:
+        if type(y) is kind:
+            if y.context is not context or not (y.layout is layout or y.layout == layout):
+                return None
+            parts_.append(y.local)
+        elif type(y) in (float, int, complex, bool):
+            parts_.append(y)
+        else:
+            return None
+    return parts_
 
 
 def wrapped(x: D, local: Any) -> D:
@@ -227,7 +245,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     """The elements of `x` where `condition` holds, else those of `y`; broadcast, as numpy.where."""
     operands = (condition, x, y)
     library = next(one.library for one in operands if isinstance(one, Distributed))
-    return applied(lambda *parts_: parts.chosen(*parts_, library), operands)
+    return applied(lambda c, one, two: parts.chosen(c, one, two, library), operands)
 
 
 def filled(x: D, value: Any, dtype: Any = None) -> D:

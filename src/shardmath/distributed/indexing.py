@@ -23,7 +23,6 @@ import numpy as np
 
 from shardmath.arrays import array_of
 from shardmath.distributed import parts
-from shardmath.distributed.communication import brought
 from shardmath.distributed.elementwise import broadcast_shape, needed_layout
 from shardmath.distributed.layouts import (
     Axes,
@@ -36,6 +35,7 @@ from shardmath.distributed.layouts import (
     selector,
     unbound,
 )
+from shardmath.distributed.movement import brought
 from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
@@ -78,24 +78,50 @@ def get(x: Distributed, key: Any) -> Any:
             "it of x.numpy()"
         )
     index = read(key, x.shape)
-    layout = selected_layout(x.layout, index.ranges)
-    if layout is None:
+    plan = _reading(x.layout, x.distribution, index, x.context.rank)
+    if plan is None:
         return get(_without_cycles(x), key)
-    rank = x.context.rank
-    local = _taken(x, index, _picks(x.layout.spans(rank), index.ranges))
-    if not index.axes and not layout.is_replicated:
-        whole = Layout.replicated(layout.global_shape, layout.size)
-        local = brought(x.like(local, x.distribution, layout), whole, "one element for all ranks")
-        layout = whole
-    result = rearranged_layout(layout, index.axes)
-    local = array_of(local.reshape(result.local_shape(rank)))
-    like = rearranged_distribution(x.distribution, index.axes)
-    distribution = distribution_of(result, rank, like)
-    if distribution is None:
-        held = x.like(local, x.distribution, result)
-        distribution, result = _stand_in(like, result)
-        local = brought(held, result, "a part of block-cyclic axes")
-    return x.like(local, distribution, result)
+    local = parts.flipped(x.local[plan.where], _descending(index), x.library)
+    if plan.everywhere is not None:
+        held = x.like(local, x.distribution, plan.selected)
+        local = brought(held, plan.everywhere, "one element for all ranks")
+    local = array_of(local.reshape(plan.shape))
+    if plan.distribution is not None:
+        return x.like(local, plan.distribution, plan.result)
+    held = x.like(local, x.distribution, plan.result)
+    distribution, layout = _stand_in(plan.like, plan.result)
+    return x.like(brought(held, layout, "a part of block-cyclic axes"), distribution, layout)
+
+
+class Reading(NamedTuple):
+    """What a rank does for an index: `where` its elements lie in its part, of which all ranks' make
+    the layout `selected`, all axes kept, and `everywhere` where no other is left; then the `result`
+    and this rank's `shape` of it, and the distribution, None where none describes it.
+    """
+
+    where: Any
+    selected: Layout
+    everywhere: Layout | None
+    result: Layout
+    shape: Shape
+    like: Distribution | None
+    distribution: Distribution | None
+
+
+@lru_cache(maxsize=1024)
+def _reading(layout: Layout, distribution: Distribution, index: Index, rank: int) -> Reading | None:
+    """How this rank reads by an index; None where no layout expresses what is selected."""
+    selected = selected_layout(layout, index.ranges)
+    if selected is None:
+        return None
+    where = selector([pick.where for pick in _picks(layout.spans(rank), index.ranges)])
+    everywhere = None
+    if not index.axes and not selected.is_replicated:
+        everywhere = Layout.replicated(selected.global_shape, selected.size)
+    result = rearranged_layout(everywhere or selected, index.axes)
+    like = rearranged_distribution(distribution, index.axes)
+    shape, named = result.local_shape(rank), distribution_of(result, rank, like)
+    return Reading(where, selected, everywhere, result, shape, like, named)
 
 
 def put(x: Distributed, key: Any, value: Any) -> None:
@@ -243,12 +269,6 @@ def _expressed(selected: Indices) -> Spans | None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _taken(x: Distributed, index: Index, picks: Sequence[Picked]) -> Any:
-    """What is selected of this rank's part, all axes kept, in the order of the selection."""
-    local = array_of(x.local[selector([pick.where for pick in picks])])
-    return parts.flipped(local, _descending(index), x.library)
-
-
 def _descending(index: Index) -> list[int]:
     return [axis for axis, along in enumerate(index.ranges) if along.step < 0]
 
@@ -279,7 +299,7 @@ def _stand_in(like: Distribution | None, layout: Layout) -> tuple[Distribution, 
 def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -> Any:
     """The elements for this rank's part of the selection, axes and order as they lie there."""
     if not isinstance(value, Distributed):
-        if not getattr(value, "shape", ()):
+        if isinstance(value, bool | int | float | complex):
             return value
         whole = parts.converted(value, x.library)
     elif value.layout.is_replicated:

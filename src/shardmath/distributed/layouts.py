@@ -189,7 +189,7 @@ def placed_part(spans: Spans) -> slice | Indices:
 def selector(along: Sequence[slice | Indices]) -> Any:
     """What indexes an array of any library by a slice or an array along each axis."""
     if all(isinstance(one, slice) for one in along):
-        return tuple(along)
+        return (*along, Ellipsis)  # an array, also of no axes, where NumPy would give a number
     full = [
         np.arange(one.start, one.stop, one.step) if isinstance(one, slice) else one for one in along
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ def shown(x: Distributed) -> str:
     cut = [is_long and extent > 2 * edge for extent in x.shape]
     kept = [2 * edge + 1 if short else extent for short, extent in zip(cut, x.shape, strict=True)]
     corners = _corners(x, tuple(kept), cut, edge)
-    return np.array2string(corners, threshold=0 if is_long else prod(kept) + 1)
+    with np.printoptions(threshold=0 if is_long else corners.size + 1):
+        return str(corners)
 
 
 def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int) -> HostArray:

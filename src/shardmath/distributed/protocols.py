@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.distributed import elementwise, parts, reductions
+from shardmath.distributed import elementwise, parts, products, reductions, transforms
 from shardmath.distributed.state import Distributed
 
 _CALL = "__call__"
@@ -25,6 +25,10 @@ _REDUCTIONS: dict[np.ufunc, Callable[..., Any]] = {
 
 def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: Any) -> Any:
     """What a ufunc does, or a method of it. Raises NotImplementedError where it has no such way."""
+    if function is np.matmul and method == _CALL:
+        return _into(words, products.matmul(*inputs))
+    if function is np.vecdot and method == _CALL:
+        return _into(words, products.vecdot(inputs[0], inputs[1], words.get("axis", -1)))
     if method == "reduce" and function in _REDUCTIONS:
         words = {"axis": 0, **words}
         return function_of(_REDUCTIONS[function], inputs, words)
@@ -123,6 +127,15 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.var: _spread(reductions.var),
     np.std: _spread(reductions.std),
     np.where: elementwise.where,
+    np.dot: products.matmul,
+    np.fft.fft: transforms.fft,
+    np.fft.ifft: transforms.ifft,
+    np.fft.rfft: transforms.rfft,
+    np.fft.irfft: transforms.irfft,
+    np.fft.fftn: transforms.fftn,
+    np.fft.ifftn: transforms.ifftn,
+    np.fft.rfftn: transforms.rfftn,
+    np.fft.irfftn: transforms.irfftn,
     np.shape: lambda x: x.shape,
     np.ndim: lambda x: x.ndim,
     np.size: lambda x: x.size,

@@ -21,7 +21,6 @@ import numpy as np
 from shardmath.arrays import DType, array_of, dtypes
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts
-from shardmath.distributed.communication import brought, refuse
 from shardmath.distributed.elementwise import needed_layout
 from shardmath.distributed.layouts import (
     indices,
@@ -29,6 +28,7 @@ from shardmath.distributed.layouts import (
     rearranged,
     selector,
 )
+from shardmath.distributed.movement import brought, refuse
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated
 

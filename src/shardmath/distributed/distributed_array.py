@@ -11,11 +11,11 @@ import numpy as np
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.distributed import indexing, parts, printing, protocols, reductions
-from shardmath.distributed.communication import agreed_layout, brought, rearranged, refuse, within
-from shardmath.distributed.elementwise import applied, combined, wrapped
+from shardmath.distributed import indexing, parts, printing, products, protocols, reductions
+from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
+from shardmath.distributed.movement import agreed_layout, brought, rearranged, refuse, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.redistribute import redistribute
@@ -260,8 +260,10 @@ class DistributedArray(Distributed):
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **words: Any) -> Any:
-        if len(inputs) == 1 and method == _CALL and not words and ufunc.nout == 1:
-            return wrapped(self, parts.elementwise(self.library, ufunc)(self.local))
+        if method == _CALL and ufunc.nout == 1 and ufunc.signature is None:
+            operands = alike(self, inputs)
+            if operands is not None and not words:
+                return wrapped(self, parts.elementwise(self.library, ufunc)(*operands))
         return protocols.ufunc(self, ufunc, method, inputs, words)
 
     def __array_function__(self, function: Any, types: Any, given: Any, words: Any) -> Any:
@@ -308,6 +310,12 @@ class DistributedArray(Distributed):
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+
+    def __matmul__(self, other: Any) -> Any:
+        return products.matmul(self, other) if is_operand(other) else NotImplemented
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return products.matmul(other, self) if is_operand(other) else NotImplemented
 
     def __neg__(self) -> Self:
         return wrapped(self, -self.local)

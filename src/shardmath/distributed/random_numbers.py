@@ -1,0 +1,123 @@
+"""Random numbers that are the same on any number of ranks, for every distribution.
+
+Each element has its place in the stream of NumPy's Philox generator, which is a function of a
+counter: element i of the global array, in C order, takes word i, or words 2 i and 2 i + 1. So a
+rank begins wherever a run of its part begins, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.distributed.creation import Shape, of_host, placed
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.layouts import indices
+from shardmath.geometry import Distribution, Spans
+
+_WORDS = 4  # of 64 bits, that one value of the counter gives
+
+
+def random(
+    shape: Shape,
+    *,
+    seed: int,
+    distribution: Distribution,
+    dtype: Any = float,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """Uniform numbers in [0, 1), the same for a seed on any number of ranks. Local.
+
+        x = shardmath.random((n, m), seed=0, distribution=Slab.X)
+
+    `dtype` is float64 or float32; `seed`, an integer from 0 to 2**128 - 1, is the same on all
+    ranks. Arguments and errors otherwise as `full`.
+    """
+    return _made(shape, seed, distribution, dtype, package, 1, _uniform)
+
+
+def standard_normal(
+    shape: Shape,
+    *,
+    seed: int,
+    distribution: Distribution,
+    dtype: Any = float,
+    package: ModuleType | None = None,
+) -> DistributedArray:
+    """Normal numbers of mean 0 and variance 1, the same for a seed on any number of ranks. Local.
+
+    By the method of Box and Muller. Arguments and errors as `random`.
+    """
+    return _made(shape, seed, distribution, dtype, package, 2, _normal)
+
+
+def _made(
+    shape: Shape,
+    seed: int,
+    distribution: Distribution,
+    dtype: Any,
+    package: ModuleType | None,
+    each: int,
+    convert: Any,
+) -> DistributedArray:
+    """The array of which each element is made of so many words."""
+    kind = dtypes.to_numpy(dtype)
+    if kind not in (np.float32, np.float64):
+        raise ValueError(f"random numbers are float64 or float32, not {kind}")
+    context, library, layout = placed(shape, distribution, package)
+    words = _words(layout.spans(context.rank), layout.global_shape, seed, each)
+    numbers = convert(words)
+    if kind == np.float32 and each == 1:  # no number may be rounded to 1
+        numbers = np.floor(numbers * 2**24) * 2.0**-24
+    host = numbers.astype(kind).reshape(layout.local_shape(context.rank))
+    return of_host(host, library, layout, distribution)
+
+
+def _uniform(words: HostArray) -> HostArray:
+    """53 bits of each word, as a number in [0, 1)."""
+    return np.asarray((words >> np.uint64(11)) * 2.0**-53)
+
+
+def _normal(words: HostArray) -> HostArray:
+    """A normal number of every two words."""
+    radius = np.sqrt(-2 * np.log1p(-_uniform(words[0::2])))
+    return np.asarray(radius * np.cos(2 * np.pi * _uniform(words[1::2])))
+
+
+def _words(part: tuple[Spans, ...], shape: tuple[int, ...], seed: int, each: int) -> HostArray:
+    """The words of all elements of a part, `each` for one, in the C order of the part."""
+    runs = [_run(seed, first * each, count * each) for first, count in _runs(part, shape)]
+    return np.concatenate([np.zeros(0, np.uint64), *runs])
+
+
+def _run(seed: int, first: int, count: int) -> HostArray:
+    """Words `first` and so on of the stream."""
+    block, skipped = divmod(first, _WORDS)
+    generator = np.random.Philox(key=seed)
+    generator.advance(block)
+    return np.asarray(generator.random_raw(skipped + count)[skipped:])
+
+
+def _runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The part as runs of elements that follow each other in the global array: first, count."""
+    if any(not spans.block for spans in part):
+        return
+    axis = len(shape)  # behind the last that is not whole
+    while axis and part[axis - 1].length == shape[axis - 1]:
+        axis -= 1
+    if not axis:
+        yield 0, prod(shape)
+        return
+    unit = prod(shape[axis:])
+    starts = np.zeros(1, np.int64)
+    for extent, spans in zip(shape[: axis - 1], part[: axis - 1], strict=True):
+        starts = (starts[:, None] * extent + indices(spans)).reshape(-1)
+    for start in starts.tolist():
+        for low, high in part[axis - 1].ranges():
+            yield (start * shape[axis - 1] + low) * unit, (high - low) * unit

@@ -1,0 +1,115 @@
+"""Products and transforms of arrays split at random, against NumPy on the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from split_arrays import agree, elements, lists_of, placed, splits
+
+import shardmath
+from shardmath import distributed
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+
+EXTENT = st.sampled_from([0, 1, 2, 3, 5, 8])
+
+
+@st.composite
+def factors(draw, size):
+    """Two factors, matrices or vectors, their types and splits; the second may be unsplit."""
+    m, n, k = draw(EXTENT), draw(EXTENT), draw(EXTENT)
+    shapes = [draw(st.sampled_from([(m, k), (m, k), (k,)]))]
+    shapes.append(draw(st.sampled_from([(k, n), (k, n), (k,)])))
+    types = [draw(st.sampled_from(("float32", "float64", "complex64"))) for _ in shapes]
+    library = draw(st.sampled_from(("numpy", "torch")))
+    if library == "torch":
+        types[1] = types[0]
+    arrays = [(shape, kind, draw(splits(shape, size)))
+              for shape, kind in zip(shapes, types, strict=True)]  # fmt: skip
+    return library, arrays, draw(st.sampled_from(("split", "split", "plain")))
+
+
+def multiply(context, cases):
+    for library, (first, second), how in cases:
+        a, b = elements(*first[:2]), elements(*second[:2], 1)
+        x = placed(context, a, first[2], library)
+        y = placed(context, b, second[2], library)
+        agree(x @ y, a @ b, close=True)
+        if how == "plain" and library == "numpy":
+            agree(x @ b, a @ b, close=True)
+            agree(a @ y, a @ b, close=True)
+        if a.shape == b.shape and library == "numpy":
+            agree(np.vecdot(x, y), np.vecdot(a, b), close=True)
+
+
+@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(factors, most=10))
+def test_products(contexts, cases):
+    size, calls = cases
+    contexts.run(multiply, calls, ranks=size)
+
+
+@st.composite
+def transforms(draw, size):
+    """An array, its type and split, and the axes that are transformed."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 8]), min_size=1, max_size=3)))
+    axes = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
+    dtype = draw(st.sampled_from(("int16", "float32", "float64", "complex128")))
+    return shape, dtype, draw(splits(shape, size)), axes, draw(st.sampled_from((None, "ortho")))
+
+
+def transform(context, cases):
+    for shape, dtype, split, axes, norm in cases:
+        a = elements(shape, dtype)
+        x = placed(context, a, split)
+        agree(
+            np.fft.fftn(x, axes=axes, norm=norm), np.fft.fftn(a, axes=axes, norm=norm), close=True
+        )
+        agree(np.fft.ifft(x, axis=axes[0]), np.fft.ifft(a, axis=axes[0]), close=True)
+        if dtype != "complex128":
+            y = np.fft.rfftn(x, **words)
+            agree(y, np.fft.rfftn(a, **words), close=True)
+            s = [shape[axis] for axis in axes]
+            agree(np.fft.irfftn(y, s, **words), a / 1.0, close=True, strict=False)
+
+
+@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases=lists_of(transforms, most=6))
+def test_transforms(contexts, cases):
+    size, calls = cases
+    contexts.run(transform, calls, ranks=size)
+
+
+def follows(context):
+    with context:
+        x = shardmath.ones((4, 6), distribution=Slab.X)
+        y = shardmath.ones((6, 8), distribution=Slab.Y)
+        assert (x @ y).distribution == Slab.X
+        assert (x.to(Replicated()) @ y).distribution == Slab.Y
+        assert (x.to(Slab.Y) @ y.to(Slab.X)).distribution == Slab.X
+        assert (x @ y[:, 0]).distribution == Slab.X
+        assert (x[0] @ y[:, 0]).distribution == Replicated()
+        cyclic = BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 2))
+        assert (x.to(cyclic) @ y).distribution == cyclic
+        assert np.fft.rfftn(x).distribution == Slab.X
+        out = shardmath.zeros((4, 8), distribution=Slab.Y)
+        assert np.matmul(x, y, out=out) is out
+        assert out.tolist() == [[6.0] * 8] * 4
+        with pytest.raises(ValueError, match=r"no product of shapes \(4, 6\) and \(4, 6\)"):
+            x @ x
+        with pytest.raises(ValueError, match=r"use x \* y"):
+            x @ x.sum()
+        with pytest.raises(NotImplementedError, match=r"multiply x\.astype"):
+            x.astype(int) @ y.astype(int)
+        with pytest.raises(NotImplementedError, match="one by one"):
+            x[None] @ y
+        with pytest.raises(NotImplementedError, match="pad or cut"):
+            np.fft.fft(x, 3)
+        with pytest.raises(TypeError):
+            x @ "y"
+        assert distributed.matmul(x, y).shape == (4, 8)
+
+
+def test_the_distribution_that_follows(contexts):
+    contexts.run(follows, ranks=2)
