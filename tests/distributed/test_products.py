@@ -63,9 +63,8 @@ def transform(context, cases):
     for shape, dtype, split, axes, norm in cases:
         a = elements(shape, dtype)
         x = placed(context, a, split)
-        agree(
-            np.fft.fftn(x, axes=axes, norm=norm), np.fft.fftn(a, axes=axes, norm=norm), close=True
-        )
+        words = {"axes": axes, "norm": norm}
+        agree(np.fft.fftn(x, **words), np.fft.fftn(a, **words), close=True)
         agree(np.fft.ifft(x, axis=axes[0]), np.fft.ifft(a, axis=axes[0]), close=True)
         if dtype != "complex128":
             y = np.fft.rfftn(x, **words)

@@ -48,11 +48,10 @@ def matmul(x: Any, y: Any) -> Distributed:
     return result
 
 
-def vecdot(x: Any, y: Any, axis: int = -1) -> Distributed:
+def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
     """The sum of conj(x) * y along an axis, as numpy.vecdot. Collective where that is split."""
     together = applied(lambda one, two: one.conj() * two, (x, y))
-    total: Distributed = reductions.sum(together, axis=axis)
-    return total
+    return reductions.sum(together, axis=axis)
 
 
 def _matrix(x: Any, first: Distributed, axes: tuple[int | None, ...]) -> Distributed:
