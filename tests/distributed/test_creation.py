@@ -119,6 +119,19 @@ def test_random_numbers(contexts):
     contexts.run(numbers, ranks=3)
 
 
+def gathered(context):
+    """A rank whose own call is as the last one, while its peers no longer read its part."""
+    with context:
+        x = shardmath.arange(7, distribution=Slab.X)
+        for root in (None, 1, None, 0, 1):
+            whole = x.numpy(root=root)
+            assert whole is None or whole.tolist() == list(range(7))
+
+
+def test_the_whole_on_some_ranks(contexts):
+    contexts.run(gathered, ranks=3)
+
+
 def shown(context):
     with context:
         for shape in ((3000,), (40, 50), (7, 300), (2, 3)):

@@ -226,8 +226,10 @@ class Cores:
         for copy in prepared.copies:
             copy()
         turn.note = prepared.note
-        if prepared.payload is not None:
-            payload = prepared.payload
+        payload = prepared.payload
+        if payload is None:
+            turn.payload = b""  # not what was sent along in expectation of another plan
+        else:
             turn.payload = bytes(payload) if isinstance(payload, memoryview) else payload()
         if prepared.makes:
             self._make(turn, prepared)
