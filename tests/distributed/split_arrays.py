@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import shardmath
@@ -14,10 +15,31 @@ from shardmath.arrays.dtypes import to_numpy
 from shardmath.distributed import DistributedArray
 from shardmath.geometry import Box, Replicated, decode
 
-__all__ = ["EXTENTS", "agree", "elements", "host", "lists_of", "placed", "shapes", "splits"]
+__all__ = [
+    "EXTENTS",
+    "agree",
+    "elements",
+    "examples",
+    "host",
+    "lists_of",
+    "placed",
+    "shapes",
+    "splits",
+]
 
 EXTENTS = st.sampled_from([0, 1, 2, 3, 5, 8])
 ONE = Replicated().encode()
+
+
+def examples(count):
+    """So many lists of cases, the same in every run."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def shapes(least=0, most=3):

@@ -6,9 +6,9 @@ import operator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
 
 import shardmath
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
@@ -69,7 +69,7 @@ def body(context, cases):
         agree(got, expected, close=True, strict=library == "numpy")
 
 
-@settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(8)
 @given(cases=lists_of(operands))
 def test_elementwise_functions(contexts, cases):
     size, calls = cases
@@ -102,7 +102,7 @@ def update(context, cases):
             np.add(x, 1.5, out=x.astype(np.int64))
 
 
-@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(4)
 @given(cases=lists_of(updates))
 def test_in_place_and_out(contexts, cases):
     size, calls = cases

@@ -6,9 +6,9 @@ import importlib
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
 
 import shardmath
 from shardmath import distributed
@@ -48,7 +48,7 @@ def whole(context, cases):
             assert str(x) == str(a)
 
 
-@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(6)
 @given(cases=lists_of(arrays))
 def test_parts_and_the_whole(contexts, cases):
     size, calls = cases
@@ -92,7 +92,7 @@ def create(context, cases):
                 agree(function(shape, seed=7, distribution=first), host(alone), close=True)
 
 
-@settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(3)
 @given(cases=lists_of(creations, most=8))
 def test_creation(contexts, cases):
     size, calls = cases

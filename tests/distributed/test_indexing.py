@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
 
 import shardmath
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
@@ -55,7 +55,7 @@ def body(context, cases):
         agree(x, a)
 
 
-@settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(8)
 @given(cases=lists_of(indexings))
 def test_indices(contexts, cases):
     size, calls = cases
@@ -81,7 +81,7 @@ def mask(context, cases):
         agree(x, a)
 
 
-@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(4)
 @given(cases=lists_of(maskings))
 def test_masks_in_assignments(contexts, cases):
     size, calls = cases

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, splits
+from split_arrays import agree, elements, examples, lists_of, placed, splits
 
 import shardmath
 from shardmath import distributed
@@ -43,7 +43,7 @@ def multiply(context, cases):
             agree(np.vecdot(x, y), np.vecdot(a, b), close=True)
 
 
-@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(6)
 @given(cases=lists_of(factors, most=10))
 def test_products(contexts, cases):
     size, calls = cases
@@ -73,7 +73,7 @@ def transform(context, cases):
             agree(np.fft.irfftn(y, s, **words), a / 1.0, close=True, strict=False)
 
 
-@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(4)
 @given(cases=lists_of(transforms, most=6))
 def test_transforms(contexts, cases):
     size, calls = cases

@@ -6,9 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
 
 import shardmath
 from shardmath.distribution import Replicated, Slab
@@ -71,7 +71,7 @@ def body(context, cases):
             agree(function(x, **words), expected, close=True, strict=library == "numpy")
 
 
-@settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(8)
 @given(cases=lists_of(reductions))
 def test_reductions(contexts, cases):
     size, calls = cases

@@ -265,10 +265,8 @@ class DistributedArray(Distributed):
             if operands is not None and not words:
                 return wrapped(self, parts.elementwise(self.library, ufunc)(*operands))
             (out,) = words.get("out", (None,)) if len(words) == 1 else (None,)
-            is_numpys = type(out) is type(self) and isinstance(out.local, np.ndarray)
-            if operands is not None and is_numpys and out.layout == self.layout:
-                ufunc(*operands, out=out.local)
-                return out
+            if operands is not None and isinstance(out, type(self)) and out.layout == self.layout:
+                return protocols.written(ufunc, operands, out, {})
         return protocols.ufunc(self, ufunc, method, inputs, words)
 
     def __array_function__(self, function: Any, types: Any, given: Any, words: Any) -> Any:

@@ -94,7 +94,7 @@ def applied(
     operands: Sequence[Any],
     *,
     out: Distributed | None = None,
-    write: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+    write: Callable[[Any, Sequence[Any]], Any] | None = None,
 ) -> Any:
     """`function` of each element of operands that broadcast; a tuple where it has several results.
 
@@ -126,7 +126,7 @@ def applied(
     ]
     if out is not None:
         assert write is not None, "what has an out is written"
-        write(out.local, tuple(locals_))
+        write(out.local, locals_)
         return out
     if chosen is None:
         distribution = distribution_of(layout, rank)

@@ -249,7 +249,7 @@ def _pick(spans: Spans, along: range) -> Picked:
             if len(held) == count == spans.stop:
                 where = slice(0, count)
     if along.step < 0:
-        selected = (count - 1 - selected)[::-1]
+        selected = np.ascontiguousarray((count - 1 - selected)[::-1])  # as torch wants it
     return Picked(where, selected, _expressed(selected))
 
 

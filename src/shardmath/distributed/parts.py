@@ -80,8 +80,10 @@ def converted(x: Any, library: Library) -> Any:
     if library.name == "numpy":
         return np.asarray(x)
     module = module_of(library)
-    convert = module.as_tensor if library.name == "torch" else module.asarray
-    return convert(np.asarray(x))
+    if library.name == "torch":
+        host = np.asarray(x)
+        return module.as_tensor(host.copy() if any(n < 0 for n in host.strides) else host)
+    return module.asarray(np.asarray(x))
 
 
 def on_device(host: HostArray, library: Library, device: str) -> Any:

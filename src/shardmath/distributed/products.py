@@ -66,9 +66,12 @@ def _matrix(x: Any, first: Distributed, axes: tuple[int | None, ...]) -> Distrib
         raise ValueError("matmul takes matrices and vectors, not numbers: use x * y")
     if x.ndim > 2:
         raise NotImplementedError(f"a product of {x.ndim} axes: multiply its matrices one by one")
+    matrix: Distributed = x
     if x.ndim == 2:
-        return x
-    widened = rearranged(x, x.local[tuple(slice(None) if a == 0 else None for a in axes)], axes)
+        return matrix
+    widened = rearranged(
+        matrix, x.local[tuple(slice(None) if a == 0 else None for a in axes)], axes
+    )
     assert widened is not None, "a new axis leaves a distribution what it is"
     return widened
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,13 +52,21 @@ def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: A
     if not isinstance(out, Distributed):
         raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
 
-    def write(into: Any, operands: tuple[Any, ...]) -> None:
-        if isinstance(into, np.ndarray):
-            function(*operands, out=into, **words)
-        else:
-            into[...] = compute(*operands)
+    def write(into: Any, operands: Sequence[Any]) -> None:
+        written(function, operands, out, words)
 
     return elementwise.applied(compute, inputs, out=out, write=write)
+
+
+def written(
+    function: np.ufunc, operands: Sequence[Any], out: Distributed, words: Mapping[str, Any]
+) -> Any:
+    """`out`, into whose part `function` of other parts is written; NumPy's are cast as it does."""
+    if isinstance(out.local, np.ndarray):
+        function(*operands, out=out.local, **words)
+    else:
+        out.local[...] = parts.elementwise(out.library, function)(*operands, **words)
+    return out
 
 
 def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, Any]) -> Any:
