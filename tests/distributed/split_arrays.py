@@ -16,7 +16,6 @@ from shardmath.distributed import DistributedArray
 from shardmath.geometry import Box, Replicated, decode
 
 __all__ = [
-    "EXTENTS",
     "agree",
     "elements",
     "examples",

@@ -23,6 +23,7 @@ from shardmath.arrays import (
 )
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
+from shardmath.collectives import broadcast
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import parts
@@ -102,6 +103,9 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
         part = array_of(x[selector(along)])
         local = part.clone() if name == "torch" else part.copy()
         return DistributedArray.of(local, unbound(distribution), layout, context)
+    if layout.is_replicated:
+        whole = broadcast(x if rank == root else None, root=root, context=context)
+        return DistributedArray.of(whole, unbound(distribution), layout, context)
     source = Layout.on_one_rank(shape, context.size, rank=root)
     if rank != root:
         x = library_named(name).empty(source.local_shape(rank), dtype, "C", device_of(context))
