@@ -31,7 +31,7 @@ _TORCH = {
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of a library that we know."""
-    return any(library.owns(x) for library in libraries().values())
+    return any(library.owns_type(type(x)) for library in libraries().values())
 
 
 def module_of(library: Library) -> Any:
@@ -75,7 +75,7 @@ def _elementwise(library: str, name: str) -> Callable[..., Any]:
 
 def converted(x: Any, library: Library) -> Any:
     """An array that is the same on all ranks, in the library of the parts."""
-    if library.owns(x):
+    if library.owns_type(type(x)):
         return x
     if library.name == "numpy":
         return np.asarray(x)
