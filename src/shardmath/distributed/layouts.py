@@ -114,13 +114,13 @@ def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
 def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribution | None:
     """The distribution with these axes of the operand; None where an axis goes that it splits."""
     match distribution:
-        case Slab(dim):
+        case Slab(partition_dim=dim):
             return Slab(axes.index(dim)) if dim in axes else None
-        case BlockNonCyclic(grid, _, first):
+        case BlockNonCyclic(process_grid=grid, first_process=first):
             wide = _rearranged_grid(grid, axes)
             if wide is not None:
                 return BlockNonCyclic(wide, first_process=_picked(first, axes, 0))
-        case BlockCyclic(grid, blocks, first):
+        case BlockCyclic(process_grid=grid, block_sizes=blocks, first_process=first):
             wide = _rearranged_grid(grid, axes)
             if wide is not None:
                 sizes, first = _picked(blocks, axes, 1), _picked(first, axes, 0)
