@@ -167,7 +167,8 @@ def check_small_blocks(context):
         for block in (1 << 13, 1 << 15, 1 << 20):
             two_shots._BLOCK_BYTES = block
             group = context.split(0)
-            for length in (5 << 16, (5 << 16) + 1, 400_001):
+            whole = max(5 << 16, block // 2)  # float32 elements, of blocks without a rest
+            for length in (whole, whole + 1, 400_001):
                 parts = [values("float32", (length,), r, seed=block) for r in range(context.size)]
                 found = all_reduce(parts[context.rank], context=group)
                 if not same(found, reduced("sum", parts)):
