@@ -34,7 +34,7 @@ M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
 # On the heap, where the last one lay, or where blocks have their turn; with nothing to copy from.
 STORES = ["heap", "turns", "no room", "ordinary"]
-REPEATS = 6
+REPEATS = 24  # more than there are blocks which take turns to be used again
 
 
 class Redistribution:
@@ -228,8 +228,6 @@ def count(context, name, form, store):
         def again():
             last[:] = [call(work, x)]
 
-        for _ in range(4):
-            again()
         for _ in range(REPEATS):
             names = calls_before("Lane.launch", again)
             tries.append([name for name in names if not name.startswith(("Pool.", "finalize."))])
