@@ -143,7 +143,7 @@ def zeros(
     distribution: Distribution,
     package: ModuleType | None = None,
 ) -> DistributedArray:
-    """An array of zeros, float64 if no type is given. Arguments and errors as `full`."""
+    """An array of zeros. Arguments and errors as `full`; see `empty` for the type."""
     made = empty(shape, dtype, distribution=distribution, package=package)
     made.local[...] = 0
     return made
@@ -156,7 +156,7 @@ def ones(
     distribution: Distribution,
     package: ModuleType | None = None,
 ) -> DistributedArray:
-    """An array of ones, float64 if no type is given. Arguments and errors as `full`."""
+    """An array of ones. Arguments and errors as `full`; see `empty` for the type."""
     made = empty(shape, dtype, distribution=distribution, package=package)
     made.local[...] = 1
     return made
@@ -169,7 +169,10 @@ def empty(
     distribution: Distribution,
     package: ModuleType | None = None,
 ) -> DistributedArray:
-    """An array of undefined elements. Arguments and errors as `full`."""
+    """An array of undefined elements, of the type that `package` defaults to if none is given.
+
+    That is float64 in NumPy, and torch's default type in torch. Arguments and errors as `full`.
+    """
     context, library, layout = placed(shape, distribution, package)
     kind = library.default_dtype() if dtype is None else dtypes.of(dtype)
     local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context))

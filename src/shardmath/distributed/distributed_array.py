@@ -72,7 +72,7 @@ class DistributedArray(Distributed):
 
     @collective_call
     def to(self, distribution: Distribution) -> Self:
-        """The same array, split otherwise: itself, if it is split so already. Collective.
+        """This array in another distribution: itself, if it is split so already. Collective.
 
         Raises the same on all ranks: BindDistributionError, a ValueError, where the distribution
         does not fit, TypeError for what is none.

@@ -274,7 +274,7 @@ def _descending(index: Index) -> list[int]:
 
 
 def _without_cycles(x: Distributed) -> Distributed:
-    """The same array, in one block for each rank of its grid."""
+    """A block-cyclic array, moved so that each rank of its grid has one block."""
     given = x.distribution
     assert isinstance(given, BlockCyclic), "all else is expressed"
     target = BlockNonCyclic(given.process_grid, first_process=given.first_process)
