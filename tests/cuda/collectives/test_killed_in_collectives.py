@@ -11,6 +11,7 @@ import select
 import signal
 
 import pytest
+from visible import gpu_of
 
 from mortal import ENDLESS, Job, Raised
 from shardmath.context import startup
@@ -37,7 +38,7 @@ def reducing(count):
         from shardmath.collectives.cells import DeviceCollectives
         from shardmath.cuda.driver import call
 
-        context = startup.initialize(group.rank, group)
+        context = startup.initialize(gpu_of(group.rank), group)
         moves = DeviceCollectives.of(context)
         address = int(call("cuMemAlloc", 4 * count))
         call("cuMemsetD8", address, 0, 4 * count)
@@ -62,8 +63,8 @@ def calling(count):
 
         from shardmath.collectives import all_reduce
 
-        context = startup.initialize(group.rank, group)
-        torch.cuda.set_device(group.rank)
+        context = startup.initialize(gpu_of(group.rank), group)
+        torch.cuda.set_device(gpu_of(group.rank))
         x, out = (torch.zeros(count, device="cuda") for _ in range(2))
         try:
             for number in range(1, 1 << 30):

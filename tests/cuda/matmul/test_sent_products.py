@@ -215,7 +215,7 @@ def check_hurry(context):
 
     def look_first(*arguments):
         case.done()
-        call("cuMemcpyDtoH", claimed.ctypes.data, sending._at("claimed"), claimed.nbytes)
+        call("cuMemcpyDtoH", claimed.ctypes.data, sending._start("claimed"), claimed.nbytes)
         rest(*arguments)
 
     sending._reduce_rest = look_first

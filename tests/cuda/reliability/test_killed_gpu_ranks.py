@@ -10,6 +10,7 @@ import select
 import signal
 
 import pytest
+from visible import gpu_of
 
 from mortal import ENDLESS, Job, Raised
 from shardmath.context import startup
@@ -25,8 +26,8 @@ def busy(group, what):
     from shardmath.handles.allocation import allocate_symmetric_memory
     from shardmath.handles.rendezvous import rendezvous
 
-    context = startup.new_context(group.rank, group)
-    torch.cuda.set_device(group.rank)
+    context = startup.new_context(gpu_of(group.rank), group)
+    torch.cuda.set_device(gpu_of(group.rank))
     with context:
         x = allocate_symmetric_memory((300_000,), torch, dtype="float32")
     x.fill_(1)
