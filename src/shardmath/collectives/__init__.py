@@ -2,6 +2,8 @@
 
 Every function takes ordinary arrays and arrays on the symmetric heap, of any strides, and agrees on
 the call before any element moves. A number is an array of no axes: all_reduce((x * x).sum()).
+Of a DistributedArray they take the parts; the result is one that every rank has, or
+reduce_scatter's slab.
 """
 
 from shardmath.collectives.moving import all_gather, all_to_all, broadcast

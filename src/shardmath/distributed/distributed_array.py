@@ -11,7 +11,7 @@ import numpy as np
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.distributed import indexing, parts, printing, products, protocols, reductions
+from shardmath.distributed import calls, indexing, parts, printing, products, protocols, reductions
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
@@ -65,6 +65,7 @@ class DistributedArray(Distributed):
     """
 
     __slots__ = ()
+    __shardmath_functions__ = calls.FUNCTIONS
     __hash__ = None  # type: ignore[assignment]  # as NumPy's, it is compared element by element
     __array_priority__ = 100.0
 

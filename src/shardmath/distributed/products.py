@@ -35,17 +35,53 @@ def matmul(x: Any, y: Any) -> Distributed:
     """
     first = x if isinstance(x, Distributed) else y
     a, b = _matrix(x, first, (None, 0)), _matrix(y, first, (0, None))
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"no product of shapes {tuple(x.shape)} and {tuple(y.shape)}")
     a, b = _of_one_type(a, b)
     kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
-    made = _product(a, b, kept)
+    made: Distributed = product(a, b, kept=kept)
     if len(kept) == 2:
         return made
     shape = [made.local.shape[axis] for axis in kept]
     result = rearranged(made, made.local.reshape(shape), kept)
     assert result is not None, "the axis that goes is not split"
     return result
+
+
+def product(
+    a: Distributed,
+    b: Distributed,
+    c: Distributed | None = None,
+    /,
+    *,
+    kept: tuple[int, ...] = (0, 1),
+    **words: Any,
+) -> Any:
+    """The product of two matrices, split as c if it is given, and otherwise as operands say along
+    the axes that are `kept`: others are a vector's, and go. Collective.
+
+    `words` are those of this package's matmul, which says what an epilog's outputs are returned
+    with.
+    """
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"no product of shapes {a.shape} and {b.shape}")
+    shape = (a.shape[0], b.shape[1])
+    distribution, layout = _result(a, b, shape, kept) if c is None else (c.distribution, c.layout)
+    if c is None and not words and a.layout.is_replicated and b.layout.is_replicated:
+        if a.context.size > 1:
+            distribution, layout = Replicated(), Layout.replicated(shape, a.context.size)
+        return a.like(array_of(a.local @ b.local), distribution, layout)
+    if c is None and 0 in (*shape, a.shape[1]):  # nothing is multiplied
+        spec = a.library.spec(a.local)
+        empty = parts.full(layout.local_shape(a.context.rank), 0, a.local, spec.dtype, a.library)
+        return a.like(empty, distribution, layout)
+    locals_ = [x.local for x in (a, b, c) if x is not None]
+    distributions = [a.distribution, b.distribution, distribution]
+    local = within(
+        a.context, lambda: product_of_parts(*locals_, distributions=distributions, **words)
+    )
+    if isinstance(local, tuple):
+        local, outputs = local
+        return a.like(local, distribution, layout), outputs
+    return a.like(local, distribution, layout)
 
 
 def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
@@ -90,25 +126,6 @@ def _of_one_type(a: Distributed, b: Distributed) -> tuple[Distributed, Distribut
         return x.like(local, x.distribution, x.layout)
 
     return cast(a), cast(b)
-
-
-def _product(a: Distributed, b: Distributed, kept: tuple[int, ...]) -> Distributed:
-    shape = (a.shape[0], b.shape[1])
-    if a.layout.is_replicated and b.layout.is_replicated:
-        whole = Layout.replicated(shape, a.context.size)
-        return a.like(array_of(a.local @ b.local), Replicated(), whole)
-    distribution, layout = _result(a, b, shape, kept)
-    if 0 in (*shape, a.shape[1]):  # nothing is multiplied
-        spec = a.library.spec(a.local)
-        empty = parts.full(layout.local_shape(a.context.rank), 0, a.local, spec.dtype, a.library)
-        return a.like(empty, distribution, layout)
-    local = within(
-        a.context,
-        lambda: product_of_parts(
-            a.local, b.local, distributions=[a.distribution, b.distribution, distribution]
-        ),
-    )
-    return a.like(local, distribution, layout)
 
 
 def _result(

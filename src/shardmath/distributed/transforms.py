@@ -10,15 +10,17 @@ from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import layout_of
-from shardmath.distributed.movement import within
+from shardmath.distributed.layouts import unbound
+from shardmath.distributed.movement import agreed_layout, within
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Slab
-from shardmath.operators.fft import fft as transform
-from shardmath.operators.fft import ifft as inverse
-from shardmath.operators.fft import irfft as real_inverse
-from shardmath.operators.fft import rfft as real_transform
+from shardmath.geometry import Distribution, Slab
+from shardmath.operators.arguments import options_of
+from shardmath.operators.fft import FFTOptions
+from shardmath.operators.fft import fft as own_fft
+from shardmath.operators.fft import ifft as own_ifft
+from shardmath.operators.fft import irfft as own_irfft
+from shardmath.operators.fft import rfft as own_rfft
 
 Axes = Sequence[int] | None
 
@@ -28,22 +30,19 @@ def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> 
 
     Raises NotImplementedError for `s` other than the extents: pad or cut the array first.
     """
-    return _complex(x, transform, s, axes, norm)
+    return transform(_complexed(x), own_fft, axes=_axes(x, s, axes), norm=norm or _NORM)
 
 
 def ifftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The inverse of `fftn`, as numpy.fft.ifftn. Collective."""
-    return _complex(x, inverse, s, axes, norm)
+    return transform(_complexed(x), own_ifft, axes=_axes(x, s, axes), norm=norm or _NORM)
 
 
 def rfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The transform of a real array, half of it along the last of `axes`, as numpy.fft.rfftn.
     Collective.
     """
-    numbers = _axes(x, s, axes)
-    extents = list(x.shape)
-    extents[numbers[-1]] = extents[numbers[-1]] // 2 + 1
-    return _changing(_floating(x), real_transform, numbers, norm, extents, None)
+    return transform(_floating(x), own_rfft, axes=_axes(x, s, axes), norm=norm or _NORM)
 
 
 def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
@@ -51,16 +50,13 @@ def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -
     Collective.
     """
     numbers = _axes(x, None, axes)
-    extents = list(x.shape)
-    last = 2 * (extents[numbers[-1]] - 1)
+    is_odd = s is not None and s[-1] % 2 == 1
     if s is not None:
-        wanted = [extents[axis] for axis in numbers[:-1]]
-        if list(s[:-1]) != wanted or s[-1] not in (last, last + 1):
+        half = s[-1] // 2 + 1
+        if [*s[:-1], half] != [x.shape[axis] for axis in numbers]:
             raise NotImplementedError(_PAD)
-        last = s[-1]
-    extents[numbers[-1]] = last
-    options = {"last_axis_parity": "odd" if last % 2 else "even"}
-    return _changing(_complexed(x), real_inverse, numbers, norm, extents, options)
+    options = {"last_axis_parity": "odd" if is_odd else "even"}
+    return transform(_complexed(x), own_irfft, axes=numbers, norm=norm or _NORM, options=options)
 
 
 def fft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
@@ -83,6 +79,7 @@ def irfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None
     return irfftn(x, None if n is None else [n], [axis], norm)
 
 
+_NORM = "backward"  # as NumPy scales, where ours do not
 _PAD = "a transform of other extents than the array has: pad or cut it first"
 
 
@@ -98,39 +95,41 @@ def _axes(x: Distributed, s: Any, axes: Axes) -> list[int]:
     return numbers
 
 
-def _complex(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> Distributed:
-    numbers = _axes(x, s, axes)
-    x = _complexed(x)
-    local = within(
-        x.context,
-        lambda: function(
-            x.local, distribution=x.distribution, axes=numbers, norm=norm or "backward"
-        ),
-    )
-    return x.like(local, x.distribution, x.layout)
-
-
-def _changing(
+def transform(
     x: Distributed,
     function: Any,
-    axes: Sequence[int],
-    norm: Any,
-    extents: Sequence[int],
-    options: Any,
+    *,
+    distribution: Distribution | None = None,
+    axes: Axes = None,
+    options: Any = None,
+    out: Any = None,
+    **words: Any,
 ) -> Distributed:
-    """A transform of which the result has other extents."""
-    target = Slab(0) if x.distribution.per_rank else x.distribution
+    """An array transformed by this package's `function`, split by `distribution` or as x.
+    Collective.
+
+    Boxes, of which a real transform changes the extents, become slabs. Errors as the function's.
+    """
+    known, target = options_of(FFTOptions, options), distribution
+    if target is None:
+        changes = function in (own_rfft, own_irfft)
+        target = Slab(0) if changes and x.distribution.per_rank else x.distribution
+    pair, into = (x.distribution, target), None if out is None else out.local
     local = within(
         x.context,
-        lambda: function(
-            x.local,
-            distribution=(x.distribution, target),
-            axes=axes,
-            norm=norm or "backward",
-            options=options,
-        ),
+        lambda: function(x.local, distribution=pair, axes=axes, options=known, out=into, **words),
     )
-    return x.like(local, target, layout_of(target, tuple(extents), x.context.size))
+    if out is not None:
+        made: Distributed = out
+        return made
+    extents, last = list(x.shape), -1 if axes is None else axes[-1]
+    if function is own_rfft:
+        extents[last] = extents[last] // 2 + 1
+    elif function is own_irfft:
+        extents[last] = 2 * (extents[last] - 1) + (known.last_axis_parity == "odd")
+    if target is x.distribution and tuple(extents) == x.shape:
+        return x.like(local, target, x.layout)
+    return x.like(local, unbound(target), agreed_layout(target, tuple(extents), x.context))
 
 
 def _floating(x: Distributed) -> Distributed:

@@ -27,7 +27,7 @@ def fft(
     operand: Any,
     /,
     *,
-    distribution: Any,
+    distribution: Any = None,
     sync_symmetric_memory: bool = True,
     options: Options = None,
     stream: Any = None,
@@ -41,9 +41,10 @@ def fft(
 
     `operand` is this rank's part: complex64, complex128 or torch's complex32, any strides, in
     ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part,
-    or is a pair that says it of operand and result: boxes (each rank's own) or any others. `axes`
-    are transformed, by default all; the others are batches. A single axis of an array that has no
-    other is transformed on one rank. `norm` None scales neither direction; "backward", "ortho" and
+    or is a pair that says it of operand and result: boxes (each rank's own) or any others. Of a
+    DistributedArray, whose transform is one, it says how the result is split. `axes` are
+    transformed, by default all; the others are batches. A single axis of an array that has no other
+    is transformed on one rank. `norm` None scales neither direction; "backward", "ortho" and
     "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
     nvmath.distributed: agreement orders the ranks anyway.
 
@@ -71,7 +72,7 @@ def ifft(
     operand: Any,
     /,
     *,
-    distribution: Any,
+    distribution: Any = None,
     sync_symmetric_memory: bool = True,
     options: Options = None,
     stream: Any = None,
@@ -93,7 +94,7 @@ def rfft(
     operand: Any,
     /,
     *,
-    distribution: Any,
+    distribution: Any = None,
     sync_symmetric_memory: bool = True,
     options: Options = None,
     stream: Any = None,
@@ -117,7 +118,7 @@ def irfft(
     operand: Any,
     /,
     *,
-    distribution: Any,
+    distribution: Any = None,
     sync_symmetric_memory: bool = True,
     options: Options = None,
     stream: Any = None,

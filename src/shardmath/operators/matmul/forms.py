@@ -39,7 +39,7 @@ def matmul(
     /,
     c: Any = None,
     *,
-    distributions: Sequence[Distribution],
+    distributions: Sequence[Distribution] | None = None,
     alpha: Any = None,
     beta: Any = None,
     epilog: Any = None,
@@ -56,7 +56,8 @@ def matmul(
 
     a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
     strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
-    shares, are split, in any combination. `qualifiers` (an array of `matrix_qualifiers_dtype` for
+    shares, are split, in any combination. A DistributedArray knows that: it leaves them out, as all
+    operands do then, and gets one. `qualifiers` (an array of `matrix_qualifiers_dtype` for
     a, b, c) transposes or conjugates a and b. float16, bfloat16, float32, float64, complex64 and
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
     default. `MatmulEpilog` has the epilogs, their inputs and outputs.

@@ -19,7 +19,7 @@ def redistribute(
     operand: Any,
     /,
     input_distribution: Distribution,
-    output_distribution: Distribution,
+    output_distribution: Distribution | None = None,
     *,
     sync_symmetric_memory: bool = True,
     options: RedistributeOptions | dict[str, Any] | None = None,
@@ -33,8 +33,9 @@ def redistribute(
     `operand` is this rank's local array: any number of axes, any element type and strides. A `Box`
     is this rank's own; any other distribution is the same on all ranks. The result is `out` if
     given; otherwise a new array of the operand's library, in its memory order, and on the symmetric
-    heap if the operand is there. `sync_symmetric_memory` is accepted for programs written for
-    nvmath.distributed: agreement orders the ranks anyway.
+    heap if the operand is there. Of a DistributedArray x, redistribute(x, Slab.Y) is one.
+    `sync_symmetric_memory` is accepted for programs written for nvmath.distributed: agreement
+    orders the ranks anyway.
 
     Raises the same error on all ranks, before anything is written. ValueError: library, dtype,
     number of axes or options differ between ranks; local shapes do not fit the distributions; boxes

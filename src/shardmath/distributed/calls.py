@@ -1,0 +1,125 @@
+"""This package's own functions, called with arrays that know how they are split.
+
+    matmul(x, y)    rfft(x, distribution=Slab.Y)    redistribute(x, Slab.Y)    all_reduce(x)
+
+What such an array knows is left out of the call: `distribution` is that of a result, and
+collectives take each rank's part. All else, such as `options`, `stream` and `alpha`, is as for
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import unwrap
+from typing import Any
+
+from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.distributed import parts, products, transforms
+from shardmath.distributed.layouts import layout_of, unbound
+from shardmath.distributed.movement import agreed_layout, refuse, within
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Distribution, Replicated, Slab
+from shardmath.operators.fft import fft, ifft, irfft, rfft
+from shardmath.operators.matmul import matmul
+from shardmath.operators.redistribute import redistribute
+
+Function = Callable[..., Any]
+
+
+def _matmul(a: Any, b: Any, c: Any = None, *, distributions: Any = None, **words: Any) -> Any:
+    """The product alpha a @ b + beta c, split as c where it is given, else as `a @ b` is."""
+    if distributions is not None:
+        raise TypeError("these arrays know their distributions: leave out distributions=")
+    if words.get("qualifiers") is not None:
+        raise NotImplementedError("qualifiers of arrays: pass x.T, x.conj()")
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"matmul multiplies matrices, not arrays of {a.ndim} and {b.ndim} axes")
+    return products.product(a, b, c, **words)
+
+
+def _transform(function: Function) -> Function:
+    def transformed(x: Distributed, *, out: Any = None, **words: Any) -> Distributed:
+        """The transform, split by `distribution=`, as `out`, or as the operand is."""
+        if out is not None:
+            words["distribution"] = out.distribution
+        return transforms.transform(x, function, out=out, **words)
+
+    return transformed
+
+
+def _redistribute(x: Any, distribution: Distribution, *more: Any, **words: Any) -> Any:
+    """The array split by `distribution`, as `x.to` has it; or `out`."""
+    if more or "input_distribution" in words:
+        raise TypeError("this array knows its distribution: redistribute(x, Slab.Y)")
+    out = words.pop("out", None)
+    if not words and out is None:
+        return x.to(distribution)
+    into = None if out is None else out.local
+    local = within(
+        x.context,
+        lambda: redistribute(x.local, x.distribution, distribution, out=into, **words),
+    )
+    layout = agreed_layout(distribution, x.shape, x.context)
+    return x.like(local, unbound(distribution), layout) if out is None else out
+
+
+def _of_parts(function: Function) -> Function:
+    """A collective of each rank's part, whose result every rank has, or the slab of it that
+    reduce_scatter leaves.
+    """
+
+    def collected(x: Distributed, *, out: Any = None, context: Any = None, **words: Any) -> Any:
+        if context not in (None, x.context):
+            raise ValueError("the array is split over the ranks of another context")
+        scatters = function is reduce_scatter
+        if function is all_to_all or words.get("counts") is not None:
+            raise NotImplementedError(
+                f"{function.__name__} whose result is no array that every rank has, nor a slab: "
+                "call it with x.local, and make an array of the result with shardmath.array"
+            )
+        into = None if out is None else out.local
+        local = function(x.local, out=into, context=x.context, **words)
+        if out is not None:
+            return out
+        axis = words.get("axis", 0)
+        target = Slab(axis % x.ndim) if scatters else Replicated()
+        shape = tuple((x.local if scatters else local).shape)
+        return x.like(local, target, layout_of(target, shape, x.context.size))
+
+    return collected
+
+
+def _alike(function: Function, ours: Function) -> Function:
+    """`ours`, where all arrays of a call know how they are split.
+
+    Otherwise all ranks raise the same TypeError, those that call `function` with parts, too.
+    """
+
+    def called(*given: Any, **words: Any) -> Any:
+        operands = [*given, *words.values()]
+        context = next(x.context for x in operands if isinstance(x, Distributed))
+        if any(parts.is_array(x) for x in operands):
+            mixed = TypeError(
+                f"{function.__name__} of parts and of arrays that know how they are split: make "
+                "arrays of the parts, shardmath.array(part, distribution), or pass x.local"
+            )
+            refuse(context, function.__name__, mixed)
+        if any(x.context is not context for x in operands if isinstance(x, Distributed)):
+            raise ValueError("the operands are split over the ranks of different contexts")
+        return ours(*given, **words)
+
+    return called
+
+
+_OURS: dict[Function, Function] = {
+    matmul: _matmul,
+    redistribute: _redistribute,
+    **{function: _transform(function) for function in (fft, ifft, rfft, irfft)},
+    **{
+        function: _of_parts(function)
+        for function in (all_gather, all_reduce, all_to_all, broadcast, reduce_scatter)
+    },
+}
+FUNCTIONS: Mapping[Function, Function] = {
+    unwrap(function): _alike(function, ours) for function, ours in _OURS.items()
+}
