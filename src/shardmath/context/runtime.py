@@ -168,12 +168,12 @@ class Runtime:
         nbytes = pad_bytes(len(ranks), CHANNELS)
         pads: list[Buffer] = []
 
-        def describe() -> tuple[int, int, int]:
+        def describe() -> tuple[int, int, int, str]:
             pads.append(self.heap.allocate(nbytes))
             block = pads[0].block
             device.zero(block.address, nbytes)
             transport.announce(block.location.segment, ranks)
-            return block.location.segment, block.location.offset, self.settings.check
+            return block.location.segment, block.location.offset, self.settings.check, device.uuid
 
         places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
 
@@ -186,13 +186,16 @@ class Runtime:
         agreement.agree(board, "initialize: peer access", attach, lambda _: None)
         addresses = [
             transport.address(peer, segment, offset, nbytes) or 0
-            for peer, (segment, offset, _) in zip(ranks, places, strict=True)
+            for peer, (segment, offset, *_) in zip(ranks, places, strict=True)
         ]
+        shares_device = [uuid for *_, uuid in places].count(device.uuid) > 1
         if all(map(self.mesh.same_host, ranks)):
             team = Team(device, board, pads[0], addresses)
-            team.meets = any(check for *_, check in places)
+            team.meets = any(check for _, _, check, _ in places)
+            team.shares_device = shares_device
             return team
         far_team = FarTeam(device, board, pads[0], addresses)
+        far_team.shares_device = shares_device
         far = [rank for rank, peer in enumerate(ranks) if not self.mesh.same_host(peer)]
         far_team.locate(transport, ranks, {rank: Location(*places[rank][:2]) for rank in far})
         return far_team

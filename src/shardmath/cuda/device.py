@@ -56,6 +56,11 @@ class Device:
         """The value of a `CUdevice_attribute`."""
         return int(call("cuDeviceGetAttribute", which, self.handle))
 
+    @property
+    def uuid(self) -> str:
+        """What tells it from every other GPU, on any host."""
+        return bytes(call("cuDeviceGetUuid", self.handle).bytes).hex()
+
     def activate(self) -> None:
         """Make its context the calling thread's, as launches and allocations need."""
         if int(call("cuCtxGetCurrent")) != self.context_address:

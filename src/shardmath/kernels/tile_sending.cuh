@@ -84,10 +84,11 @@ __device__ inline void load_stage(const Product& a, const Stages& s, const Tile&
     }
 }
 
-// Tiles that ended at the same time would be sent at the same time, with an idle link before.
+// Tiles that ended at the same time would be sent at the same time, with an idle link before. A block that made way for
+// another process may go on where the clock says less: the difference is then huge, and ends the wait.
 __device__ inline void stagger_clusters(const Product& a) {
-    const long long end = clock64() + (long long)a.apart * first_unit();
-    while (clock64() < end) __nanosleep(100);
+    const u64 start = clock64(), cycles = (u64)a.apart * first_unit();
+    while ((u64)clock64() - start < cycles) __nanosleep(100);
 }
 
 // All stages of all tiles. One thread. With kGap a stage follows each tile into which nothing is loaded.

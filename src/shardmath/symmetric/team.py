@@ -82,6 +82,7 @@ class Team:
         self.pads = tuple(pads)
         self.timeout = board.policy.timeout
         self.broken = ""  # why what collectives count is in no known state
+        self.shares_device = False  # with a peer, which computes on the same GPU
         self.meets = False  # hosts meet at each call: SHARDMATH_CHECK on some rank
         # What all ranks raise where kernels found these tags of their calls, by rank, to differ.
         self.explain: Callable[[Mapping[int, int]], Exception] | None = None

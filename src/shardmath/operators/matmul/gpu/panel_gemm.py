@@ -100,17 +100,21 @@ class PanelGemm:
             return "the kernels are for GPUs of capability 9.0"
         if out.column_stride != 1 or out.row_stride < out.columns:
             return "the kernels write row by row, or column by column"
+        if self._lane.team.shares_device:  # copies within it need processors: the kernel holds all
+            return "a peer is on the same GPU"
         seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
-        if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
-            return "the product is small"
-        tiles = self._tiles()
-        if prod(tiles.shape) < _LEAST_WAVE * tiles.clusters:
-            return "the product has few tiles"
+        short = seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH
+        if short or self._has_few_tiles():
+            return "the product is small, or has few tiles"
         gathered = [operand for operand in self._panel_operands if operand.plan.place is None]
         if sum(operand.panel_bytes() for operand in gathered) > _MOST_PANEL_BYTES:
             return "the panels are large"
         fit = all(operand.is_loadable for operand in self._panel_operands)
         return "" if fit else "an operand is not aligned for the kernel"
+
+    def _has_few_tiles(self) -> bool:
+        tiles = self._tiles()
+        return prod(tiles.shape) < _LEAST_WAVE * tiles.clusters
 
     def _tiles(self) -> Tiles:
         out, (left, right) = self._out, self._panel_operands
