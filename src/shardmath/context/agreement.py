@@ -26,7 +26,8 @@ T = TypeVar("T")
 _DESCRIBED, _REFUSED = b"+", b"-"
 _NAMES = (
     "ValueError TypeError RuntimeError MemoryError NotImplementedError KeyError IndexError "
-    "OverflowError ImportError OSError AttributeError"
+    "OverflowError ImportError OSError AttributeError FileNotFoundError FileExistsError "
+    "IsADirectoryError NotADirectoryError PermissionError"
 )
 _TRAVELLING: dict[str, type[Exception]] = {
     **{name: getattr(builtins, name) for name in _NAMES.split()},

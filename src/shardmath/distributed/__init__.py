@@ -21,6 +21,7 @@ from shardmath.distributed.creation import (
 )
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.elementwise import explain, where
+from shardmath.distributed.files import load, save
 from shardmath.distributed.movement import communication
 from shardmath.distributed.products import matmul, vecdot
 from shardmath.distributed.random_numbers import random, standard_normal
@@ -56,6 +57,7 @@ __all__ = [
     "full",
     "full_like",
     "linspace",
+    "load",
     "matmul",
     "max",
     "mean",
@@ -64,6 +66,7 @@ __all__ = [
     "ones_like",
     "prod",
     "random",
+    "save",
     "standard_normal",
     "std",
     "sum",

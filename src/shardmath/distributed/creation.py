@@ -52,7 +52,7 @@ def array(part: Any, distribution: Distribution) -> DistributedArray:
     part = array_of(part)
 
     def described() -> tuple[Any, ...]:
-        _require_distribution(distribution)
+        require_distribution(distribution)
         _, spec = library_and_spec(part, "part")
         return spec.library, spec.space, spec.dtype, spec.shape, distribution.encode()
 
@@ -78,7 +78,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
     x = array_of(x)
 
     def described() -> tuple[Any, ...]:
-        _require_distribution(distribution)
+        require_distribution(distribution)
         if root is not None and not (type(root) is int and 0 <= root < context.size):
             raise ValueError(f"root is None or a rank below {context.size}, not {root!r}")
         has = root is None or root == context.rank
@@ -300,7 +300,7 @@ def placed(
 ) -> tuple[DistributedContext, Library, Layout]:
     """The current context, the library of the parts and the layout of a new array."""
     context = require_context()
-    _require_distribution(distribution)
+    require_distribution(distribution)
     extents = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
     library = library_named("numpy") if package is None else library_of_package(package)
     return context, library, agreed_layout(distribution, extents, context)
@@ -320,6 +320,7 @@ def device_of(context: DistributedContext) -> str:
     return "cpu" if context.device_id == "cpu" else f"cuda:{context.device_id}"
 
 
-def _require_distribution(distribution: Any) -> None:
+def require_distribution(distribution: Any) -> None:
+    """Raise TypeError for what is no distribution."""
     if not isinstance(distribution, Distribution):
         raise TypeError(f"distribution is one such as Slab.X or a Box, not {distribution!r}")

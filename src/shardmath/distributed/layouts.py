@@ -7,8 +7,9 @@ here: the operand's own, if it does, before any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -194,3 +195,37 @@ def selector(along: Sequence[slice | Indices]) -> Any:
         np.arange(one.start, one.stop, one.step) if isinstance(one, slice) else one for one in along
     ]
     return np.ix_(*full)
+
+
+# -- where elements lie in C order -----------------------------------------------------------------
+
+
+def runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The part as runs of elements that follow each other in the global array: first, count."""
+    if any(not spans.block for spans in part):
+        return
+    axis = _whole_from(part, shape)
+    if not axis:
+        yield 0, prod(shape)
+        return
+    unit = prod(shape[axis:])
+    starts = np.zeros(1, np.int64)
+    for extent, spans in zip(shape[: axis - 1], part[: axis - 1], strict=True):
+        starts = (starts[:, None] * extent + indices(spans)).reshape(-1)
+    for start in starts.tolist():
+        for low, high in part[axis - 1].ranges():
+            yield (start * shape[axis - 1] + low) * unit, (high - low) * unit
+
+
+def run_length(part: tuple[Spans, ...], shape: tuple[int, ...]) -> int:
+    """The elements of a run of a part, of which the last along an axis may be shorter."""
+    axis = _whole_from(part, shape)
+    return prod(shape[axis:]) * (part[axis - 1].block if axis else 1)
+
+
+def _whole_from(part: tuple[Spans, ...], shape: tuple[int, ...]) -> int:
+    """The first of the last axes that the part has whole, and those behind it."""
+    axis = len(shape)
+    while axis and part[axis - 1].length == shape[axis - 1]:
+        axis -= 1
+    return axis

@@ -7,8 +7,6 @@ rank begins wherever a run of its part begins, and nothing is exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +16,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.distributed.creation import Shape, of_host, placed
 from shardmath.distributed.distributed_array import DistributedArray
-from shardmath.distributed.layouts import indices
+from shardmath.distributed.layouts import runs
 from shardmath.geometry import Distribution, Spans
 
 _WORDS = 4  # of 64 bits, that one value of the counter gives
@@ -92,8 +90,8 @@ def _normal(words: HostArray) -> HostArray:
 
 def _words(part: tuple[Spans, ...], shape: tuple[int, ...], seed: int, each: int) -> HostArray:
     """The words of all elements of a part, `each` for one, in the C order of the part."""
-    runs = [_run(seed, first * each, count * each) for first, count in _runs(part, shape)]
-    return np.concatenate([np.zeros(0, np.uint64), *runs])
+    words = [_run(seed, first * each, count * each) for first, count in runs(part, shape)]
+    return np.concatenate([np.zeros(0, np.uint64), *words])
 
 
 def _run(seed: int, first: int, count: int) -> HostArray:
@@ -102,22 +100,3 @@ def _run(seed: int, first: int, count: int) -> HostArray:
     generator = np.random.Philox(key=seed)
     generator.advance(block)
     return np.asarray(generator.random_raw(skipped + count)[skipped:])
-
-
-def _runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The part as runs of elements that follow each other in the global array: first, count."""
-    if any(not spans.block for spans in part):
-        return
-    axis = len(shape)  # behind the last that is not whole
-    while axis and part[axis - 1].length == shape[axis - 1]:
-        axis -= 1
-    if not axis:
-        yield 0, prod(shape)
-        return
-    unit = prod(shape[axis:])
-    starts = np.zeros(1, np.int64)
-    for extent, spans in zip(shape[: axis - 1], part[: axis - 1], strict=True):
-        starts = (starts[:, None] * extent + indices(spans)).reshape(-1)
-    for start in starts.tolist():
-        for low, high in part[axis - 1].ranges():
-            yield (start * shape[axis - 1] + low) * unit, (high - low) * unit

@@ -1,0 +1,209 @@
+"""One file that all ranks write or read together: each its part of an array, at its own offsets.
+
+    file    | header | a run of rank 0 | a run of rank 1 | a run of rank 0 | ...
+
+A part is runs of elements that follow each other in the file. Where these are short, or several
+ranks have the same elements, the array is brought into slabs along its first axis instead, of which
+each is one run. What is written appears under its name whole or not at all: ranks write to a file
+beside it that nobody knows, and rank 0 renames that when all have written and synced their parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.context.context import DistributedContext
+from shardmath.distributed import parts
+from shardmath.distributed.layouts import run_length, runs
+from shardmath.distributed.movement import brought, rearranged, stays
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Layout
+
+T = TypeVar("T")
+
+SHORT = 1 << 16  # bytes of a run for which a rank would rather not go to the file
+ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
+
+
+def together(context: DistributedContext, operation: str, act: Callable[[], T]) -> T:
+    """`act()` of this rank, once it has ended on all. Collective.
+
+    Raises on every rank what it raised on the first rank where it did.
+    """
+    results: list[T] = []
+
+    def describe() -> bytes:
+        results.append(act())
+        return b""
+
+    context.gather(operation, describe)
+    return results[0]
+
+
+def only_on(rank: int, context: DistributedContext, act: Callable[[], None]) -> Callable[[], None]:
+    """`act` on one rank, and nothing on the others."""
+    return act if context.rank == rank else lambda: None
+
+
+# -- files that appear whole -----------------------------------------------------------------------
+
+
+@contextmanager
+def appearing(
+    context: DistributedContext, operation: str, path: Path, create: Callable[[Path], None]
+) -> Iterator[Path]:
+    """The file that ranks write, which gets the name `path` at the end of the block. Collective.
+
+    `create(file)` makes it on rank 0. Its name begins with that of `path`, which all ranks give
+    alike. Where an exception leaves the block on any rank, the file is gone, and what was at `path`
+    before is still there. Raises OSError on all ranks where it cannot be made or renamed.
+    """
+    file = path.with_name(f".{path.name}.{agreed_token(context, operation)}.partial")
+    try:
+        together(context, operation, only_on(0, context, partial(_create, path, file, create)))
+        yield file
+        together(context, operation, only_on(0, context, partial(_rename, file, path)))
+    except BaseException:
+        with suppress(OSError):
+            file.unlink()
+        raise
+
+
+def agreed_token(context: DistributedContext, operation: str) -> str:
+    """Eight letters that no other call has, the same on all ranks. Collective."""
+    return context.gather(operation, lambda: os.urandom(4))[0].hex()
+
+
+def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    create(file)
+    with suppress(FileNotFoundError):
+        file.chmod(path.stat().st_mode & 0o777)  # of the file that is replaced
+
+
+def _rename(file: Path, path: Path) -> None:
+    sync(file)
+    file.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- parts of an array in a file -------------------------------------------------------------------
+
+
+def layout_in_file(layout: Layout, itemsize: int) -> Layout:
+    """The layout in which ranks write or read an array that lies in a file in C order. Pure."""
+    shape = layout.global_shape
+    bytes_of = ((run_length(p, shape), prod(along.length for along in p)) for p in layout.parts)
+    long = all(itemsize * run >= min(SHORT, itemsize * whole) for run, whole in bytes_of)
+    if not shape or (long and layout.disjoint()):
+        return layout
+    axis = next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
+    return Layout.slab(shape, layout.size, axis=axis)
+
+
+def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
+    """Write the array from byte `offset` of a file on, in C order. Collective."""
+    layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize)
+    kept = stays(x.layout, layout)
+    part = brought(x, layout, operation) if kept else rearranged(x, layout)
+
+    def begin() -> tuple[int, HostArray]:
+        host = np.ascontiguousarray(parts.on_host(part, x.library))
+        return os.open(file, os.O_WRONLY), host
+
+    def write(data: memoryview, place: int) -> int:
+        return os.pwrite(descriptor, data, offset + place)
+
+    descriptor, host = together(x.context, operation, begin)
+    try:
+        for turn in _rounds(layout, x.context.rank, host, write):
+            together(x.context, operation, turn)
+            together(x.context, operation, partial(os.fdatasync, descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def read_part(
+    context: DistributedContext,
+    operation: str,
+    file: Path,
+    offset: int,
+    layout: Layout,
+    dtype: np.dtype[Any],
+) -> HostArray:
+    """This rank's part, in `layout`, of an array that lies in C order from byte `offset` on.
+    Collective.
+    """
+
+    def begin() -> tuple[int, HostArray]:
+        host = np.empty(layout.local_shape(context.rank), dtype)
+        return os.open(file, os.O_RDONLY), host
+
+    def read(data: memoryview, place: int) -> int:
+        return os.preadv(descriptor, [data], offset + place)
+
+    descriptor, host = together(context, operation, begin)
+    try:
+        for turn in _rounds(layout, context.rank, host, read):
+            together(context, operation, turn)
+    finally:
+        os.close(descriptor)
+    return host
+
+
+def _rounds(
+    layout: Layout, rank: int, host: HostArray, transfer: Callable[[memoryview, int], int]
+) -> Iterator[Callable[[], None]]:
+    """What a rank does in each round, of which all ranks have as many.
+
+    `transfer(data, place)` moves the first bytes of `data`, a piece of the part `host`, to or from
+    a place in the array's bytes, and returns how many.
+    """
+    data = host.reshape(-1).view(np.uint8).data
+    largest = max(prod(layout.local_shape(r)) for r in range(layout.size)) * host.itemsize
+    by_round = groupby(_pieces(layout, rank, host.itemsize), lambda piece: piece[1] // ROUND)
+
+    def turn() -> None:
+        for place, start, stop in next(by_round, (0, ()))[1]:
+            done = start
+            while done < stop:
+                moved = transfer(data[done:stop], place + done - start)
+                if not moved:
+                    raise ValueError("the file has become shorter while it was read")
+                done += moved
+
+    for _ in range(-(-largest // ROUND)):
+        yield turn
+
+
+def _pieces(layout: Layout, rank: int, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """(place, start, stop): bytes start, ..., stop - 1 of a rank's part lie together from a place
+    in the array's bytes; none crosses the end of a round.
+    """
+    start = 0
+    for first, count in runs(layout.spans(rank), layout.global_shape):
+        place, end = first * itemsize, start + count * itemsize
+        while start < end:
+            stop = min(end, (start // ROUND + 1) * ROUND)
+            yield place, start, stop
+            place, start = place + stop - start, stop

@@ -1,0 +1,296 @@
+"""Arrays in files: NumPy reads what ranks have saved, and ranks load it split in any other way."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
+
+import shardmath
+from shardmath.collectives import all_reduce
+from shardmath.distributed import shared_file
+from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
+from shardmath.errors import CollectiveMismatch, RankFailure
+from shardmath.geometry import decode
+
+DTYPES = ("bool", "int16", "float16", "bfloat16", "float64", "complex64", "S3", "<M8[s]", ">f8")
+OF_TORCH = DTYPES[:-3]
+BYTES = {"bfloat16": "V2"}  # as NumPy reads them
+
+
+@st.composite
+def files(draw, size):
+    """An array: its shape, type, order, split, the split in which it is loaded, the library."""
+    shape = draw(shapes())
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    dtype = draw(st.sampled_from(OF_TORCH if library == "torch" else DTYPES))
+    return shape, dtype, draw(st.booleans()), draw(splits(shape, size)), draw(
+        splits(shape, size)
+    ), library  # fmt: skip
+
+
+def names_in(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def array_of(shape, dtype):
+    if dtype in OF_TORCH:
+        return elements(shape, dtype)
+    return elements(shape, "int8").astype(dtype)
+
+
+@contextlib.contextmanager
+def cut_to(short, turn):
+    """Runs and rounds of so many bytes."""
+    usual = shared_file.SHORT, shared_file.ROUND
+    shared_file.SHORT, shared_file.ROUND = short, turn
+    try:
+        yield
+    finally:
+        shared_file.SHORT, shared_file.ROUND = usual
+
+
+def saved(context, cases, folder, lengths):
+    with cut_to(*lengths):
+        save_and_load(context, cases, folder)
+
+
+def save_and_load(context, cases, folder):
+    for shape, dtype, fortran, split, other, library in cases:
+        a = array_of(shape, dtype)
+        x = placed(context, a, split, library)
+        if fortran:
+            part = x.library.from_host(np.asfortranarray(host(x)))
+            x = x.like(part, x.distribution, x.layout)
+        path = f"{folder}/a.npy"
+        shardmath.save(path, x)
+        got = np.load(path)
+        assert got.dtype == BYTES.get(dtype, a.dtype) and got.tobytes() == a.tobytes()
+        package = importlib.import_module(library)
+        named = dtype if dtype in BYTES else None
+        target = decode(other[context.rank])
+        loaded = shardmath.load(
+            path, distribution=target, dtype=named, package=package, context=context
+        )
+        agree(loaded, a)
+        assert names_in(folder) == ["a.npy"]
+
+
+@examples(4)
+@given(
+    cases=lists_of(files, most=12), lengths=st.sampled_from([(1, 7), (64, 1 << 20), (1 << 16, 24)])
+)
+def test_save_and_load(contexts, tmp_path_factory, cases, lengths):
+    size, calls = cases
+    folder = tmp_path_factory.mktemp("files")
+    contexts.run(saved, calls, str(folder), lengths, ranks=size)
+
+
+def fewer(context, folder):
+    """What four ranks have saved, three load, block-cyclic, and one."""
+    x = placed(context, elements((13, 6), "float64"), [Slab.Y.encode()] * 4)
+    shardmath.save(Path(folder, "x.npy"), x)
+    for ranks in (3, 1):
+        part = context.split(0 if context.rank < ranks else None)
+        if part is None:
+            continue
+        with part:
+            cyclic = BlockCyclic(ProcessGrid(shape=(ranks, 1)), (2, 6))
+            loaded = shardmath.load(f"{folder}/x.npy", distribution=cyclic)
+            agree(loaded, elements((13, 6), "float64"))
+            shardmath.save(f"{folder}/again.npy", loaded)
+
+
+def test_other_numbers_of_ranks(contexts, tmp_path):
+    contexts.run(fewer, str(tmp_path), ranks=4)
+    assert np.load(tmp_path / "again.npy").tolist() == elements((13, 6), "float64").tolist()
+
+
+OLD = np.arange(3)
+
+
+@contextlib.contextmanager
+def refused(folder, kind, match, names=("old.npy",)):
+    """The same exception on every rank; what was there is there, and nothing else."""
+    with pytest.raises(kind, match=match):
+        yield
+    assert names_in(folder) == sorted(names)
+    if "old.npy" in names:
+        assert np.load(f"{folder}/old.npy").tolist() == OLD.tolist()
+
+
+def files_that_cannot_be_read(folder):
+    """Those files, and what is said of them."""
+    np.save(f"{folder}/whole.npy", np.arange(40.0))
+    data = Path(folder, "whole.npy").read_bytes()
+    made = {
+        "short.npy": (data[:-1], "truncated: it has 447 bytes of 448"),
+        "header.npy": (data[:60], "cannot be read as .npy"),
+        "text.npy": (b"no header", "cannot be read as .npy: the magic string is not correct"),
+        "empty.npy": (b"", "cannot be read as .npy"),
+    }
+    for name, (content, _) in made.items():
+        Path(folder, name).write_bytes(content)
+    np.save(f"{folder}/objects.npy", np.array([None]))
+    np.save(f"{folder}/fields.npy", np.zeros(2, [("a", "f4")]))
+    words = {name: said for name, (_, said) in made.items()}
+    return words | {"objects.npy": "Python objects", "fields.npy": "moved as plain bytes"}
+
+
+def unreadable(context, folder, words):
+    with context:
+        for name, said in words.items():
+            with pytest.raises(ValueError, match=f"every rank: .*{said}"):
+                shardmath.load(f"{folder}/{name}", distribution=Slab.X)
+        with pytest.raises(FileNotFoundError, match=r"every rank: .*none\.npy"):
+            shardmath.load(f"{folder}/none.npy", distribution=Slab.X)
+        whole = f"{folder}/whole.npy"
+        with pytest.raises(ValueError, match="has elements of float64, not of bfloat16"):
+            shardmath.load(whole, distribution=Slab.X, dtype="bfloat16")
+        with pytest.raises(ValueError, match=r"distribution: .*ndim 2 or more"):
+            shardmath.load(whole, distribution=Slab.Y)
+        with pytest.raises(TypeError, match=r"such as Slab\.X"):
+            shardmath.load(whole, distribution="rows")
+        with pytest.raises(ValueError, match="the suffix says what is written"):
+            shardmath.load(f"{folder}/whole.txt", distribution=Slab.X)
+        with pytest.raises(CollectiveMismatch, match="the path must be equal"):
+            other = f"{folder}/whole.npy" if context.rank else f"{folder}/twin.npy"
+            shardmath.load(other, distribution=Slab.X)
+        with pytest.raises(CollectiveMismatch):
+            if context.rank:
+                shardmath.load(whole, distribution=Slab.X)
+            else:
+                shardmath.save(whole, shardmath.zeros(3, distribution=Slab.X))
+        shardmath.load(whole, distribution=Slab.X)
+
+
+def test_files_that_cannot_be_read(contexts, tmp_path):
+    words = files_that_cannot_be_read(tmp_path)
+    np.save(tmp_path / "twin.npy", np.arange(40.0))
+    contexts.run(unreadable, str(tmp_path), words, ranks=2)
+
+
+@contextlib.contextmanager
+def limited(nbytes):
+    """No file of this rank grows beyond so many bytes: where it would, the disk is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def unwritable(context, folder, closed):
+    with context:
+        x = shardmath.arange(9000, distribution=Slab.X)
+        for rank in range(context.size):
+            mine = limited(20_000) if context.rank == rank else contextlib.nullcontext()
+            with mine, refused(folder, OSError, "rank .*File too large"):
+                shardmath.save(f"{folder}/old.npy", x if rank != 1 else x[::-1])
+        with refused(folder, FileNotFoundError, "rank 0: .*No such file"):
+            shardmath.save(f"{folder}/none/x.npy", x)
+        with refused(folder, NotADirectoryError, "rank 0: .*Not a directory"):
+            shardmath.save(f"{folder}/old.npy/x.npy", x)
+        with refused(folder, TypeError, "save takes a DistributedArray, not ndarray"):
+            shardmath.save(f"{folder}/x.npy", x.local if context.rank else x)
+        with refused(folder, CollectiveMismatch, "the layout must be equal"):
+            shardmath.save(f"{folder}/x.npy", x if context.rank else x[1:])
+        with refused(folder, ValueError, "the suffix says what is written"):
+            shardmath.save(f"{folder}/x", x)
+        if closed:
+            os.seteuid(65534)
+            try:
+                with refused(closed, PermissionError, "rank 0: .*Permission denied", []):
+                    shardmath.save(f"{closed}/x.npy", x)
+            finally:
+                os.seteuid(0)
+        shardmath.save(f"{folder}/old.npy", x)
+
+
+def test_files_that_cannot_be_written(contexts, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    np.save(folder / "old.npy", OLD)
+    is_root = os.geteuid() == 0  # who is not has no other user to be
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(path.stat().st_mode | 0o055)
+    contexts.run(unwritable, str(folder), str(closed) if is_root else "", ranks=3)
+    assert np.load(folder / "old.npy").tolist() == list(range(9000))
+
+
+def full(context, folder):
+    """A disk that is full before the file is there, and while it is written."""
+    reserve = os.posix_fallocate
+    with context:
+        x = shardmath.zeros(100_000, distribution=Slab.X)
+        for function in (reserve, lambda *_: None):
+            os.posix_fallocate = function
+            try:
+                with refused(folder, OSError, "rank.*No space left on device"):
+                    shardmath.save(f"{folder}/old.npy", x)
+            finally:
+                os.posix_fallocate = reserve
+        shardmath.save(f"{folder}/small.npy", x[:1000])
+
+
+def test_a_full_disk(contexts, tmp_path):
+    disk = "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)
+    mounted = subprocess.run(disk, capture_output=True, check=False, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk: {mounted.stderr.strip()}")
+    try:
+        np.save(tmp_path / "old.npy", OLD)
+        contexts.run(full, str(tmp_path), ranks=2)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def interrupted(context, folder):
+    """Ctrl-C on one rank, in the middle of its part, at its beginning, and before the new name."""
+    pwrite, fsync = os.pwrite, os.fsync
+    for rank in (0, 1):
+        for name, call, count in (
+            ("pwrite", pwrite, 3),
+            ("pwrite", pwrite, 1),
+            ("fsync", fsync, 1),
+        ):
+            if (name, rank) == ("fsync", 1):
+                continue  # rank 0 alone syncs the file
+            part = context.split(0)
+            calls = [None] * count
+
+            def interrupt(*arguments, calls=calls, call=call):
+                calls.pop()
+                if not calls:
+                    raise KeyboardInterrupt
+                return call(*arguments)
+
+            with part:
+                x = shardmath.arange(9000, distribution=Slab.X)
+                mine = context.rank == rank
+                with refused(folder, KeyboardInterrupt if mine else RankFailure, ""):
+                    if mine:
+                        setattr(os, name, interrupt)
+                    try:
+                        with cut_to(1 << 16, 1 << 10):
+                            shardmath.save(f"{folder}/old.npy", x)
+                    finally:
+                        os.pwrite, os.fsync = pwrite, fsync
+            all_reduce(0, context=context)
+
+
+def test_interrupts(contexts, tmp_path):
+    np.save(tmp_path / "old.npy", OLD)
+    contexts.run(interrupted, str(tmp_path), ranks=2)
