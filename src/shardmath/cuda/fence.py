@@ -15,10 +15,11 @@ T = TypeVar("T")
 class DeviceFence:
     """An event behind all streams of a device's context."""
 
+    _event: Any = None  # also of one that an exception has left half made
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._passed = False
-        self._event: Any = None
         self._event = device.record_all()
 
     def __del__(self) -> None:
