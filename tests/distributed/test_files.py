@@ -7,6 +7,7 @@ import importlib
 import os
 import resource
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from split_arrays import agree, elements, examples, host, lists_of, placed, shap
 import shardmath
 from shardmath.collectives import all_reduce
 from shardmath.distributed import shared_file
-from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch, RankFailure
 from shardmath.geometry import decode
 
@@ -160,8 +161,8 @@ def unreadable(context, folder, words):
             shardmath.load(whole, distribution=Slab.Y)
         with pytest.raises(TypeError, match=r"such as Slab\.X"):
             shardmath.load(whole, distribution="rows")
-        with pytest.raises(ValueError, match="the suffix says what is written"):
-            shardmath.load(f"{folder}/whole.txt", distribution=Slab.X)
+        with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+            shardmath.load(f"{folder}/text.txt", distribution=Slab.X)
         with pytest.raises(CollectiveMismatch, match="the path must be equal"):
             other = f"{folder}/whole.npy" if context.rank else f"{folder}/twin.npy"
             shardmath.load(other, distribution=Slab.X)
@@ -201,11 +202,17 @@ def unwritable(context, folder, closed):
             shardmath.save(f"{folder}/none/x.npy", x)
         with refused(folder, NotADirectoryError, "rank 0: .*Not a directory"):
             shardmath.save(f"{folder}/old.npy/x.npy", x)
-        with refused(folder, TypeError, "save takes a DistributedArray, not ndarray"):
+        with refused(
+            folder, TypeError, "rank 1: save takes a DistributedArray or a dict.*, not ndarray"
+        ):
             shardmath.save(f"{folder}/x.npy", x.local if context.rank else x)
-        with refused(folder, CollectiveMismatch, "the layout must be equal"):
+        with refused(
+            folder,
+            CollectiveMismatch,
+            "the array must be equal on all ranks: rank 0 has int64, 8999",
+        ):
             shardmath.save(f"{folder}/x.npy", x if context.rank else x[1:])
-        with refused(folder, ValueError, "the suffix says what is written"):
+        with refused(folder, ValueError, "saved in a file with the suffix .npy"):
             shardmath.save(f"{folder}/x", x)
         if closed:
             os.seteuid(65534)
@@ -294,3 +301,158 @@ def interrupted(context, folder):
 def test_interrupts(contexts, tmp_path):
     np.save(tmp_path / "old.npy", OLD)
     contexts.run(interrupted, str(tmp_path), ranks=2)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+VALUES = {"step": 12, "name": "ocean", "rate": 0.5, "done": False, "seed": None}
+SHAPES = {"u": (13, 6), "layer/0: w.é": (4, 3, 5), "total": (), "none": (0, 3)}
+TYPES = {"u": "float64", "layer/0: w.é": "bfloat16", "total": "int16", "none": "complex64"}
+ONE, ROWS = Replicated(), Slab.X
+
+
+def content(seed):
+    return {name: elements(shape, TYPES[name], seed) for name, shape in SHAPES.items()}
+
+
+def checkpoint_of(context, seed):
+    """What is saved: arrays of both memory orders, and numbers."""
+    size, arrays = context.size, content(seed)
+    made = {
+        "u": placed(context, arrays["u"].T.copy(), [ROWS.encode()] * size).T,
+        "layer/0: w.é": placed(context, arrays["layer/0: w.é"], [Slab.Y.encode()] * size),
+        "total": placed(context, arrays["total"], [ONE.encode()] * size),
+        "none": placed(context, arrays["none"], [ROWS.encode()] * size),
+    }
+    return made | VALUES | {"step": seed}
+
+
+def check(folder, seed, distributions=None):
+    """The checkpoint that was made of `seed` is there, and no other file."""
+    wanted = distributions or dict.fromkeys(SHAPES, ROWS) | {"total": ONE}
+    loaded = shardmath.load(folder, distribution=wanted)
+    assert {name: loaded.pop(name) for name in VALUES} == VALUES | {"step": seed}
+    assert list(loaded) == list(wanted)
+    for name, x in loaded.items():
+        agree(x, content(seed)[name])
+    assert len(names_in(folder)) == 1 + len(SHAPES)
+
+
+def restarted(context, folder):
+    """Written on four ranks, and again; read on three, all of it or a part."""
+    whole = f"{folder}/whole"
+    for seed in (1, 2):
+        shardmath.save(whole, checkpoint_of(context, seed))
+    part = context.split(0 if context.rank < 3 else None)
+    if part is not None:
+        with part:
+            check(whole, 2)
+            check(whole, 2, {"u": Slab.Y})
+            again = shardmath.load(whole, distribution=Replicated())
+            shardmath.save(Path(folder, "again"), again)
+            check(f"{folder}/again", 2)
+
+
+def test_checkpoints(contexts, tmp_path):
+    contexts.run(restarted, str(tmp_path), ranks=4)
+    names = names_in(tmp_path / "again")
+    assert names[0] == "checkpoint.json" and names[-1].startswith("u-")
+    assert np.load(tmp_path / "again" / names[-1]).tolist() == content(2)["u"].tolist()
+
+
+def mistaken(context, folder):
+    with context:
+        whole = f"{folder}/whole"
+        arrays = checkpoint_of(context, 3)
+        shardmath.save(whole, arrays)
+        refusals = [
+            ({"u": arrays["u"].local}, TypeError, "'u': a checkpoint has arrays, numbers"),
+            ({1: arrays["u"]}, TypeError, "names in a checkpoint are strings, not 1"),
+            ({"step": context.rank}, CollectiveMismatch, "what is saved beside arrays"),
+            ({str(context.rank): arrays["u"]}, CollectiveMismatch, "the names of the arrays"),
+            ({"u": arrays["u"][context.rank :]}, CollectiveMismatch, "array u must be equal"),
+            ({"x" * 300: arrays["u"]}, OSError, "rank 0: .*File name too long"),
+        ]
+        for wrong, kind, said in refusals:
+            for path in (whole, f"{folder}/new"):
+                with pytest.raises(kind, match=said):
+                    shardmath.save(path, wrong)
+                all_reduce(0)  # the others have removed theirs
+        assert names_in(folder) == ["whole"]
+        with pytest.raises(ValueError, match="a checkpoint is a folder"):
+            shardmath.save(f"{folder}/x.npy", arrays)
+        check(whole, 3)
+        with pytest.raises(KeyError, match="has no array v; it has u, layer"):
+            shardmath.load(whole, distribution={"v": ROWS})
+        with pytest.raises(ValueError, match="a checkpoint knows the types"):
+            shardmath.load(whole, distribution=ROWS, dtype="int8")
+        with pytest.raises(ValueError, match="distribution: "):
+            shardmath.load(whole, distribution=ROWS)  # of the array of no axes
+        with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+            shardmath.load(folder, distribution=ROWS)
+        for text in (
+            "",
+            "[]",
+            '{"arrays": {}}',
+            '{"arrays": {"u": {"file": "../u"}}, "values": {}}',
+        ):
+            all_reduce(0)
+            Path(folder, "whole", "checkpoint.json").write_text(text)
+            all_reduce(0)
+            with pytest.raises(ValueError, match=r"every rank: .*checkpoint\.json names no arrays"):
+                shardmath.load(whole, distribution=ROWS)
+
+
+def test_checkpoints_that_cannot_be(contexts, tmp_path):
+    contexts.run(mistaken, str(tmp_path), ranks=2)
+
+
+class Stopped(BaseException):
+    """What no one expects."""
+
+
+def stopped_anywhere(context, folder):
+    """A rank stops at each call of the system in turn: the old checkpoint is whole, or the new."""
+    whole = f"{folder}/whole"
+    shardmath.save(whole, checkpoint_of(context, 0))
+    calls = {name: getattr(os, name) for name in ("open", "pwrite", "rename", "replace", "fsync")}
+    old, seed = 0, 0
+    for rank in (0, 1):
+        place, ended = 0, False
+        while not ended:
+            place, seed = place + 1, seed + 1
+            left = [place]
+
+            def stop(*arguments, call, left=left, **words):
+                left[0] -= 1
+                if not left[0]:
+                    raise Stopped
+                return call(*arguments, **words)
+
+            part = context.split(0)
+            with part:
+                arrays = {"u": placed(part, content(seed)["u"], [ROWS.encode()] * 2), "step": seed}
+                try:
+                    for name, call in calls.items():
+                        if context.rank == rank:
+                            setattr(os, name, partial(stop, call=call))
+                    shardmath.save(whole, arrays)
+                    ended = True
+                except (Stopped, RankFailure):
+                    pass
+                finally:
+                    for name, call in calls.items():
+                        setattr(os, name, call)
+            all_reduce(0, context=context)
+            with context:
+                found = shardmath.load(whole, distribution={})["step"]
+                assert found in (old, seed) and (found == seed or not ended)
+                old = found
+                ended = bool(all_reduce(int(ended), op="max"))
+        assert place > 2
+    with context:
+        agree(shardmath.load(whole, distribution=ROWS)["u"], content(seed)["u"])
+
+
+def test_a_rank_that_stops_anywhere(contexts, tmp_path):
+    contexts.run(stopped_anywhere, str(tmp_path), ranks=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -10,126 +11,207 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import dtypes, library_named, library_of_package
+from shardmath.arrays import Library, dtypes, library_named, library_of_package
 from shardmath.base.collective_call import collective_call
 from shardmath.collectives.operand import context_of
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
-from shardmath.distributed import npy, parts
+from shardmath.distributed import checkpoints, npy, parts
 from shardmath.distributed.creation import device_of, require_distribution
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.movement import rearranged
-from shardmath.distributed.shared_file import (
-    appearing,
-    layout_in_file,
-    read_part,
-    together,
-    write_part,
-)
+from shardmath.distributed.shared_file import layout_in_file, read_part, together
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.layouts import bind_layout, result_order
 
 _SAVE, _LOAD = "save", "load"
+_ONE = ""  # the name of an array that is alone in its file
+_NPY = ".npy"
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @collective_call
-def save(path: str | os.PathLike[str], x: DistributedArray) -> None:
-    """Write the array to a file, which NumPy can read, too. Collective.
+def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) -> None:
+    """Save an array in a file that NumPy reads, too, or a dictionary as a checkpoint. Collective.
 
         shardmath.save("u.npy", u)
+        shardmath.save("ocean", {"u": u, "v": v, "step": 120})
 
-    Every rank writes its part, whatever the distribution. The file appears whole or not at all: an
-    error, or the end of a rank, leaves what was there before. The array is in Fortran order in the
-    file where all parts are so in memory. Elements of bfloat16, float8 and complex32, which the
-    format has no names for, become bytes, as NumPy writes them; see `load`.
+    Every rank writes its part, whatever the distribution. What is saved appears whole or not at
+    all: an error, or the end of a rank, leaves what was there before. An array is in Fortran order
+    in the file where all parts are so in memory. Elements of bfloat16, float8 and complex32, which
+    .npy has no names for, become bytes, as NumPy writes them; see `load`.
+
+    A checkpoint is a folder, with a file of each array. Besides arrays a dictionary may have
+    numbers, strings, booleans and None, which are the same on all ranks.
 
     Raises the same on all ranks: OSError, as open does, and for a disk that is full; ValueError for
-    another suffix than .npy, TypeError for what is no DistributedArray; CollectiveMismatch where
-    the ranks pass different paths or arrays.
+    an array and another suffix than .npy, TypeError for what is neither an array nor a dictionary
+    of such; CollectiveMismatch where the ranks pass different paths or arrays.
     """
-    context = x.context if isinstance(x, DistributedArray) else require_context()
+    given = x if isinstance(x, Mapping) else {_ONE: x}
+    arrays = {name: one for name, one in given.items() if isinstance(one, DistributedArray)}
+    values = {name: one for name, one in given.items() if name not in arrays}
+    context = next((one.context for one in arrays.values()), None) or require_context()
 
     def described() -> tuple[Any, ...]:
-        if not isinstance(x, DistributedArray):
-            raise TypeError(f"save takes a DistributedArray, not {type(x).__name__}")
-        spec = x.library.spec(x.local)
-        return _path(path), spec.dtype, x.layout.describe(), hash(x.layout), spec.order
+        _require_saveable(x, arrays, values)
+        specs = {name: one.library.spec(one.local) for name, one in arrays.items()}
+        facts = {  # boxes look alike, and are told apart by the number
+            name: f"{specs[name].dtype}, {one.layout} [{hash(one.layout) & 0xFFFFFFFF:08x}]"
+            for name, one in arrays.items()
+        }
+        return str(_place(path, x)), facts, values, [spec.order for spec in specs.values()]
 
-    def compared(specs: list[Any]) -> bool:
-        *facts, orders = zip(*specs, strict=True)
-        for what, values in zip(("path", "dtype", "layout", "layout"), facts, strict=True):
-            require_equal(f"the {what}", values)
-        return result_order(orders) == "F"
+    def compared(specs: list[Any]) -> list[bool]:
+        paths, facts, given_values, orders = zip(*specs, strict=True)
+        require_equal("the path", paths)
+        require_equal("the names of the arrays", [list(names) for names in facts])
+        for name in facts[0]:
+            require_equal(f"array {name}" if name else "the array", [of[name] for of in facts])
+        require_equal("what is saved beside arrays", given_values)
+        return [result_order(of) == "F" for of in zip(*orders, strict=True)]
 
     fortran = context.agree(_SAVE, described, compared)
-    dtype = dtypes.of(x.library.spec(x.local).dtype)
-    header = npy.header_bytes(x.shape, dtype, fortran=fortran)
-
-    def create(file: Path) -> None:
-        with file.open("xb") as made:
-            made.write(header)
-            os.posix_fallocate(made.fileno(), 0, len(header) + x.size * dtype.itemsize)
-
-    with appearing(context, _SAVE, Path(_path(path)), create) as file:
-        write_part(x.transpose() if fortran else x, _SAVE, file, len(header))
+    place = _place(path, x)
+    if isinstance(x, DistributedArray):
+        npy.save_array(x, _SAVE, place, fortran=fortran[0])
+    else:
+        ordered = dict(zip(arrays, zip(arrays.values(), fortran, strict=True), strict=True))
+        checkpoints.save_arrays(context, _SAVE, place, ordered, values)
 
 
 @collective_call
 def load(
     path: str | os.PathLike[str],
     *,
-    distribution: Distribution,
+    distribution: Distribution | Mapping[str, Distribution],
     dtype: Any = None,
     package: ModuleType | None = None,
     context: DistributedContext | None = None,
-) -> DistributedArray:
-    """The array in a file of NumPy's format .npy, split by `distribution`. Collective.
+) -> Any:
+    """The array in a file of NumPy's format .npy, or what is in a checkpoint. Collective.
 
         u = shardmath.load("u.npy", distribution=Slab.X)
+        ocean = shardmath.load("ocean", distribution={"u": Slab.X, "v": Slab.Y})
 
-    Every rank reads its part; who has written the file, and on how many ranks, does not matter.
-    `package` is the library of the parts, as in `full`. `dtype` names the type of elements that the
-    file has as bytes: "bfloat16", say. The ranks are those of `context`, or of the current one.
+    Every rank reads its part; who has written the file, and on how many ranks, does not matter. Of
+    a checkpoint one distribution is that of all arrays, and a dictionary names those that are
+    loaded; what was saved beside arrays comes with them.
 
-    Raises the same on all ranks: OSError where a rank cannot read the file, ValueError where it is
+    `package` is the library of the parts, as in `full`. `dtype` names the type of elements that a
+    file has as bytes, such as "bfloat16"; a checkpoint knows it. The ranks are those of `context`,
+    or of the current one.
+
+    Raises the same on all ranks: OSError where a rank cannot read a file, ValueError where it is
     no .npy file, truncated, or of Python objects, for another `dtype` than the file's, and where
-    the distribution does not fit; CollectiveMismatch where the ranks pass different arguments.
+    the distribution does not fit; KeyError for an array that a checkpoint does not have;
+    CollectiveMismatch where the ranks pass different arguments.
     """
     context = context_of(_LOAD, context)
     library = library_named("numpy") if package is None else library_of_package(package)
 
     def described() -> tuple[Any, ...]:
-        require_distribution(distribution)
-        header = npy.read_header(Path(_path(path)))
-        name = npy.named(header, dtype).name
-        parts.on_device(np.empty(0, dtypes.to_numpy(name)), library, device_of(context))
-        facts = header.shape, name, header.fortran, header.offset
-        return _path(path), library.name, facts, unbound(distribution).encode()
+        place = _place(path, None)
+        stored, values = _stored(place, dtype)
+        wanted = _by_name(distribution, stored, place)
+        for name in wanted:
+            native = dtypes.to_numpy(stored[name].dtype)
+            parts.on_device(np.empty(0, native), library, device_of(context))
+        facts = {name: stored[name].facts for name in wanted}
+        encoded = {name: unbound(one).encode() for name, one in wanted.items()}
+        return str(place), library.name, facts, values, encoded
 
-    def bound(specs: list[Any]) -> tuple[Layout, Any]:
+    def bound(specs: list[Any]) -> tuple[list[tuple[str, npy.Stored, Layout]], dict[str, Any]]:
         *alike, encoded = zip(*specs, strict=True)
-        for what, values in zip(("path", "package", "header"), alike, strict=True):
-            require_equal(f"the {what}", values)
-        facts = alike[-1][0]
-        return bind_layout("distribution", encoded, facts[0]), facts
+        names = "the path", "the package", "what is there", "what is there beside arrays"
+        for what, said in zip(names, alike, strict=True):
+            require_equal(what, said)
+        arrays = []
+        for name, facts in alike[2][0].items():
+            stored = npy.Stored(*facts)
+            layout = bind_layout("distribution", [of[name] for of in encoded], stored.shape)
+            arrays.append((name, stored, layout))
+        return arrays, alike[3][0]
 
-    layout, (_, name, fortran, offset) = context.agree(_LOAD, described, bound)
-    native = dtypes.to_numpy(name)
+    arrays, values = context.agree(_LOAD, described, bound)
+    loaded = {}
+    for name, stored, layout in arrays:
+        one = distribution[name] if isinstance(distribution, Mapping) else distribution
+        loaded[name] = _loaded(context, stored, layout, one, library)
+    return loaded[_ONE] if Path(path).suffix == _NPY else loaded | values
+
+
+def _loaded(
+    context: DistributedContext,
+    stored: npy.Stored,
+    layout: Layout,
+    distribution: Distribution,
+    library: Library,
+) -> DistributedArray:
+    """The array that lies in a file, in the layout of a distribution. Collective."""
+    native, fortran = dtypes.to_numpy(stored.dtype), stored.fortran
     held = layout_in_file(layout.transposed() if fortran else layout, native.itemsize)
-    host = read_part(context, _LOAD, Path(_path(path)), offset, held, native)
+    host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()
     local = together(context, _LOAD, partial(parts.on_device, host, library, device_of(context)))
     made = DistributedArray.of(local, unbound(distribution), held, context)
-    return (
-        made if held == layout else made.like(rearranged(made, layout), made.distribution, layout)
-    )
+    if held == layout:
+        return made
+    return made.like(rearranged(made, layout), made.distribution, layout)
 
 
-def _path(path: Any) -> str:
-    """Where the file lies, links followed. Raises ValueError where its suffix names no format."""
-    real: str = os.path.realpath(os.fspath(path))
-    if Path(real).suffix != ".npy":
-        raise ValueError(f"{real}: the suffix says what is written; there is .npy")
-    return real
+def _stored(place: Path, dtype: Any) -> tuple[dict[str, npy.Stored], dict[str, Any]]:
+    """The arrays, and what else there is. Local."""
+    if place.suffix == _NPY:
+        return {_ONE: npy.read_stored(place, dtype)}, {}
+    if dtype is not None:
+        raise ValueError("dtype= is for .npy: a checkpoint knows the types of its arrays")
+    return checkpoints.stored_arrays(place)
+
+
+def _by_name(distribution: Any, stored: Mapping[str, Any], place: Path) -> dict[str, Distribution]:
+    """The distribution of each array that is loaded. Raises KeyError for one that is not there,
+    TypeError for what is no distribution.
+    """
+    is_named = isinstance(distribution, Mapping)
+    wanted = dict(distribution) if is_named else dict.fromkeys(stored, distribution)
+    for name, one in wanted.items():
+        if name not in stored:
+            raise KeyError(f"{place} has no array {name}; it has {', '.join(stored)}")
+        require_distribution(one)
+    return wanted
+
+
+def _require_saveable(
+    x: Any, arrays: Mapping[str, DistributedArray], values: Mapping[str, Any]
+) -> None:
+    """Raise TypeError for what cannot be saved, ValueError for arrays of different contexts."""
+    for name, value in values.items():
+        if not isinstance(x, Mapping):
+            raise TypeError(
+                f"save takes a DistributedArray or a dictionary of such, not {type(x).__name__}"
+            )
+        if not isinstance(value, _PLAIN):
+            raise TypeError(
+                f"{name!r}: a checkpoint has arrays, numbers, strings, booleans and None, not "
+                f"{type(value).__name__}"
+            )
+    if wrong := [name for name in (*arrays, *values) if not isinstance(name, str)]:
+        raise TypeError(f"names in a checkpoint are strings, not {wrong[0]!r}")
+    if len({id(one.context) for one in arrays.values()}) > 1:
+        raise ValueError("the arrays are split over the ranks of different contexts")
+
+
+def _place(path: Any, x: Any) -> Path:
+    """Where the file or the folder lies, links followed. Raises ValueError where the suffix is not
+    that of what is saved, `x`.
+    """
+    place = Path(os.path.realpath(os.fspath(path)))
+    if isinstance(x, DistributedArray) and place.suffix != _NPY:
+        raise ValueError(f"{place}: an array is saved in a file with the suffix {_NPY}")
+    if isinstance(x, Mapping) and place.suffix == _NPY:
+        raise ValueError(f"{place}: a file {_NPY} has one array; a checkpoint is a folder")
+    return place

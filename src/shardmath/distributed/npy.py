@@ -8,6 +8,7 @@ them says of which type they are.
 from __future__ import annotations
 
 import io
+import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,50 @@ from numpy.lib import format as npy_format
 
 from shardmath.arrays import DType, dtypes
 from shardmath.base.immutable import Immutable
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.shared_file import appearing, write_part
 
 
-class Header(Immutable):
-    """The header of a file: the array that it describes, and the bytes before the elements.
+class Stored(Immutable):
+    """An array that lies in a file, from byte `offset` on; `fortran`: in Fortran order."""
 
-    `dtype` is a name; `fortran`: the elements are in Fortran order.
-    """
-
+    file: str
     shape: tuple[int, ...]
     dtype: str
     fortran: bool
     offset: int
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """The fields, in order."""
+        return self.file, self.shape, self.dtype, self.fortran, self.offset
 
-def header_bytes(shape: tuple[int, ...], dtype: DType, *, fortran: bool) -> bytes:
-    """The header of a file of such an array, as it is written."""
+
+def save_array(x: DistributedArray, operation: str, path: Path, *, fortran: bool) -> None:
+    """Save the array, in Fortran order or in C order. Collective.
+
+    Raises OSError on all ranks.
+    """
+    dtype = dtypes.of(x.library.spec(x.local).dtype)
     text = io.BytesIO()
-    given = {"descr": _descr(dtype), "fortran_order": fortran, "shape": shape}
+    given = {"descr": _descr(dtype), "fortran_order": fortran, "shape": x.shape}
     npy_format.write_array_header_1_0(text, given)
-    return text.getvalue()
+    header = text.getvalue()
+
+    def create(file: Path) -> None:
+        with file.open("xb") as made:
+            made.write(header)
+            os.posix_fallocate(made.fileno(), 0, len(header) + x.size * dtype.itemsize)
+
+    with appearing(x.context, operation, path, create) as file:
+        write_part(x.transpose() if fortran else x, operation, file, len(header))
 
 
-def read_header(path: Path) -> Header:
-    """The header of a file. Local.
+def read_stored(path: Path, dtype: Any = None) -> Stored:
+    """The array that lies in a file, of elements that `dtype` names where the file does not. Local.
 
-    Raises OSError where it cannot be read, ValueError where it is no .npy file, is shorter than its
-    header says, or has elements of Python objects or of named fields.
+    Raises OSError where the file cannot be read, ValueError where it is no .npy file, is shorter
+    than its header says, has elements of Python objects or of named fields, or of another type.
     """
     with path.open("rb") as file:
         try:
@@ -52,28 +70,19 @@ def read_header(path: Path) -> Header:
                 raise ValueError(f"format {version}, which is for elements of named fields")
             read = {1: npy_format.read_array_header_1_0, 2: npy_format.read_array_header_2_0}
             shape, fortran, native = read[version[0]](file)
-            dtype = dtypes.of(native)
+            own = dtypes.of(native)
         except ValueError as error:
             raise ValueError(f"{path} cannot be read as .npy: {error}") from None
         offset = file.tell()
-    expected, size = offset + prod(shape) * dtype.itemsize, path.stat().st_size
+    expected, size = offset + prod(shape) * own.itemsize, path.stat().st_size
     if size < expected:
         raise ValueError(f"{path} is truncated: it has {size} bytes of {expected}")
-    return Header(tuple(shape), dtype.name, bool(fortran), offset)
-
-
-def named(header: Header, dtype: Any) -> DType:
-    """The type of a file's elements, which `dtype` names where the file does not.
-
-    Raises ValueError where that is another than the file's.
-    """
-    own = dtypes.of(header.dtype)
     given = own if dtype is None else dtypes.of(dtype)
-    if given != own and _descr(given) != header.dtype:
+    if given != own and _descr(given) != own.name:
         raise ValueError(
-            f"the file has elements of {own}, not of {given}: load them, and convert by astype"
+            f"{path} has elements of {own}, not of {given}: load them, and convert by astype"
         )
-    return given
+    return Stored(str(path), tuple(shape), given.name, bool(fortran), offset)
 
 
 def _descr(dtype: DType) -> str:

@@ -1,0 +1,109 @@
+"""Checkpoints: a folder with a file of NumPy's format for each array, and one that names them.
+
+    ocean/checkpoint.json      {"arrays": {"u": {"file": "u-3f2a90bb.npy", "dtype": "float64"}},
+    ocean/u-3f2a90bb.npy        "values": {"step": 120}}
+
+The folder means what `checkpoint.json` says. A checkpoint that takes the place of another writes
+its arrays under new names, renames that one file into place, and then removes the old arrays: at
+every moment one of both is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from shardmath.context.context import DistributedContext
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.npy import Stored, read_stored, save_array
+from shardmath.distributed.shared_file import agreed_token, appearing, only_on, together
+
+_MANIFEST = "checkpoint.json"
+
+
+def save_arrays(
+    context: DistributedContext,
+    operation: str,
+    folder: Path,
+    arrays: Mapping[str, tuple[DistributedArray, bool]],
+    values: Mapping[str, Any],
+) -> None:
+    """Save arrays, each with whether it lies in Fortran order, and values, the same on all ranks.
+    Collective.
+    """
+    token = agreed_token(context, operation)
+    files = {name: f"{quote(name, safe='')}-{token}.npy" for name in arrays}
+    entries = {
+        name: {"file": files[name], "dtype": x.library.spec(x.local).dtype}
+        for name, (x, _) in arrays.items()
+    }
+    text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
+    before = together(context, operation, lambda: _files(folder))
+    is_new = not folder.exists()
+    try:
+        together(context, operation, only_on(0, context, lambda: folder.mkdir(exist_ok=True)))
+        manifest = folder / _MANIFEST
+        with appearing(context, operation, manifest, lambda file: _write(file, text)):
+            for name, (x, fortran) in arrays.items():
+                save_array(x, operation, folder / files[name], fortran=fortran)
+    except BaseException:
+        # The manifest of this call is gone, unless it has got its name, which it then keeps.
+        if not set(files.values()) & _files(folder):
+            _remove(folder, set(files.values()))
+            if is_new:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+    together(context, operation, only_on(0, context, lambda: _remove(folder, before)))
+
+
+def stored_arrays(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The arrays of a checkpoint, and its values. Local.
+
+    Raises OSError and ValueError as `read_stored`, ValueError where it is no checkpoint.
+    """
+    manifest = _manifest(folder)
+    stored = {
+        name: read_stored(folder / entry["file"], entry["dtype"])
+        for name, entry in manifest["arrays"].items()
+    }
+    return stored, manifest["values"]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        text = (folder / _MANIFEST).read_text()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} is no checkpoint: it has no {_MANIFEST}") from None
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        files = [entry["file"] for entry in manifest["arrays"].values()]
+        if any(Path(file).name != file for file in files):
+            raise ValueError("it names files elsewhere")
+        manifest["values"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / _MANIFEST} names no arrays: {error}") from None
+    return manifest
+
+
+def _files(folder: Path) -> set[str]:
+    """The files of the arrays of the checkpoint that is there; none where there is none."""
+    try:
+        return {entry["file"] for entry in _manifest(folder)["arrays"].values()}
+    except (OSError, ValueError):
+        return set()
+
+
+def _remove(folder: Path, files: set[str]) -> None:
+    for file in files:
+        with suppress(OSError):
+            (folder / file).unlink()
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("x") as made:
+        made.write(text)
