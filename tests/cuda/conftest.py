@@ -21,6 +21,7 @@ HOST = (
     "arrays",
     "autograd",
     "collectives",
+    "distributed",
     "fft",
     "local",
     "matmul",

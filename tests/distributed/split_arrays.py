@@ -12,7 +12,7 @@ import shardmath
 from arrangements import distributions, part_of
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
-from shardmath.distributed import DistributedArray
+from shardmath.distributed import DistributedArray, parts
 from shardmath.geometry import Box, Replicated, decode
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "splits",
 ]
 
+ON_GPUS = {"numpy": "cupy", "torch": "torch"}  # the library of parts, of ranks with GPUs
 EXTENTS = st.sampled_from([0, 1, 2, 3, 5, 8])
 ONE = Replicated().encode()
 
@@ -72,13 +73,15 @@ def placed(context, x, encoded, library="numpy"):
     """The array `x` of all ranks, split, of which this rank passes its part."""
     distribution = decode(encoded[context.rank])
     part = np.array(part_of(x, distribution, context.rank, context.size), x.dtype)
+    device = "cpu" if context.team is None else context.team.device.name
+    of_parts = library_named(library if device == "cpu" else ON_GPUS[library])
     with context:
-        return shardmath.array(library_named(library).from_host(part), distribution)
+        return shardmath.array(parts.on_device(part, of_parts, device), distribution)
 
 
 def host(x):
     """The part of this rank as NumPy's array."""
-    return x.library.host_view(x.local)
+    return parts.on_host(x.local, x.library)
 
 
 def agree(got, expected, *, close=False, strict=True):
