@@ -9,13 +9,16 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
+sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
 import numpy as np
+import test_halos
 import test_redistribute_any as bodies
 from few import few
 from hypothesis import given
 from pretended import pretended_gpu
 from redistribution_cases import cases
+from split_arrays import examples, lists_of
 
 from arrangements import part_of
 from counted import calls_before
@@ -39,6 +42,20 @@ def on_gpus(context, body, *args):
 @given(case=cases(libraries=("numpy",)))
 def test_any_distribution_to_any_other(ranks, case):
     ranks.run(on_gpus, "run_case", case, ranks=case[0])
+
+
+def rims(context, calls):
+    context.barrier()
+    with pretended_gpu(context), context:
+        test_halos.body(context, calls)
+        context.board.barrier("done")
+
+
+@examples(4)
+@given(calls=lists_of(lambda size: test_halos.halos(size, ("numpy",))))
+def test_parts_with_rims(ranks, calls):
+    size, given_ = calls
+    ranks.run(rims, given_, ranks=size)
 
 
 @pytest.mark.parametrize("store", ["C", "heap C"])

@@ -11,7 +11,16 @@ import numpy as np
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.distributed import calls, indexing, parts, printing, products, protocols, reductions
+from shardmath.distributed import (
+    calls,
+    halos,
+    indexing,
+    parts,
+    printing,
+    products,
+    protocols,
+    reductions,
+)
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
@@ -146,6 +155,8 @@ class DistributedArray(Distributed):
         if library.spec(self.local).dtype == wanted.name:
             return self.copy() if copy else self
         return self.like(library.cast(self.local, wanted), self.distribution, self.layout)
+
+    halo = halos.halo
 
     # -- axes --------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts
 from shardmath.program.performing import Plan, Turn
 from shardmath.program.rank_program import Copy, RankProgram, View, packed
 from shardmath.program.steps import Memory, Move, Pack, Program
-from shardmath.redistribution import TransferPlan
+from shardmath.redistribution.plan import Transfer
 
 _PUSH, _PULL, _STAGED, _DELIVER = 1, 2, 3, 4  # decisions
 _STAGING = "staging"  # of the lane's memories
@@ -63,7 +63,7 @@ class GPUs(GPUPerformer):
             View(name, array.shape, array.strides, array.dtype)
             for name, array in (("operand", execution.operand), ("out", execution.result.array))
         )
-        received = _transfer(plan.program).received[context.rank]
+        received = _transfer(plan.program).traffic.received[context.rank]
         staged = decision == _STAGED and received > 0 and execution.result.array.block is None
 
         def make() -> GPUProgram:
@@ -122,10 +122,9 @@ def delivered_program(
     return RankProgram(steps, arrays, memories, (OUTBOX,), _order(program))
 
 
-def _transfer(program: Program) -> TransferPlan:
-    """The transfer plan of a program's one move."""
+def _transfer(program: Program) -> Transfer:
+    """What a program's one move transfers."""
     (move,) = (step for step in program.steps if isinstance(step, Move))
-    assert isinstance(move.transfer, TransferPlan), "between layouts"
     return move.transfer
 
 

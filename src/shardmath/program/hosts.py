@@ -17,12 +17,10 @@ from shardmath.program.steps import (
     Move,
     Pack,
     Program,
-    SplitArray,
     Step,
     Synchronise,
     Unpack,
 )
-from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
 OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of all operations
@@ -37,10 +35,8 @@ def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Progra
     for step in program.steps:
         if isinstance(step, Move) and step.transfer.crosses:
             target = program.results.get(step.target) or program.workspace[step.target]
-            assert isinstance(target, SplitArray), "what is moved to"
             transfer = step.transfer
-            assert isinstance(transfer, TransferPlan), "between layouts"
-            axes = tuple(range(len(transfer.src.global_shape)))
+            axes = tuple(range(len(transfer.source_shape(rank))))
             axes = axes if target.order == "C" else axes[::-1]  # in the memory order of the target
             delivery = Delivery(transfer, rank, hosts, axes)
             steps += delivered(delivery, step.source, step.target, OUTBOX, FETCHED)

@@ -58,6 +58,11 @@ class Transfer:
         """Whether every rank's array becomes what it was."""
         raise NotImplementedError
 
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that each rank sends and receives; what stays on a rank is not counted."""
+        raise NotImplementedError
+
     def source_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the array of `rank` that elements move out of."""
         raise NotImplementedError
@@ -222,7 +227,6 @@ class TransferPlan(Immutable, Transfer):
 
     @cached_property
     def traffic(self) -> Traffic:
-        """The bytes that each rank sends and receives; what stays on a rank is not counted."""
         return bytes_moved(self.src, self.dst, self.itemsize)
 
     @cached_property

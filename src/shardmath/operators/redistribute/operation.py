@@ -19,8 +19,17 @@ from shardmath.machine import Machine
 from shardmath.operators.arguments import check_blocking, check_logger
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
-from shardmath.program.steps import READ, REUSE, Move, Program, SplitArray, Step
+from shardmath.program.steps import (
+    READ,
+    REUSE,
+    LocalArray,
+    Move,
+    Program,
+    SplitArray,
+    Step,
+)
 from shardmath.redistribution import TransferPlan
+from shardmath.redistribution.plan import Transfer
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Problem(Immutable):
     results. `blocking`: a call returns when the result is there.
     """
 
-    transfer: TransferPlan
+    transfer: Transfer
     library: str
     dtype: str
     order: Literal["C", "F"]
@@ -101,6 +110,16 @@ class Redistribution:
         src = infer_layout("input_distribution", sources, shapes)
         return src, bind_layout("output_distribution", targets, src.global_shape)
 
+    def transfer(
+        self,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        shapes: Sequence[Sequence[int]],
+        itemsize: int,
+    ) -> Transfer:
+        """What moves, of elements of `itemsize` bytes. Arguments and errors as `layouts`."""
+        return TransferPlan(*self.layouts(sources, targets, shapes), itemsize)
+
     def check(self, specs: Sequence[Any]) -> Problem:
         """See Operation. Raises ValueError where descriptions do not fit."""
         operands, sources, targets, blocking, outs = zip(*specs, strict=True)
@@ -108,14 +127,13 @@ class Redistribution:
             require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
         require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
         require_equal("options.blocking", blocking)
-        src, dst = self.layouts(sources, targets, [operand[4] for operand in operands])
         library, space, dtype, itemsize, *_ = operands[0]
+        transfer = self.transfer(sources, targets, [operand[4] for operand in operands], itemsize)
         for rank, out in enumerate(outs):
             if out is not None:
-                result = (library, space, dtype, dst.local_shape(rank))
+                result = (library, space, dtype, transfer.result_shape(rank))
                 _require_alike(rank, (*out[:3], tuple(out[4])), result)
         order = result_order([operand[5] for operand in operands])
-        transfer = TransferPlan(src, dst, itemsize)
         return Problem(transfer, library, dtype, order, blocking[0] is True)
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
@@ -124,11 +142,17 @@ class Redistribution:
         steps: tuple[Step, ...] = (Move(transfer, "operand", "out"),)
         if transfer.crosses:
             steps = (READ, *steps, REUSE)
-        out = SplitArray(transfer.dst, problem.dtype, problem.order)
+        out = self.result(problem, rank)
         return Program(steps, results={"out": out}, blocking=problem.blocking)
+
+    def result(self, problem: Problem, rank: int) -> SplitArray | LocalArray:
+        """The result of `rank`."""
+        assert isinstance(problem.transfer, TransferPlan), "between layouts"
+        return SplitArray(problem.transfer.dst, problem.dtype, problem.order)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
         """A description of the moves, of the time predicted, and of the way between hosts."""
+        assert isinstance(problem.transfer, TransferPlan), "between layouts"
         milliseconds = problem.transfer.seconds(machine.rates) * 1e3
         text = (
             f"{problem.transfer.explain()}\n"
