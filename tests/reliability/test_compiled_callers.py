@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+import shardmath
 from shardmath import autograd, collectives, fft, get_context
 from shardmath.base.untraced import untraced
 from shardmath.distribution import Redistribute, Replicated, Slab, redistribute
@@ -86,10 +88,22 @@ CALLS = {
 }
 
 
+def compiled_of_ours():
+    """The names of our functions that the compiler has compiled since it was last asked."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    folder = Path(shardmath.__file__).parent
+    compiled = get_compilation_metrics()
+    clear_compilation_metrics()
+    return [entry.co_name for entry in compiled if folder in Path(entry.co_filename).parents]
+
+
 def check(context, names, device="cpu"):
     """Of which calls the results differ, or more was compiled than the lines around the call."""
     from torch._dynamo import guards
     from torch._dynamo.backends.debugging import aot_eager
+
+    compiled_of_ours()
 
     wrong = []
     # What it measures, for its log alone, takes as long as all else.
@@ -114,6 +128,8 @@ def check(context, names, device="cpu"):
             ours = [graph for graph in graphs if "shardmath" in graph.print_readable(False)]
             if ours:
                 wrong.append(f"{name}: {ours[0].print_readable(False)}")
+            if ours := compiled_of_ours():
+                wrong.append(f"{name}: {ours}")
             if not torch.equal(program(x), expected):
                 wrong.append(f"{name}, afterwards")
     return wrong
@@ -121,6 +137,29 @@ def check(context, names, device="cpu"):
 
 def test_a_compiled_function_has_the_same_results(compiling_contexts):
     assert compiling_contexts.run(check, list(CALLS), ranks=2, timeout=600) == [[]] * 2
+
+
+def met_first(context):
+    """Results of a call that the compiler meets, twice, before it was told of any."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    from shardmath.base import untraced
+
+    program = torch.compile(lambda x: collectives.all_reduce(x + 1) * 2, backend="eager")
+    results = []
+    with context:
+        for _ in range(2):
+            torch._dynamo.reset()
+            for code in untraced._marked:
+                reset_code(code)
+            compiled_of_ours()
+            results += [program(torch.ones(2)).tolist() for _ in range(2)]
+            assert compiled_of_ours()
+    return results
+
+
+def test_a_call_that_the_compiler_meets_before_it_was_told_of_any(compiling_contexts):
+    assert compiling_contexts.run(met_first, ranks=2, timeout=600) == [[[8.0, 8.0]] * 4] * 2
 
 
 def mistaken(context):

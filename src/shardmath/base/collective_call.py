@@ -142,6 +142,7 @@ def _again() -> Callable[..., Any] | None:
     return None if built is None else partial(built.again, *current.places())
 
 
+@marked
 def _is_part() -> bool:
     """Whether a call of this thread is on the stack, beyond the one that asks.
 

@@ -3,7 +3,8 @@
 Compiled code is cut at such a call, which then runs as it is, between the graphs of what is around
 it. Were it traced, parts of it would run on tensors that have no memory, after the ranks have
 agreed. torch is not imported for this: before it is, nothing is compiled, and the compiler watches
-a call only where code that it has compiled makes it.
+a call only where code that it has compiled makes it. What looks whether it does so is not compiled
+either: the compiler is told as soon as a call finds it loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,6 +26,7 @@ COMPILER = "torch._dynamo"  # until it is in sys.modules, nothing is compiled
 is_loaded = sys.modules.keys().__contains__
 _MARK = "_torchdynamo_disable"  # what the compiler looks for before it goes in
 _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
+_marked: set[CodeType] = set()  # the code of all that is marked
 
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
@@ -42,16 +44,35 @@ def untraced(call: Callable[P, R]) -> Callable[P, R]:
 def marked(call: Call) -> Call:
     """`call`, marked as one that begins as `untraced` calls do."""
     vars(call)[_MARK] = True
+    _marked.add(call.__code__)
     return call
 
 
 @marked
 def is_watched() -> bool:
-    """Whether torch's compiler would trace what this thread calls next."""
+    """Whether torch's compiler, which is loaded, would trace what this thread calls next."""
     callback = sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback is not None and callback is not False
+    watched = callback is not None and callback is not False
+    if watched:
+        skip_marked()  # `torch.compiler.reset` forgets what was skipped
+    else:
+        _skip_marked_once()
+    return watched
 
 
+@marked
+def skip_marked() -> None:
+    """Let torch's compiler run what is marked as it is, where it would compile it."""
+    from torch._dynamo.decorators import skip_code
+
+    for code in _marked:
+        skip_code(code)
+
+
+_skip_marked_once = functools.cache(skip_marked)
+
+
+@marked
 def unwatched(call: Callable[P, R]) -> Callable[P, R]:
     """`call` without the compiler, which does not watch what it calls either."""
     alone: Callable[P, R] = sys.modules["torch"].compiler.disable(call)
