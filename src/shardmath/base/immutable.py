@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, Field, FrozenInstanceError, field
 from inspect import get_annotations
+from itertools import islice
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, dataclass_transform
 
@@ -24,6 +25,8 @@ class Immutable:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {}  # `dataclasses.replace` reads them
+    _defaults: ClassVar[dict[str, Any]] = {}  # MISSING: to be given, or made for each object
+    _without_default: ClassVar[list[str]] = []
     _compared: ClassVar[attrgetter[Any]]
 
     def __init_subclass__(cls, *, eq: bool = True) -> None:
@@ -42,32 +45,42 @@ class Immutable:
             else:
                 fields[name] = field(default=default)
             fields[name].name = name
+        cls._defaults = {name: x.default for name, x in fields.items()}
+        cls._without_default = [name for name, x in fields.items() if x.default is MISSING]
         cls._compared = attrgetter("__class__", *[name for name, x in fields.items() if x.compare])
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[method-assign]
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        if named or len(values) != len(self.__dataclass_fields__):
-            values = self._completed(values, named)
-        self.__dict__.update(zip(self.__dataclass_fields__, values, strict=True))
+        fields, state = self.__dataclass_fields__, self.__dict__
+        if named or len(values) != len(fields):
+            state.update(self._defaults)
+            state.update(zip(fields, values, strict=False))
+            state.update(named)
+            self._complete(values, named)
+        else:
+            state.update(zip(fields, values, strict=True))
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Raise what is wrong with the values."""
 
-    def _completed(self, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """All values in order, with the defaults of those that were not given."""
-        names, kind = tuple(self.__dataclass_fields__), type(self).__name__
-        given = {**dict(zip(names, values, strict=False)), **named}
-        for name, x in self.__dataclass_fields__.items():
-            if name not in given:
-                given[name] = x.default if x.default_factory is MISSING else x.default_factory()
-        missing = [name for name in names if given[name] is MISSING]
+    def _complete(self, values: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Make the defaults that each object has for itself; raise TypeError for wrong names."""
+        fields, state, kind = self.__dataclass_fields__, self.__dict__, type(self).__name__
+        missing = []
+        for name in self._without_default:
+            if state[name] is MISSING:
+                factory = fields[name].default_factory
+                if callable(factory):
+                    state[name] = factory()
+                else:
+                    missing.append(name)
         if missing:
             raise TypeError(f"{kind} needs {', '.join(missing)}")
-        if len(values) + len(named) > len(names) or not named.keys() <= {*names[len(values) :]}:
-            raise TypeError(f"{kind} has these values, each once: {', '.join(names)}")
-        return tuple([given[name] for name in names])
+        twice = not named.keys().isdisjoint(islice(fields, len(values)))
+        if twice or len(values) > len(fields) or len(state) > len(fields):
+            raise TypeError(f"{kind} has these values, each once: {', '.join(fields)}")
 
     def __eq__(self, other: object) -> bool:
         if other.__class__ is not self.__class__:
