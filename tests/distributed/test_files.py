@@ -212,7 +212,7 @@ def unwritable(context, folder, closed):
             "the array must be equal on all ranks: rank 0 has int64, 8999",
         ):
             shardmath.save(f"{folder}/x.npy", x if context.rank else x[1:])
-        with refused(folder, ValueError, "saved in a file with the suffix .npy"):
+        with refused(folder, ValueError, "an array by itself has the suffix"):
             shardmath.save(f"{folder}/x", x)
         if closed:
             os.seteuid(65534)
@@ -384,7 +384,7 @@ def mistaken(context, folder):
         check(whole, 3)
         with pytest.raises(KeyError, match="has no array v; it has u, layer"):
             shardmath.load(whole, distribution={"v": ROWS})
-        with pytest.raises(ValueError, match="a checkpoint knows the types"):
+        with pytest.raises(ValueError, match="other formats know the types"):
             shardmath.load(whole, distribution=ROWS, dtype="int8")
         with pytest.raises(ValueError, match="distribution: "):
             shardmath.load(whole, distribution=ROWS)  # of the array of no axes

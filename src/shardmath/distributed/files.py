@@ -16,11 +16,12 @@ from shardmath.base.collective_call import collective_call
 from shardmath.collectives.operand import context_of
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
-from shardmath.distributed import checkpoints, npy, parts
+from shardmath.distributed import checkpoints, hdf5, npy, parts, zarr_files
 from shardmath.distributed.creation import device_of, require_distribution
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.movement import rearranged
+from shardmath.distributed.selections import layout_of_slices, read_slices
 from shardmath.distributed.shared_file import layout_in_file, read_part, together
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.layouts import bind_layout, result_order
@@ -28,6 +29,7 @@ from shardmath.operators.layouts import bind_layout, result_order
 _SAVE, _LOAD = "save", "load"
 _ONE = ""  # the name of an array that is alone in its file
 _NPY = ".npy"
+_FORMATS: dict[str, Any] = {".h5": hdf5, ".hdf5": hdf5, ".zarr": zarr_files}  # by suffix
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -75,11 +77,11 @@ def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) 
 
     fortran = context.agree(_SAVE, described, compared)
     place = _place(path, x)
-    if isinstance(x, DistributedArray):
+    if isinstance(x, DistributedArray) and place.suffix == _NPY:
         npy.save_array(x, _SAVE, place, fortran=fortran[0])
     else:
         ordered = dict(zip(arrays, zip(arrays.values(), fortran, strict=True), strict=True))
-        checkpoints.save_arrays(context, _SAVE, place, ordered, values)
+        _format(place).save_arrays(context, _SAVE, place, ordered, values)
 
 
 @collective_call
@@ -139,12 +141,13 @@ def load(
     loaded = {}
     for name, stored, layout in arrays:
         one = distribution[name] if isinstance(distribution, Mapping) else distribution
-        loaded[name] = _loaded(context, stored, layout, one, library)
-    return loaded[_ONE] if Path(path).suffix == _NPY else loaded | values
+        loaded[name] = _loaded(context, name, stored, layout, one, library)
+    return loaded[_ONE] if list(loaded) == [_ONE] else loaded | values
 
 
 def _loaded(
     context: DistributedContext,
+    name: str,
     stored: npy.Stored,
     layout: Layout,
     distribution: Distribution,
@@ -152,8 +155,13 @@ def _loaded(
 ) -> DistributedArray:
     """The array that lies in a file, in the layout of a distribution. Collective."""
     native, fortran = dtypes.to_numpy(stored.dtype), stored.fortran
-    held = layout_in_file(layout.transposed() if fortran else layout, native.itemsize)
-    host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
+    if stored.offset is None:
+        held = layout_of_slices(layout)
+        with _format(Path(stored.file)).opened(Path(stored.file), name) as chunked:
+            host = read_slices(context, _LOAD, chunked, held, native)
+    else:
+        held = layout_in_file(layout.transposed() if fortran else layout, native.itemsize)
+        host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()
     local = together(context, _LOAD, partial(parts.on_device, host, library, device_of(context)))
@@ -168,8 +176,14 @@ def _stored(place: Path, dtype: Any) -> tuple[dict[str, npy.Stored], dict[str, A
     if place.suffix == _NPY:
         return {_ONE: npy.read_stored(place, dtype)}, {}
     if dtype is not None:
-        raise ValueError("dtype= is for .npy: a checkpoint knows the types of its arrays")
-    return checkpoints.stored_arrays(place)
+        raise ValueError("dtype= is for .npy: other formats know the types of their arrays")
+    stored: tuple[dict[str, npy.Stored], dict[str, Any]] = _format(place).stored_arrays(place)
+    return stored
+
+
+def _format(place: Path) -> Any:
+    """The module that knows the format of dictionaries at a path."""
+    return _FORMATS.get(place.suffix, checkpoints)
 
 
 def _by_name(distribution: Any, stored: Mapping[str, Any], place: Path) -> dict[str, Distribution]:
@@ -210,8 +224,8 @@ def _place(path: Any, x: Any) -> Path:
     that of what is saved, `x`.
     """
     place = Path(os.path.realpath(os.fspath(path)))
-    if isinstance(x, DistributedArray) and place.suffix != _NPY:
-        raise ValueError(f"{place}: an array is saved in a file with the suffix {_NPY}")
+    if isinstance(x, DistributedArray) and place.suffix not in (_NPY, ".zarr"):
+        raise ValueError(f"{place}: an array by itself has the suffix {_NPY} or .zarr")
     if isinstance(x, Mapping) and place.suffix == _NPY:
         raise ValueError(f"{place}: a file {_NPY} has one array; a checkpoint is a folder")
     return place

@@ -23,13 +23,16 @@ from shardmath.distributed.shared_file import appearing, write_part
 
 
 class Stored(Immutable):
-    """An array that lies in a file, from byte `offset` on; `fortran`: in Fortran order."""
+    """An array that lies in a file, from byte `offset` on; `fortran`: in Fortran order.
+
+    Without an offset a library reads it: its elements do not lie there in one piece.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
     fortran: bool
-    offset: int
+    offset: int | None
 
     @property
     def facts(self) -> tuple[Any, ...]:
@@ -44,7 +47,7 @@ def save_array(x: DistributedArray, operation: str, path: Path, *, fortran: bool
     """
     dtype = dtypes.of(x.library.spec(x.local).dtype)
     text = io.BytesIO()
-    given = {"descr": _descr(dtype), "fortran_order": fortran, "shape": x.shape}
+    given = {"descr": type_in_file(dtype), "fortran_order": fortran, "shape": x.shape}
     npy_format.write_array_header_1_0(text, given)
     header = text.getvalue()
 
@@ -78,13 +81,13 @@ def read_stored(path: Path, dtype: Any = None) -> Stored:
     if size < expected:
         raise ValueError(f"{path} is truncated: it has {size} bytes of {expected}")
     given = own if dtype is None else dtypes.of(dtype)
-    if given != own and _descr(given) != own.name:
+    if given != own and type_in_file(given) != own.name:
         raise ValueError(
             f"{path} has elements of {own}, not of {given}: load them, and convert by astype"
         )
     return Stored(str(path), tuple(shape), given.name, bool(fortran), offset)
 
 
-def _descr(dtype: DType) -> str:
-    """The type as the format names it."""
+def type_in_file(dtype: DType) -> str:
+    """NumPy's name of the type whose elements the file has: bytes, where NumPy itself lacks it."""
     return f"|V{dtype.itemsize}" if dtype.carrier else np.dtype(dtype.name).str

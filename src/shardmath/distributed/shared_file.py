@@ -11,6 +11,7 @@ beside it that nobody knows, and rank 0 renames that when all have written and s
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,7 +32,7 @@ from shardmath.geometry import Layout
 
 T = TypeVar("T")
 
-SHORT = 1 << 16  # bytes of a run for which a rank would rather not go to the file
+SHORT = 1 << 14  # bytes of a run for which a rank would rather not go to the file
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
 
 
@@ -76,6 +77,7 @@ def appearing(
     except BaseException:
         with suppress(OSError):
             file.unlink()
+        shutil.rmtree(file, ignore_errors=True)  # of a format that is a folder
         raise
 
 
@@ -85,15 +87,16 @@ def agreed_token(context: DistributedContext, operation: str) -> str:
 
 
 def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
+    create(file)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
-    create(file)
     with suppress(FileNotFoundError):
         file.chmod(path.stat().st_mode & 0o777)  # of the file that is replaced
 
 
 def _rename(file: Path, path: Path) -> None:
-    sync(file)
+    for written in (file, *file.rglob("*")):
+        sync(written)
     file.replace(path)
     sync(path.parent)
 

@@ -1,0 +1,99 @@
+"""Zarr, with zarr-python: a folder of chunks for each array, of which every rank writes whole ones.
+
+A dictionary is a group, an array by itself the root. The folder is written under another name, and
+gets its own when all is there; as no folder takes the place of another in one step, there must be
+none of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.context.context import DistributedContext
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.npy import Stored
+from shardmath.distributed.selections import chunk_shape, write_chunks
+from shardmath.distributed.shared_file import appearing, together
+from shardmath.errors import BackendUnavailable
+
+
+def require() -> Any:
+    """The module zarr. Raises BackendUnavailable where it is not installed."""
+    try:
+        import zarr
+    except ImportError:
+        raise BackendUnavailable("Zarr needs zarr: pip install 'shardmath[zarr]'") from None
+    return zarr
+
+
+def save_arrays(
+    context: DistributedContext,
+    operation: str,
+    path: Path,
+    arrays: Mapping[str, tuple[DistributedArray, bool]],
+    values: Mapping[str, Any],
+) -> None:
+    """Save arrays, and values as attributes, the same on all ranks. Collective.
+
+    Raises FileExistsError on all ranks where there is something at `path`.
+    """
+    chunks = {
+        name: chunk_shape(x.shape, x.library.spec(x.local).itemsize, context.size)
+        for name, (x, _) in arrays.items()
+    }
+
+    def create(folder: Path) -> None:
+        zarr = require()
+        if path.exists():
+            raise FileExistsError(f"{path} is there: remove it, or save under another name")
+        if list(arrays) != [""]:
+            zarr.create_group(str(folder), attributes=dict(values))
+        for name, (x, _) in arrays.items():
+            known = dtypes.of(x.library.spec(x.local).dtype)
+            if known.carrier:
+                raise TypeError(f"Zarr has no {known}: convert it, for example to {known.sums}")
+            zarr.create_array(
+                str(folder), name=name or None, shape=x.shape, chunks=chunks[name],
+                dtype=np.dtype(known.name),
+            )  # fmt: skip
+
+    with appearing(context, operation, path, create) as folder:
+        for name, (x, _) in arrays.items():
+            chunked = together(context, operation, partial(_open, folder, name, "r+"))
+            write_chunks(x, operation, chunked, chunks[name])
+
+
+def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The arrays in a folder, and the attributes of its root. Local.
+
+    Raises FileNotFoundError where it is no Zarr, ValueError for elements that are not numbers or
+    strings of one length.
+    """
+    zarr = require()
+    root = zarr.open(str(path), mode="r")
+    if isinstance(root, zarr.Array):
+        return {"": _stored(path, root)}, {}
+    members = root.members(max_depth=None)
+    stored = {name: _stored(path, one) for name, one in members if isinstance(one, zarr.Array)}
+    return stored, dict(root.attrs)
+
+
+@contextmanager
+def opened(path: Path, name: str) -> Iterator[Any]:
+    """An array of the folder, to be read by slices."""
+    yield _open(path, name, "r")
+
+
+def _open(path: Path, name: str, mode: str) -> Any:
+    return require().open_array(str(path), path=name, mode=mode)
+
+
+def _stored(path: Path, chunked: Any) -> Stored:
+    return Stored(str(path), chunked.shape, dtypes.of(chunked.dtype).name, False, None)
