@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 ON_GPUS = {"numpy": "cupy", "torch": "torch"}  # the library of parts, of ranks with GPUs
+importlib.import_module("torch")  # once, and not by each rank
 EXTENTS = st.sampled_from([0, 1, 2, 3, 5, 8])
 ONE = Replicated().encode()
 

@@ -28,14 +28,14 @@ from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
-from shardmath.distributed.elementwise import filled
 from shardmath.distributed.layouts import indices, placed_part, selector, unbound
 from shardmath.distributed.movement import agreed_layout, rearranged
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import Distribution, Layout, Replicated
 from shardmath.geometry.integers import index, integers
 from shardmath.operators.layouts import bind_layout, infer_layout
 
 Shape = int | Sequence[int]
+EVERYWHERE = Replicated()
 
 
 @collective_call
@@ -121,17 +121,19 @@ def full(
     fill_value: Any,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """An array of one value. Local, but for boxes, of which a rank knows its own.
 
+    Without a `distribution` every rank has all of it. `device` is that of the context, if given.
     `package` is the library of the parts: the module numpy, which is meant without one, torch or
     cupy. Raises ValueError where the distribution does not fit the shape.
     """
     if dtype is None:
         dtype = np.asarray(fill_value).dtype
-    made = empty(shape, dtype, distribution=distribution, package=package)
+    made = empty(shape, dtype, distribution=distribution, package=package, device=device)
     made.local[...] = fill_value
     return made
 
@@ -140,11 +142,12 @@ def zeros(
     shape: Shape,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """An array of zeros. Arguments and errors as `full`; see `empty` for the type."""
-    made = empty(shape, dtype, distribution=distribution, package=package)
+    made = empty(shape, dtype, distribution=distribution, package=package, device=device)
     made.local[...] = 0
     return made
 
@@ -153,11 +156,12 @@ def ones(
     shape: Shape,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """An array of ones. Arguments and errors as `full`; see `empty` for the type."""
-    made = empty(shape, dtype, distribution=distribution, package=package)
+    made = empty(shape, dtype, distribution=distribution, package=package, device=device)
     made.local[...] = 1
     return made
 
@@ -166,37 +170,18 @@ def empty(
     shape: Shape,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """An array of undefined elements, of the type that `package` defaults to if none is given.
 
     That is float64 in NumPy, and torch's default type in torch. Arguments and errors as `full`.
     """
-    context, library, layout = placed(shape, distribution, package)
+    context, library, layout = placed(shape, distribution, package, device)
     kind = library.default_dtype() if dtype is None else dtypes.of(dtype)
     local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context))
     return DistributedArray.of(local, unbound(distribution), layout, context)
-
-
-def zeros_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
-    """An array of zeros, split as `x`, in its type or another. Local."""
-    return filled(x, 0, dtype)
-
-
-def ones_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
-    """An array of ones, split as `x`, in its type or another. Local."""
-    return filled(x, 1, dtype)
-
-
-def full_like(x: DistributedArray, fill_value: Any, dtype: Any = None) -> DistributedArray:
-    """An array of one value, split as `x`, in its type or another. Local."""
-    return filled(x, fill_value, dtype)
-
-
-def empty_like(x: DistributedArray, dtype: Any = None) -> DistributedArray:
-    """An array of undefined elements, split as `x`, in its type or another. Local."""
-    return filled(x, None, dtype)
 
 
 # -- indices ---------------------------------------------------------------------------------------
@@ -232,8 +217,9 @@ def arange(
     step: Any = 1,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """The numbers start, start + step, ... below `stop`, as numpy.arange. Local, as `full`."""
     if stop is None:
@@ -242,7 +228,7 @@ def arange(
     kind = (
         np.asarray(start + step * 0 + stop * 0).dtype if dtype is None else dtypes.to_numpy(dtype)
     )
-    context, library, layout = placed(extent, distribution, package)
+    context, library, layout = placed(extent, distribution, package, device)
     (spans,) = layout.spans(context.rank)
     first, second = np.asarray([start, start + step]).astype(kind)
     made = (first + indices(spans) * (second - first)).astype(kind)
@@ -256,12 +242,13 @@ def linspace(
     endpoint: bool = True,
     dtype: Any = None,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """`num` numbers, evenly from `start` to `stop`, as numpy.linspace. Local, as `full`."""
     count = index(num, "num")
-    context, library, layout = placed(count, distribution, package)
+    context, library, layout = placed(count, distribution, package, device)
     (spans,) = layout.spans(context.rank)
     places = indices(spans)
     gaps = count - 1 if endpoint else count
@@ -281,12 +268,13 @@ def eye(
     k: int = 0,
     dtype: Any = float,
     *,
-    distribution: Distribution,
+    distribution: Distribution = EVERYWHERE,
     package: ModuleType | None = None,
+    device: Any = None,
 ) -> DistributedArray:
     """A matrix of ones on diagonal `k` and zeros elsewhere, as numpy.eye. Local, as `full`."""
     shape = (rows, rows if columns is None else columns)
-    context, library, layout = placed(shape, distribution, package)
+    context, library, layout = placed(shape, distribution, package, device)
     i, j = np.ix_(*(indices(spans) for spans in layout.spans(context.rank)))
     made = (j - i == k).astype(dtypes.to_numpy(dtype))
     return of_host(made, library, layout, distribution)
@@ -296,11 +284,13 @@ def eye(
 
 
 def placed(
-    shape: Shape, distribution: Distribution, package: ModuleType | None
+    shape: Shape, distribution: Distribution, package: ModuleType | None, device: Any = None
 ) -> tuple[DistributedContext, Library, Layout]:
     """The current context, the library of the parts and the layout of a new array."""
     context = require_context()
     require_distribution(distribution)
+    if device is not None and str(device) != device_of(context).partition(":")[0]:
+        raise ValueError(f"new arrays lie on {device_of(context)}, not on {device!r}")
     extents = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
     library = library_named("numpy") if package is None else library_of_package(package)
     return context, library, agreed_layout(distribution, extents, context)
@@ -318,6 +308,52 @@ def of_host(
 def device_of(context: DistributedContext) -> str:
     """Where the parts of new arrays lie."""
     return "cpu" if context.device_id == "cpu" else f"cuda:{context.device_id}"
+
+
+def fftfreq(
+    n: int,
+    d: float = 1.0,
+    *,
+    dtype: Any = None,
+    distribution: Distribution = EVERYWHERE,
+    package: ModuleType | None = None,
+    device: Any = None,
+) -> DistributedArray:
+    """The frequencies of a transform of `n` elements at distance `d`, as numpy.fft.fftfreq. Local.
+
+    kx = shardmath.distributed.fft.fftfreq(n, 1 / n, distribution=Slab.X)[:, None, None]
+    """
+    return _frequencies(n, n, d, dtype, distribution, package, device)
+
+
+def rfftfreq(
+    n: int,
+    d: float = 1.0,
+    *,
+    dtype: Any = None,
+    distribution: Distribution = EVERYWHERE,
+    package: ModuleType | None = None,
+    device: Any = None,
+) -> DistributedArray:
+    """The frequencies of a real transform, as numpy.fft.rfftfreq: n // 2 + 1 of them. Local."""
+    return _frequencies(n, n // 2 + 1, d, dtype, distribution, package, device)
+
+
+def _frequencies(
+    n: int,
+    count: int,
+    d: float,
+    dtype: Any,
+    distribution: Distribution,
+    package: ModuleType | None,
+    device: Any,
+) -> DistributedArray:
+    """The first `count` frequencies of `n`; those behind the half of all are negative."""
+    context, library, layout = placed(count, distribution, package, device)
+    (spans,) = layout.spans(context.rank)
+    places = indices(spans)
+    made = np.where((places > (n - 1) // 2) & (count == n), places - n, places) * (1.0 / (n * d))
+    return of_host(made.astype(dtypes.to_numpy(dtype or "float64")), library, layout, distribution)
 
 
 def require_distribution(distribution: Any) -> None:

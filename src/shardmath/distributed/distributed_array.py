@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -15,11 +17,13 @@ from shardmath.distributed import (
     calls,
     halos,
     indexing,
+    manipulation,
     parts,
     printing,
     products,
     protocols,
     reductions,
+    searching,
 )
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
@@ -182,6 +186,27 @@ class DistributedArray(Distributed):
         return made  # type: ignore[return-value]
 
     @property
+    def mT(self) -> Self:
+        """The array with its last two axes exchanged, a view. Local."""
+        return manipulation.matrix_transpose(self)  # type: ignore[no-any-return]
+
+    def reshape(self, *shape: Any) -> Self:
+        """The elements, in C order, in another shape; see `shardmath.distributed.reshape`."""
+        given = shape[0] if len(shape) == 1 else shape
+        return manipulation.reshape(self, given)  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> str:
+        """Where the parts are: "cpu", or "cuda" on every rank's GPU."""
+        return self.library.spec(self.local).space
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> Self:
+        """The array itself. Raises ValueError for another device than it is on."""
+        if str(device) != self.device:
+            raise ValueError(f"the parts are on {self.device}, and stay there, not on {device!r}")
+        return self
+
+    @property
     def real(self) -> Self:
         """The real parts, a view. Local."""
         return self.like(self.local.real, self.distribution, self.layout)
@@ -199,7 +224,7 @@ class DistributedArray(Distributed):
         return self.like(self.library.resolved(local), self.distribution, self.layout)
 
     def __getitem__(self, key: Any) -> Any:
-        return indexing.get(self, key)
+        return searching.selected(self, key) if indexing.is_mask(key) else indexing.get(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         indexing.put(self, key, value)
@@ -264,6 +289,15 @@ class DistributedArray(Distributed):
         return operator.index(self.item())
 
     # -- NumPy's protocols -------------------------------------------------------------------------
+
+    def __array_namespace__(self, api_version: str | None = None) -> ModuleType:
+        """The functions of the array API standard for these arrays: `shardmath.distributed`.
+
+        Raises ValueError for another version than 2024.12, or an older one that it contains.
+        """
+        if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12"):
+            raise ValueError(f"the namespace is that of version 2024.12, not {api_version!r}")
+        return import_module(__package__)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
         raise TypeError(

@@ -22,7 +22,7 @@ from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
 from shardmath.distributed.movement import brought, described, received, stays
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Spans
+from shardmath.geometry import Distribution, Layout, Replicated, Spans
 
 Shape = tuple[int, ...]
 D = TypeVar("D", bound=Distributed)
@@ -151,6 +151,16 @@ def broadcast_shape(operands: Sequence[Any]) -> Shape:
         ) from None
 
 
+def whole(x: Any, first: D) -> D:
+    """The operand `x` as an array on the ranks of `first`; a plain one is the same on all."""
+    if isinstance(x, Distributed):
+        if x.context is not first.context:
+            raise ValueError("the operands are split over the ranks of different contexts")
+        return x  # type: ignore[return-value]
+    host = parts.converted(x, first.library)
+    return first.like(host, Replicated(), Layout.replicated(tuple(host.shape), first.context.size))
+
+
 def explain(function: Any, *operands: Any) -> str:
     """Which operands of an elementwise `function` move, where, and how many bytes. Local.
 
@@ -246,6 +256,44 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     operands = (condition, x, y)
     library = next(one.library for one in operands if isinstance(one, Distributed))
     return applied(lambda c, one, two: parts.chosen(c, one, two, library), operands)
+
+
+def clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Elements not below `min`, nor above `max`, as numpy.clip; None is no bound."""
+    operands = [one for one in (x, min, max) if one is not None]
+    library = next(one.library for one in operands if isinstance(one, Distributed))
+
+    def clipped(part: Any, *bounds: Any) -> Any:
+        given = iter(bounds)
+        low, high = (None if one is None else next(given) for one in (min, max))
+        return parts.clipped(part, low, high, library)
+
+    return applied(clipped, operands)
+
+
+def round(x: D, decimals: int = 0) -> D:
+    """Elements rounded to so many decimals, halves to even, as numpy.round. Local."""
+    return wrapped(x, parts.rounded(x.local, decimals, x.library))
+
+
+def zeros_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
+    """An array of zeros, split as `x`, in its type or another. Local."""
+    return filled(x, 0, dtype)
+
+
+def ones_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
+    """An array of ones, split as `x`, in its type or another. Local."""
+    return filled(x, 1, dtype)
+
+
+def full_like(x: D, fill_value: Any, dtype: Any = None, *, device: Any = None) -> D:
+    """An array of one value, split as `x`, in its type or another. Local."""
+    return filled(x, fill_value, dtype)
+
+
+def empty_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
+    """An array of undefined elements, split as `x`, in its type or another. Local."""
+    return filled(x, None, dtype)
 
 
 def filled(x: D, value: Any, dtype: Any = None) -> D:

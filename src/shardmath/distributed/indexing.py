@@ -70,13 +70,8 @@ class Picked(NamedTuple):
 def get(x: Distributed, key: Any) -> Any:
     """`x[key]`. Collective where nothing is left of split axes, and along block-cyclic ones.
 
-    Raises IndexError for an index that there is not, NotImplementedError for masks and arrays.
+    Raises IndexError for an index that there is not, NotImplementedError for arrays.
     """
-    if is_mask(key):
-        raise NotImplementedError(
-            "x[mask] has a shape that depends on the elements: use where(mask, x, value), or take "
-            "it of x.numpy()"
-        )
     index = read(key, x.shape)
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
     if plan is None:
@@ -137,7 +132,7 @@ def put(x: Distributed, key: Any, value: Any) -> None:
         _put_where(x, key, value)
         return
     index = read(key, x.shape)
-    if broadcast_shape([value, _Shaped(index.shape)]) != index.shape:
+    if broadcast_shape([value, Shaped(index.shape)]) != index.shape:
         raise ValueError(f"a value of shape {value.shape} for a selection of shape {index.shape}")
     picks = _picks(x.layout.spans(x.context.rank), index.ranges)
     part = _values(x, index, picks, value)
@@ -145,7 +140,7 @@ def put(x: Distributed, key: Any, value: Any) -> None:
         x.local[selector([pick.where for pick in picks])] = part
 
 
-class _Shaped(NamedTuple):
+class Shaped(NamedTuple):
     """What stands for a selection where shapes are broadcast."""
 
     shape: Shape
@@ -245,9 +240,7 @@ def _pick(spans: Spans, along: range) -> Picked:
         fits = (rest == 0) & (steps >= 0) & (steps < count)
         where, selected = np.flatnonzero(fits), steps[fits]
         if len(selected) == len(held):
-            where = slice(None)
-            if len(held) == count == spans.stop:
-                where = slice(0, count)
+            where = slice(0, len(held))
     if along.step < 0:
         selected = np.ascontiguousarray((count - 1 - selected)[::-1])  # as torch wants it
     return Picked(where, selected, _expressed(selected))

@@ -82,7 +82,8 @@ def converted(x: Any, library: Library) -> Any:
     module = module_of(library)
     if library.name == "torch":
         host = np.asarray(x)
-        return module.as_tensor(host.copy() if any(n < 0 for n in host.strides) else host)
+        is_plain = host.flags.writeable and all(n >= 0 for n in host.strides)
+        return module.as_tensor(host if is_plain else host.copy())
     return module.asarray(np.asarray(x))
 
 
@@ -142,6 +143,68 @@ def is_nan(x: Any, library: Library) -> Any:
 def chosen(condition: Any, x: Any, y: Any, library: Library) -> Any:
     """The elements of `x` where `condition` holds, else those of `y`."""
     return module_of(library).where(condition, x, y)
+
+
+def clipped(x: Any, low: Any, high: Any, library: Library) -> Any:
+    """The elements of `x` within bounds, of which None is none."""
+    if low is None and high is None:
+        return x + 0
+    return module_of(library).clip(x, low, high)
+
+
+def rounded(x: Any, decimals: int, library: Library) -> Any:
+    """The elements of `x` rounded to so many decimals; torch has this of floats only."""
+    if library.name == "torch" and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
+        return x.clone()
+    return module_of(library).round(x, decimals=decimals)
+
+
+def broadcast(x: Any, shape: Sequence[int], library: Library) -> Any:
+    """A view of `x` in a shape that it broadcasts to."""
+    return module_of(library).broadcast_to(x, tuple(shape))
+
+
+def joined(pieces: Sequence[Any], axis: int, library: Library) -> Any:
+    """The arrays one after the other along an axis."""
+    if library.name == "torch":
+        return module_of(library).cat(pieces, dim=axis)
+    return module_of(library).concatenate(pieces, axis=axis)
+
+
+def repeated(x: Any, times: int, axis: int, library: Library) -> Any:
+    """`x` with each index of an axis so many times."""
+    if library.name == "torch":
+        return module_of(library).repeat_interleave(x, times, dim=axis)
+    return module_of(library).repeat(x, times, axis=axis)
+
+
+def taken(x: Any, numbers: HostArray, axis: int, library: Library) -> Any:
+    """The elements of `x` at indices along an axis."""
+    there = on_device(numbers, library, library.spec(x).device)
+    if library.name == "torch":
+        return module_of(library).index_select(x, axis, there)
+    return module_of(library).take(x, there, axis=axis)
+
+
+def order(x: Any, axis: int, library: Library) -> Any:
+    """The indices that sort `x` along an axis, those of equal elements ascending."""
+    if library.name == "torch":
+        return module_of(library).argsort(x, dim=axis, stable=True)
+    return module_of(library).argsort(x, axis=axis, kind="stable")
+
+
+def taken_along(x: Any, numbers: Any, axis: int, library: Library) -> Any:
+    """The elements of `x` at indices along an axis, other ones for each line."""
+    if library.name == "torch":
+        return module_of(library).take_along_dim(x, numbers, dim=axis)
+    return module_of(library).take_along_axis(x, numbers, axis=axis)
+
+
+def accumulated(x: Any, name: str, axis: int, dtype: Any, library: Library) -> Any:
+    """The "cumsum" or "cumprod" of `x` along an axis."""
+    words = {} if dtype is None else {"dtype": native_dtype(dtype, library)}
+    words["dim" if library.name == "torch" else "axis"] = axis
+    return getattr(module_of(library), name)(x, **words)
 
 
 def _type_kept(x: Any, name: str) -> Any:

@@ -12,38 +12,82 @@ has whole is each rank's own.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import parts, reductions
-from shardmath.distributed.elementwise import applied
-from shardmath.distributed.layouts import distribution_of, layout_of, rearranged
-from shardmath.distributed.movement import within
+from shardmath.distributed.elementwise import applied, needed_layout, whole
+from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
+from shardmath.distributed.manipulation import first_of, one_axis, permute_dims, reshape
+from shardmath.distributed.movement import brought, within
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Replicated, Slab
+from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
 from shardmath.operators.matmul import matmul as product_of_parts
 
 
 def matmul(x: Any, y: Any) -> Distributed:
-    """The product of matrices, or of a matrix and a vector, as numpy.matmul. Collective.
+    """The product of matrices, of stacks of them, and of vectors, as numpy.matmul. Collective.
 
     One operand may be an array that is the same on all ranks. Elements are of one floating type, or
-    of two that NumPy promotes. Raises ValueError where the shapes do not fit, and
-    NotImplementedError for integers and for more than two axes.
+    of two that NumPy promotes. Of stacks each rank multiplies whole matrices: they are split along
+    an axis of the stack. Raises ValueError where the shapes do not fit, and NotImplementedError for
+    integers that are in no stack.
     """
     first = x if isinstance(x, Distributed) else y
-    a, b = _matrix(x, first, (None, 0)), _matrix(y, first, (0, None))
-    a, b = _of_one_type(a, b)
-    kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
-    made: Distributed = product(a, b, kept=kept)
-    if len(kept) == 2:
+    x, y = (whole(z, first) for z in (x, y))
+    if not (x.ndim and y.ndim):
+        raise ValueError("matmul takes matrices and vectors, not numbers: use x * y")
+    a, b = _matrix(x, (None, 0)), _matrix(y, (0, None))
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"no product of shapes {x.shape} and {y.shape}")
+    is_stack = a.ndim > 2 or b.ndim > 2
+    made: Distributed = (
+        _stacked(a, b) if is_stack else product(*_of_one_type(a, b), kept=_kept(x, y))
+    )
+    if x.ndim > 1 and y.ndim > 1:
         return made
+    gone = [place for place, z in ((made.ndim - 2, x), (made.ndim - 1, y)) if z.ndim == 1]
+    kept = tuple(axis for axis in range(made.ndim) if axis not in gone)
     shape = [made.local.shape[axis] for axis in kept]
     result = rearranged(made, made.local.reshape(shape), kept)
     assert result is not None, "the axis that goes is not split"
     return result
+
+
+def _kept(x: Distributed, y: Distributed) -> tuple[int, ...]:
+    """The axes of a product of matrices that are no vector's."""
+    return tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
+
+
+def tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
+    """The sums of products over axes of both, as numpy.tensordot. Collective.
+
+    `axes` are the last of x and the first of y, as many, or a pair of lists. It is `matmul` of
+    arrays that are reshaped to matrices.
+    """
+    first = first_of((x, y))
+    x, y = (whole(z, first) for z in (x, y))
+    if isinstance(axes, int):
+        axes = range(x.ndim - axes, x.ndim), range(axes)
+    pair = [(one,) if isinstance(one, int) else tuple(one) for one in axes]
+    summed = [[one_axis(axis, z.ndim) for axis in one] for z, one in zip((x, y), pair, strict=True)]
+    kept = [
+        [n for n in range(z.ndim) if n not in gone] for z, gone in zip((x, y), summed, strict=True)
+    ]
+    extents = [[z.shape[axis] for axis in one] for z, one in zip((x, y), summed, strict=True)]
+    if extents[0] != extents[1]:
+        raise ValueError(f"tensordot of shapes {x.shape} and {y.shape} along {axes}")
+    shape = [z.shape[axis] for z, one in zip((x, y), kept, strict=True) for axis in one]
+    inner = math.prod(extents[0])
+    rows, columns = (
+        math.prod(z.shape[n] for n in one) for z, one in zip((x, y), kept, strict=True)
+    )
+    a = reshape(permute_dims(x, [*kept[0], *summed[0]]), (rows, inner))
+    b = reshape(permute_dims(y, [*summed[1], *kept[1]]), (inner, columns))
+    return reshape(matmul(a, b), shape)
 
 
 def product(
@@ -90,26 +134,44 @@ def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
     return reductions.sum(together, axis=axis)
 
 
-def _matrix(x: Any, first: Distributed, axes: tuple[int | None, ...]) -> Distributed:
-    """An operand as a matrix; a vector gets an axis more, as `axes` say."""
-    if not isinstance(x, Distributed):
-        whole = parts.converted(x, first.library)
-        shape = tuple(whole.shape)
-        x = first.like(whole, Replicated(), Layout.replicated(shape, first.context.size))
-    if x.context is not first.context:
-        raise ValueError("the operands are split over the ranks of different contexts")
-    if x.ndim == 0:
-        raise ValueError("matmul takes matrices and vectors, not numbers: use x * y")
-    if x.ndim > 2:
-        raise NotImplementedError(f"a product of {x.ndim} axes: multiply its matrices one by one")
-    matrix: Distributed = x
-    if x.ndim == 2:
-        return matrix
-    widened = rearranged(
-        matrix, x.local[tuple(slice(None) if a == 0 else None for a in axes)], axes
-    )
+def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
+    """An operand of two axes or more; a vector gets one, as `axes` say."""
+    if x.ndim > 1:
+        return x
+    key = tuple(slice(None) if axis == 0 else None for axis in axes)
+    widened = rearranged(x, x.local[key], axes)
     assert widened is not None, "a new axis leaves a distribution what it is"
     return widened
+
+
+def _stacked(a: Distributed, b: Distributed) -> Distributed:
+    """The products of whole matrices, split along an axis of the stack as an operand is, if one is,
+    and otherwise along the longest.
+    """
+    stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    size, count = a.context.size, len(stack)
+    columns: list[Any] = [None] * count
+    for x in (a, b):
+        split = x.layout.partitioned_axes
+        if x.shape[:-2] == stack and split and max(split) < count and x.layout.disjoint():
+            columns = [x.layout.column(axis) for axis in range(count)]
+            break
+    else:
+        axis = int(np.argmax(stack))
+        columns[axis] = [Spans.even(stack[axis], size, rank) for rank in range(size)]
+    places = Layout.product((*stack, 1, 1), [*columns, None, None], size=size)
+    locals_ = []
+    for name, x in (("the first stack", a), ("the second stack", b)):
+        held = needed_layout(places, (*x.shape[:-2], 1, 1))
+        needed = [held.column(axis) for axis in range(x.ndim - 2)]
+        locals_.append(brought(x, Layout.product(x.shape, [*needed, None, None], size=size), name))
+    shape = (*stack, a.shape[-2], b.shape[-1])
+    layout = Layout.product(shape, [*columns, None, None], size=size)
+    like = unbound(a.distribution) if a.ndim == len(shape) else None
+    distribution = distribution_of(layout, a.context.rank, like)
+    if distribution is None:  # cycles of b alone
+        distribution = unbound(b.distribution)
+    return a.like(parts.module_of(a.library).matmul(*locals_), distribution, layout)
 
 
 def _of_one_type(a: Distributed, b: Distributed) -> tuple[Distributed, Distributed]:

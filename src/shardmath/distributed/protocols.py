@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from shardmath.distributed import elementwise, parts, products, reductions, transforms
+from shardmath.distributed import (
+    elementwise,
+    manipulation,
+    parts,
+    products,
+    reductions,
+    scans,
+    searching,
+    transforms,
+)
 from shardmath.distributed.state import Distributed
 
 _CALL = "__call__"
@@ -99,6 +108,37 @@ def _into(words: Mapping[str, Any], result: Any) -> Any:
     return out
 
 
+def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
+    """NumPy's `function` of distributed arrays: ours of that name.
+
+    Raises NotImplementedError where there is none.
+    """
+    ours = _ours(function)
+    if ours is None:
+        raise NotImplementedError(
+            f"np.{getattr(function, '__name__', function)} of a DistributedArray: apply it to "
+            "x.local, each rank's part, or to x.numpy(), the whole"
+        )
+    return function_of(ours, given, words)
+
+
+@lru_cache(maxsize=256)
+def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
+    if module not in ("numpy", "numpy.fft"):
+        return None
+    if module == "numpy" and name in _RENAMED:
+        return _RENAMED[name]
+    for own in (transforms,) if module == "numpy.fft" else _MODULES:
+        found: Callable[..., Any] | None = getattr(own, name, None)
+        if getattr(found, "__module__", "") == own.__name__:
+            return found
+    return None
+
+
+_MODULES = (elementwise, manipulation, products, reductions, scans, searching)
+
+
 def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """`var` or `std` with NumPy's arguments."""
 
@@ -109,50 +149,34 @@ def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
-    """NumPy's `function` of distributed arrays. Raises NotImplementedError where there is none."""
-    ours = _FUNCTIONS.get(function)
-    if ours is None:
-        raise NotImplementedError(
-            f"np.{getattr(function, '__name__', function)} of a DistributedArray: apply it to "
-            "x.local, each rank's part, or to x.numpy(), the whole"
-        )
-    return function_of(ours, given, words)
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`cumulative_sum` or `cumulative_prod` as NumPy's older functions are: of all elements."""
+
+    def called(x: Any, axis: Any = None, dtype: Any = None) -> Any:
+        if axis is None:
+            x, axis = manipulation.reshape(x, (-1,)), 0
+        return function(x, axis, dtype)
+
+    return called
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    np.sum: reductions.sum,
-    np.prod: reductions.prod,
-    np.min: reductions.min,
-    np.max: reductions.max,
-    np.amin: reductions.min,
-    np.amax: reductions.max,
-    np.any: reductions.any,
-    np.all: reductions.all,
-    np.argmin: reductions.argmin,
-    np.argmax: reductions.argmax,
-    np.mean: reductions.mean,
-    np.var: _spread(reductions.var),
-    np.std: _spread(reductions.std),
-    np.where: elementwise.where,
-    np.dot: products.matmul,
-    np.fft.fft: transforms.fft,
-    np.fft.ifft: transforms.ifft,
-    np.fft.rfft: transforms.rfft,
-    np.fft.irfft: transforms.irfft,
-    np.fft.fftn: transforms.fftn,
-    np.fft.ifftn: transforms.ifftn,
-    np.fft.rfftn: transforms.rfftn,
-    np.fft.irfftn: transforms.irfftn,
-    np.shape: lambda x: x.shape,
-    np.ndim: lambda x: x.ndim,
-    np.size: lambda x: x.size,
-    np.copy: lambda x: x.copy(),
-    np.real: lambda x: x.real,
-    np.imag: lambda x: x.imag,
-    np.transpose: lambda x, axes=None: x.transpose(*(() if axes is None else (axes,))),
-    np.zeros_like: lambda x, dtype=None: elementwise.filled(x, 0, dtype),
-    np.ones_like: lambda x, dtype=None: elementwise.filled(x, 1, dtype),
-    np.full_like: lambda x, value, dtype=None: elementwise.filled(x, value, dtype),
-    np.empty_like: lambda x, dtype=None: elementwise.filled(x, None, dtype),
+# NumPy's functions that have another name here, or other arguments.
+_RENAMED: dict[str, Callable[..., Any]] = {
+    "amin": reductions.min,
+    "amax": reductions.max,
+    "around": elementwise.round,
+    "concatenate": manipulation.concat,
+    "copy": lambda x: x.copy(),
+    "cumprod": _flat(scans.cumulative_prod),
+    "cumsum": _flat(scans.cumulative_sum),
+    "dot": products.matmul,
+    "imag": lambda x: x.imag,
+    "ndim": lambda x: x.ndim,
+    "ravel": lambda x: manipulation.reshape(x, (-1,)),
+    "real": lambda x: x.real,
+    "shape": lambda x: x.shape,
+    "size": lambda x: x.size,
+    "std": _spread(reductions.std),
+    "transpose": manipulation.permute_dims,
+    "var": _spread(reductions.var),
 }

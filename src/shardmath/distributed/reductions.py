@@ -185,7 +185,7 @@ def _reduced(
 ) -> Distributed:
     axes = checked_axes(x, axis)
     if reduction in (MIN, MAX):
-        _require_ordered(x, reduction.name)
+        require_ordered(x, reduction.name)
         _require_elements(x, axes, reduction.name)
     part = _partial(x, reduction, axes, dtype)
     return _together(x, part, reduction, axes, keepdims)
@@ -247,7 +247,8 @@ def _identity(name: str, dtype: str) -> Any:
     return math.inf if name == "min" else -math.inf
 
 
-def _require_ordered(x: Distributed, name: str) -> None:
+def require_ordered(x: Distributed, name: str) -> None:
+    """Raise TypeError for complex numbers."""
     dtype = x.library.spec(x.local).dtype
     if dtypes.of(dtype).kind == "c":
         raise TypeError(f"{name} of {dtype}: complex numbers have no order; take it of abs(x)")
@@ -280,7 +281,7 @@ def _first_index(
 ) -> Distributed:
     """The least index at which the best element of all ranks is."""
     axes = checked_axes(x, axis)
-    _require_ordered(x, f"arg{reduction.name}")
+    require_ordered(x, f"arg{reduction.name}")
     _require_elements(x, axes, f"arg{reduction.name}")
     best = _reduced(x, reduction, axes, None, True)
     needed = needed_layout(x.layout, best.shape)

@@ -5,12 +5,15 @@ The result is split as the operand is; boxes, whose extents a real transform cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import unbound
+from shardmath.distributed.manipulation import concat, roll
 from shardmath.distributed.movement import agreed_layout, within
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
@@ -28,71 +31,109 @@ Axes = Sequence[int] | None
 def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The Fourier transform along `axes`, by default all, as numpy.fft.fftn. Collective.
 
-    Raises NotImplementedError for `s` other than the extents: pad or cut the array first.
+    `s` are other extents along the axes: the array is padded with zeros, or cut.
     """
-    return transform(_complexed(x), own_fft, axes=_axes(x, s, axes), norm=norm or _NORM)
+    return _as_numpy(_complexed(x), own_fft, s, axes, norm)
 
 
 def ifftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The inverse of `fftn`, as numpy.fft.ifftn. Collective."""
-    return transform(_complexed(x), own_ifft, axes=_axes(x, s, axes), norm=norm or _NORM)
+    return _as_numpy(_complexed(x), own_ifft, s, axes, norm)
 
 
 def rfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The transform of a real array, half of it along the last of `axes`, as numpy.fft.rfftn.
     Collective.
     """
-    return transform(_floating(x), own_rfft, axes=_axes(x, s, axes), norm=norm or _NORM)
+    return _as_numpy(_floating(x), own_rfft, s, axes, norm)
 
 
 def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
-    """The inverse of `rfftn`, as numpy.fft.irfftn: `s` may say that the last extent is odd.
-    Collective.
+    """The inverse of `rfftn`, as numpy.fft.irfftn: without `s` the last extent is even. Collective.
+
+    The result is split as the operand is; `s` may say other extents.
     """
-    numbers = _axes(x, None, axes)
-    is_odd = s is not None and s[-1] % 2 == 1
-    if s is not None:
-        half = s[-1] // 2 + 1
-        if [*s[:-1], half] != [x.shape[axis] for axis in numbers]:
-            raise NotImplementedError(_PAD)
-    options = {"last_axis_parity": "odd" if is_odd else "even"}
-    return transform(_complexed(x), own_irfft, axes=numbers, norm=norm or _NORM, options=options)
+    return _as_numpy(_complexed(x), own_irfft, s, axes, norm)
 
 
 def fft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The Fourier transform along one axis, as numpy.fft.fft. Collective."""
-    return fftn(x, None if n is None else [n], [axis], norm)
+    return fftn(x, n and [n], [axis], norm)
 
 
 def ifft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The inverse of `fft`, as numpy.fft.ifft. Collective."""
-    return ifftn(x, None if n is None else [n], [axis], norm)
+    return ifftn(x, n and [n], [axis], norm)
 
 
 def rfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The transform of a real array along one axis, as numpy.fft.rfft. Collective."""
-    return rfftn(x, None if n is None else [n], [axis], norm)
+    return rfftn(x, n and [n], [axis], norm)
 
 
 def irfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The inverse of `rfft`, as numpy.fft.irfft. Collective."""
-    return irfftn(x, None if n is None else [n], [axis], norm)
+    return irfftn(x, n and [n], [axis], norm)
+
+
+def hfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
+    """The real spectrum of a hermitian signal along one axis, as numpy.fft.hfft. Collective."""
+    return irfft(_complexed(x).conj(), n, axis, _SWAPPED[norm or _NORM])  # type: ignore[attr-defined]
+
+
+def ihfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
+    """The inverse of `hfft`, as numpy.fft.ihfft. Collective."""
+    return rfft(x, n, axis, _SWAPPED[norm or _NORM]).conj()  # type: ignore[attr-defined,no-any-return]
+
+
+def fftshift(x: Any, axes: Any = None) -> Any:
+    """The array with frequency 0 in the middle, as numpy.fft.fftshift."""
+    return _shifted(x, axes, lambda extent: extent // 2)
+
+
+def ifftshift(x: Any, axes: Any = None) -> Any:
+    """The inverse of `fftshift`, as numpy.fft.ifftshift."""
+    return _shifted(x, axes, lambda extent: -(extent // 2))
 
 
 _NORM = "backward"  # as NumPy scales, where ours do not
-_PAD = "a transform of other extents than the array has: pad or cut it first"
+_SWAPPED = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
-def _axes(x: Distributed, s: Any, axes: Axes) -> list[int]:
-    """The axes that are transformed, in the order given; the last is halved."""
+def _shifted(x: Any, axes: Any, shift: Callable[[int], int]) -> Any:
+    numbers = axes_of(axes, x.ndim)
+    return roll(x, [shift(x.shape[axis]) for axis in numbers], numbers)
+
+
+def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> Distributed:
+    """The transform of an array that is padded or cut to the extents `s`."""
     given = range(x.ndim) if axes is None else axes
+    if axes is None and s is not None:
+        given = range(x.ndim - len(s), x.ndim)
     axes_of(tuple(given), x.ndim)  # raises for one that there is not
     numbers = [axis % x.ndim for axis in given]
     if not numbers:
         raise ValueError("a transform wants an axis")
-    if s is not None and list(s) != [x.shape[axis] for axis in numbers]:
-        raise NotImplementedError(_PAD)
-    return numbers
+    extents = [x.shape[axis] for axis in numbers]
+    if s is not None and len(s) != len(extents):
+        raise ValueError(f"extents {tuple(s)} for {len(extents)} axes")
+    wanted, options = list(extents if s is None else s), None
+    if function is own_irfft:
+        last = wanted[-1] if s is not None else 2 * (wanted[-1] - 1)
+        wanted[-1], options = last // 2 + 1, {"last_axis_parity": "odd" if last % 2 else "even"}
+    for axis, extent, target in zip(numbers, extents, wanted, strict=True):
+        x = _resized(x, axis, extent, target)
+    return transform(x, function, axes=numbers, norm=norm or _NORM, options=options)
+
+
+def _resized(x: Any, axis: int, extent: int, target: int) -> Any:
+    """The array cut along an axis, or with zeros behind its elements."""
+    if target <= extent:
+        key = (slice(None),) * axis + (slice(0, target),)
+        return x if target == extent else x[key]
+    shape = [target - extent if n == axis else one for n, one in enumerate(x.shape)]
+    kind = dtypes.to_numpy(x.library.spec(x.local).dtype)
+    return concat([x, np.broadcast_to(np.zeros((), kind), shape)], axis)
 
 
 def transform(

@@ -1,0 +1,574 @@
+"""Functions that give an array another shape, or put arrays together.
+
+Axes that no rank shares are handled part by part. Where split axes are cut, joined or counted anew,
+elements move from rank to rank by slices and layouts, as `brought` moves them; no rank needs more
+than its part of the result.
+
+    x (n, m) Slab.X   reshape (n, a, b)    Slab.X    no exchange
+                      reshape (n m,)       Slab.X    no exchange, if n is a multiple of the ranks
+                      roll by k, axis 0    Slab.X    k rows of each rank move
+    x, y Slab.X       concat, axis 1       Slab.X    no exchange
+                      concat, axis 0       Slab.X    rows move
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.collectives import all_to_all
+from shardmath.distributed import indexing, parts
+from shardmath.distributed.elementwise import applied, broadcast_shape, whole
+from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound
+from shardmath.distributed.movement import brought, permit, received
+from shardmath.distributed.reductions import axes_of
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Distribution,
+    Layout,
+    Replicated,
+    Slab,
+    Spans,
+)
+from shardmath.geometry.integers import integers
+
+Shape = tuple[int, ...]
+Axis = int | Sequence[int] | None
+
+# -- the order of axes, and axes of one element ----------------------------------------------------
+
+
+def permute_dims(x: Any, axes: Sequence[int] | None = None) -> Any:
+    """The axes in another order, by default reversed; a view, as numpy.transpose. Local."""
+    return x.transpose(*(() if axes is None else (tuple(axes),)))
+
+
+def matrix_transpose(x: Any) -> Any:
+    """The last two axes exchanged; a view. Local. Raises ValueError for fewer than two."""
+    if x.ndim < 2:
+        raise ValueError(f"matrix_transpose wants two axes or more, not {x.ndim}")
+    return swapaxes(x, -1, -2)
+
+
+def swapaxes(x: Any, axis1: int, axis2: int) -> Any:
+    """Two axes exchanged; a view, as numpy.swapaxes. Local."""
+    order = list(range(x.ndim))
+    one, two = (one_axis(axis, x.ndim) for axis in (axis1, axis2))
+    order[one], order[two] = two, one
+    return permute_dims(x, order)
+
+
+def moveaxis(x: Any, source: Axis, destination: Axis) -> Any:
+    """Axes at other places, the rest in their order; a view, as numpy.moveaxis. Local."""
+    given = [
+        (axes,) if isinstance(axes, int) else tuple(axes or ()) for axes in (source, destination)
+    ]
+    taken, put = ([one_axis(axis, x.ndim) for axis in axes] for axes in given)
+    if len(taken) != len(put) or len({*taken}) < len(taken) or len({*put}) < len(put):
+        raise ValueError(f"moveaxis from {source!r} to {destination!r}: name as many axes, once")
+    order = [axis for axis in range(x.ndim) if axis not in taken]
+    for place, axis in sorted(zip(put, taken, strict=True)):
+        order.insert(place, axis)
+    return permute_dims(x, order)
+
+
+def expand_dims(x: Any, axis: int | Sequence[int] = 0) -> Any:
+    """New axes of one element at these places of the result, as numpy.expand_dims. Local."""
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    new = axes_of(given, x.ndim + len(given))
+    return x[tuple(None if place in new else slice(None) for place in range(x.ndim + len(new)))]
+
+
+def squeeze(x: Any, axis: Axis = None) -> Any:
+    """The array without these axes of one element, by default all of them, as numpy.squeeze.
+
+    Raises ValueError for an axis of more. Collective where nothing but a split element is left.
+    """
+    gone = [n for n, extent in enumerate(x.shape) if extent == 1] if axis is None else axis
+    numbers = axes_of(gone, x.ndim)
+    for number in numbers:
+        if x.shape[number] != 1:
+            raise ValueError(f"squeeze of axis {number}, which has {x.shape[number]} elements")
+    return x[tuple(0 if number in numbers else slice(None) for number in range(x.ndim))]
+
+
+def flip(x: Any, axis: Axis = None) -> Any:
+    """The elements in reverse order along axes, by default all, as numpy.flip."""
+    numbers = axes_of(axis, x.ndim)
+    back, all_ = slice(None, None, -1), slice(None)
+    return x[tuple(back if number in numbers else all_ for number in range(x.ndim))]
+
+
+# -- more elements ---------------------------------------------------------------------------------
+
+
+def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
+    """The array with axes of one element repeated, and new ones before, as numpy.broadcast_to.
+
+    Parts are views. Raises ValueError where the shape does not fit.
+    """
+    target = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
+    if broadcast_shape([x, indexing.Shaped(target)]) != target:
+        raise ValueError(f"an array of shape {x.shape} does not broadcast to {target}")
+    plain = parts.on_device(np.zeros((), bool), x.library, x.library.spec(x.local).device)
+    wide = parts.broadcast(plain, target, x.library)
+    return applied(lambda one, two: parts.broadcast(one, two.shape, x.library), (x, wide))
+
+
+def broadcast_arrays(*arrays: Any) -> tuple[Any, ...]:
+    """All arrays in the shape that they broadcast to, as numpy.broadcast_arrays."""
+    shape = broadcast_shape(arrays)
+    first = first_of(arrays)
+    return tuple(broadcast_to(whole(x, first), shape) for x in arrays)
+
+
+def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Any, ...]:
+    """Coordinates of a grid of one-dimensional arrays, as numpy.meshgrid: one array for each."""
+    if indexing not in ("xy", "ij"):
+        raise ValueError(f"indexing is 'xy' or 'ij', not {indexing!r}")
+    first = first_of(arrays)
+    lines = [whole(x, first) for x in arrays]
+    if any(x.ndim > 1 for x in lines):
+        raise ValueError("meshgrid takes arrays of one axis")
+    order = list(range(len(lines)))
+    if indexing == "xy":
+        order[:2] = order[:2][::-1]
+    wide = [reshape(x, [-1 if place == n else 1 for place in order]) for n, x in enumerate(lines)]
+    return broadcast_arrays(*wide)
+
+
+def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
+    """Each element so many times, as numpy.repeat; without an axis those of the flattened array.
+
+    A number of times is local; times of each index along the axis, the same on all ranks, are as
+    `take`.
+    """
+    if axis is None:
+        return repeat(reshape(x, (-1,)), repeats, 0)
+    axis = one_axis(axis, x.ndim)
+    times = on_all_ranks(repeats)
+    if times.size != 1:
+        return take(x, np.repeat(np.arange(x.shape[axis]), times), axis)
+    factor = operator.index(times.reshape(())[()])
+    if factor < 0:
+        raise ValueError(f"repeat {factor} times")
+    columns = [x.layout.column(number) for number in range(x.ndim)]
+    columns[axis] = tuple(_scaled(spans, factor) for spans in columns[axis])
+    shape = tuple(n * factor if number == axis else n for number, n in enumerate(x.shape))
+    layout = Layout.product(shape, columns, size=x.context.size)
+    like = unbound(x.distribution)
+    if type(like) is BlockCyclic and factor:
+        blocks = [b * factor if number == axis else b for number, b in enumerate(like.block_sizes)]
+        like = BlockCyclic(like.process_grid, blocks, first_process=like.first_process)
+    distribution = distribution_of(layout, x.context.rank, like)
+    if distribution is None:  # of no elements, in cycles
+        distribution, layout = Slab(axis), Layout.slab(shape, x.context.size, axis=axis)
+    return x.like(parts.repeated(x.local, factor, axis, x.library), distribution, layout)
+
+
+def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
+    """The array so many times along each axis, as numpy.tile."""
+    times = (repetitions,) if isinstance(repetitions, int) else tuple(repetitions)
+    times = (1,) * (x.ndim - len(times)) + times
+    x = x[(None,) * (len(times) - x.ndim) + (Ellipsis,)]
+    for axis, count in enumerate(times):
+        if count == 0:
+            x = x[(slice(None),) * axis + (slice(0, 0),)]
+        elif count > 1:
+            x = concat([x] * count, axis)
+    return x
+
+
+# -- arrays together -------------------------------------------------------------------------------
+
+
+def concat(arrays: Sequence[Any], axis: int | None = 0) -> Any:
+    """The arrays one after the other along an axis, as numpy.concatenate; None: flattened.
+
+    Part by part where the axis is not split, and where it is each piece moves to its place. Raises
+    ValueError where other extents differ.
+    """
+    first = first_of(arrays)
+    operands = [whole(x, first) for x in arrays]
+    if axis is None:
+        return concat([reshape(x, (-1,)) for x in operands], 0)
+    return _joined(operands, one_axis(axis, first.ndim), None)
+
+
+def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """The arrays one after the other along a new axis, as numpy.stack."""
+    first = first_of(arrays)
+    operands = [whole(x, first) for x in arrays]
+    if any(x.shape != first.shape for x in operands):
+        raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in operands)}")
+    axis = one_axis(axis, first.ndim + 1)
+    return _joined([expand_dims(x, axis) for x in operands], axis, None)
+
+
+def unstack(x: Any, axis: int = 0) -> tuple[Any, ...]:
+    """The arrays of each index along an axis, as numpy.unstack."""
+    before = (slice(None),) * one_axis(axis, x.ndim)
+    return tuple(x[(*before, number)] for number in range(x.shape[len(before)]))
+
+
+def roll(x: Any, shift: int | Sequence[int], axis: Axis = None) -> Any:
+    """The elements moved on by `shift` places, round the end, as numpy.roll."""
+    if axis is None:
+        return reshape(roll(reshape(x, (-1,)), shift, 0), x.shape)
+    numbers = np.broadcast_arrays(np.asarray(shift), np.asarray(axis))
+    for step, one in zip(*(each.reshape(-1).tolist() for each in numbers), strict=True):
+        number = one_axis(one, x.ndim)
+        before = (slice(None),) * number
+        cut = -step % max(x.shape[number], 1)
+        if cut:
+            ends = x[(*before, slice(cut, None))], x[(*before, slice(0, cut))]
+            x = _joined(ends, number, x.distribution)
+    return x
+
+
+def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> Any:
+    """The operands along an axis, split as `like`, or as the cheapest operand's other axes are."""
+    shapes = [x.shape for x in operands]
+    others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+    if len(others) > 1:
+        raise ValueError(f"arrays of shapes {', '.join(map(str, shapes))} along axis {axis}")
+    operands = _of_one_type(operands)
+    shape = list(shapes[0])
+    shape[axis] = sum(one[axis] for one in shapes)
+    if not any(axis in x.layout.partitioned_axes for x in operands):
+        return _joined_parts(operands, axis, tuple(shape))
+    largest = max(operands, key=lambda x: x.size * bool(x.layout.partitioned_axes))
+    distribution, layout = _in_one_block(like or largest.distribution, tuple(shape), largest)
+    spec = largest.library.spec(largest.local)
+    empty = parts.full(layout.local_shape(largest.context.rank), 0, largest.local, spec.dtype,
+                       largest.library)  # fmt: skip
+    made = largest.like(empty, distribution, layout)
+    end = 0
+    for x in operands:
+        begin, end = end, end + x.shape[axis]
+        indexing.put(made, (slice(None),) * axis + (slice(begin, end),), x)
+    return made
+
+
+def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
+    """The operands along an axis that each rank has whole: those that are split otherwise move."""
+
+    def needed(x: Any, like: Any) -> Layout:
+        columns = [like.layout.column(n) for n in range(x.ndim)]
+        columns[axis] = (Spans.interval(0, x.shape[axis]),) * like.layout.size
+        return Layout.product(x.shape, columns, size=like.layout.size)
+
+    def cost(like: Any) -> int:
+        return sum(
+            received(x.layout, needed(x, like), x.library.spec(x.local).itemsize) for x in operands
+        )
+
+    like = min(operands, key=cost)
+    columns = [like.layout.column(n) for n in range(like.ndim)]
+    columns[axis] = (Spans.interval(0, shape[axis]),) * like.layout.size
+    layout = Layout.product(shape, columns, size=like.layout.size)
+    distribution = distribution_of(layout, like.context.rank, unbound(like.distribution))
+    assert distribution is not None, "an axis that is whole has any extent"
+    pieces = [brought(x, needed(x, like), f"array {n}") for n, x in enumerate(operands)]
+    return like.like(parts.joined(pieces, axis, like.library), distribution, layout)
+
+
+def _in_one_block(
+    distribution: Distribution, shape: Shape, x: Distributed
+) -> tuple[Distribution, Layout]:
+    """A distribution like that of `x` in which each rank has one block, for slices to go to."""
+    target = unbound(distribution)
+    if type(target) is BlockCyclic:
+        target = BlockNonCyclic(target.process_grid, first_process=target.first_process)
+    if target.per_rank:
+        if shape == x.shape:
+            return target, x.layout
+        target = Slab(int(np.argmax(shape)))
+    return target, layout_of(target, shape, x.context.size)
+
+
+def _of_one_type(operands: Sequence[Any]) -> list[Any]:
+    """The operands in the type that NumPy's rules give them together."""
+    names = [x.library.spec(x.local).dtype for x in operands]
+    if len({*names}) > 1:
+        together = np.result_type(*map(dtypes.to_numpy, names))
+        return [x.astype(together, copy=False) for x in operands]
+    return list(operands)
+
+
+# -- other shapes ----------------------------------------------------------------------------------
+
+
+def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | None = None) -> Any:
+    """The elements, in C order, in another shape, of which one extent may be -1, as numpy.reshape.
+
+    Each rank keeps its elements where its part of `x` is what a rank has of an array of the new
+    shape, too; otherwise the result is a slab. Raises ValueError where the number of elements is
+    another, NotImplementedError for another order.
+    """
+    if order != "C":
+        raise NotImplementedError(f"reshape in order {order!r}: transpose, reshape and transpose")
+    target = _resolved(x.shape, (shape,) if isinstance(shape, int) else shape)
+    if target == x.shape:
+        return x.copy() if copy else x
+    size, rank = x.context.size, x.context.rank
+    if not target or not x.size or x.layout.is_replicated:
+        local = brought(x, Layout.replicated(x.shape, size), "reshape")
+        return x.like(local.reshape(target), Replicated(), Layout.replicated(target, size))
+    groups = _groups(x.shape, target)
+    flat = _flat_layout(x.layout, groups, 0)
+    if flat is None:  # two axes of a group are split, or one in cycles
+        axis = int(np.argmax(x.shape))
+        slab = layout_of(Slab(axis), x.shape, size)
+        x = x.like(brought(x, slab, "reshape"), Slab(axis), slab)
+        flat = _flat_layout(slab, groups, 0)
+        assert flat is not None, "a slab is split along one axis, in blocks"
+    held = x.like(x.local.reshape(flat.local_shape(rank)), x.distribution, flat)
+    layout = _raised(flat, target, groups)
+    distribution = distribution_of(layout, rank) if layout else None
+    if layout is None or distribution is None:
+        distribution, goal = _nearest(flat, target, groups)
+        layout = layout_of(distribution, target, size)
+        held = x.like(brought(held, goal, "reshape"), x.distribution, goal)
+    local = held.local.reshape(layout.local_shape(rank))
+    made = x.like(local, distribution, layout)
+    return made.copy() if copy else made
+
+
+Group = tuple[range, range]  # axes before and after, with as many elements
+
+
+def _resolved(shape: Shape, target: Sequence[int]) -> Shape:
+    """The new shape, with the extent that -1 stands for."""
+    given = [operator.index(extent) for extent in target]
+    known = math.prod(extent for extent in given if extent != -1)
+    elements = math.prod(shape)
+    if given.count(-1) == 1 and known:
+        given[given.index(-1)] = elements // known
+    if math.prod(given) != elements or min(given, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} has no shape {tuple(target)}")
+    return tuple(given)
+
+
+def _groups(source: Shape, target: Shape) -> tuple[Group, ...]:
+    """The fewest axes before and after that have the same elements, in order."""
+    groups: list[Group] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        if i == len(source) or j == len(target):  # what is left has one element
+            before, after = groups.pop()
+            groups.append((range(before.start, len(source)), range(after.start, len(target))))
+            break
+        first = i, j
+        before_, after_ = source[i], target[j]
+        i, j = i + 1, j + 1
+        while before_ != after_:
+            if before_ < after_:
+                before_, i = before_ * source[i], i + 1
+            else:
+                after_, j = after_ * target[j], j + 1
+        groups.append((range(first[0], i), range(first[1], j)))
+    return tuple(groups)
+
+
+@lru_cache(maxsize=1024)
+def _flat_layout(layout: Layout, groups: tuple[Group, ...], side: int) -> Layout | None:
+    """The layout with the axes of each group as one; None where that expresses no part."""
+    columns: list[list[Spans]] = []
+    for group in groups:
+        axes = group[side]
+        split = [axis for axis in axes if axis in layout.partitioned_axes]
+        if len(split) > 1:
+            return None
+        axis = split[0] if split else axes[0]
+        made = [_flattened(spans, *_around(layout.global_shape, axes, axis))
+                for spans in layout.column(axis)]  # fmt: skip
+        if None in made:
+            return None
+        columns.append([spans for spans in made if spans is not None])
+    shape = [math.prod(layout.global_shape[axis] for axis in group[side]) for group in groups]
+    return Layout.product(shape, columns, size=layout.size)
+
+
+@lru_cache(maxsize=1024)
+def _raised(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> Layout | None:
+    """The layout of the new shape in which each rank has the elements of `flat`; None: none."""
+    columns: list[Sequence[Spans] | None] = [None] * len(target)
+    for number in flat.partitioned_axes:
+        for axis in groups[number][1]:
+            around = _around(target, groups[number][1], axis)
+            made = [_cut(spans, *around) for spans in flat.column(number)]
+            if None not in made:
+                columns[axis] = [spans for spans in made if spans is not None]
+                break
+        else:
+            return None
+    return Layout.product(target, columns, size=flat.size)
+
+
+@lru_cache(maxsize=1024)
+def _nearest(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> tuple[Slab, Layout]:
+    """The slab of the new shape to which the fewest elements move, of those that give all ranks
+    some where there is one; and its flat layout.
+    """
+    most = min(flat.size, max(target))
+    choices = []
+    for axis, extent in enumerate(target):
+        wanted = _flat_layout(Layout.slab(target, flat.size, axis=axis), groups, 1)
+        if extent >= most and wanted is not None:
+            choices.append((received(flat, wanted, 1), axis, wanted))
+    _, axis, wanted = min(choices, key=lambda choice: choice[:2])
+    return Slab(axis), wanted
+
+
+def _around(shape: Shape, axes: range, axis: int) -> tuple[int, int, int]:
+    """The elements of the axes before an axis of a group, of it, and of those behind."""
+    before = math.prod(shape[other] for other in axes if other < axis)
+    behind = math.prod(shape[other] for other in axes if other > axis)
+    return before, shape[axis], behind
+
+
+def _flattened(spans: Spans, before: int, extent: int, behind: int) -> Spans | None:
+    """The elements of all axes of a group, of those that `spans` are along one."""
+    if before == 1 or not spans.block:
+        return _scaled(spans, behind)
+    if spans.period:
+        return None
+    period = extent * behind
+    stop = (before - 1) * period + spans.stop * behind
+    return Spans(spans.start * behind, spans.block * behind, period, stop)
+
+
+def _cut(flat: Spans, before: int, extent: int, behind: int) -> Spans | None:
+    """What is flattened to `flat`; None where nothing is."""
+    if before > 1 and flat.period == 0 and flat.block == before * extent * behind:
+        return Spans.interval(0, extent)
+    made = Spans(
+        flat.start // behind,
+        flat.block // behind,
+        flat.period // behind if before == 1 else 0,
+        flat.stop // behind if before == 1 else (flat.start + flat.block) // behind,
+    )
+    if made.stop > extent:
+        return None
+    return made if _flattened(made, before, extent, behind) == flat else None
+
+
+def _scaled(spans: Spans, factor: int) -> Spans:
+    return Spans(
+        spans.start * factor, spans.block * factor, spans.period * factor, spans.stop * factor
+    )
+
+
+# -- indices ---------------------------------------------------------------------------------------
+
+
+def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+    """The elements at these indices along an axis, as numpy.take; None: of the flattened array.
+
+    The indices are the same on all ranks, or distributed, and then sent to all. Along a split axis
+    ranks send each other what is taken, and the result is split evenly along it. Raises IndexError
+    for an index that there is not.
+    """
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    axis = one_axis(axis, x.ndim)
+    numbers = on_all_ranks(indices)
+    if numbers.dtype.kind not in "iu" and numbers.size:
+        raise IndexError(f"take wants integers, not {numbers.dtype}")
+    extent = x.shape[axis]
+    line = numbers.reshape(-1).astype(np.intp)
+    wrong = line[(line < -extent) | (line >= extent)]
+    if wrong.size:
+        raise IndexError(f"index {wrong[0]} of axis {axis}, which has {extent}")
+    line = np.where(line < 0, line + extent, line)
+    made = _taken(x, line, axis)
+    if numbers.ndim == 1:
+        return made
+    return reshape(made, (*x.shape[:axis], *numbers.shape, *x.shape[axis + 1 :]))
+
+
+def _taken(x: Any, line: Any, axis: int) -> Any:
+    """The elements at indices of a line, none of them negative."""
+    shape = tuple(len(line) if number == axis else n for number, n in enumerate(x.shape))
+    size, rank, library = x.context.size, x.context.rank, x.library
+    if axis not in x.layout.partitioned_axes:
+        columns = [x.layout.column(number) for number in range(x.ndim)]
+        columns[axis] = (Spans.interval(0, len(line)),) * size
+        layout = Layout.product(shape, columns, size=size)
+        distribution = distribution_of(layout, rank, unbound(x.distribution))
+        assert distribution is not None, "an axis that is whole has any extent"
+        return x.like(parts.taken(x.local, line, axis, library), distribution, layout)
+    if x.layout.partitioned_axes != (axis,) or not x.layout.disjoint():
+        slab = layout_of(Slab(axis), x.shape, size)
+        x = x.like(brought(x, slab, "take"), Slab(axis), slab)
+    permit(lambda: f"take: {len(line)} indices of axis {axis}, which is split: {x.layout}")
+    owners = np.empty(x.shape[axis], np.intp)
+    for other, spans in enumerate(x.layout.column(axis)):
+        owners[indices(spans)] = other
+    layout = layout_of(Slab(axis), shape, size)
+    owner = owners[line]
+    sent = [line[spans.start : spans.stop] for spans in layout.column(axis)]
+    sent = [piece[owners[piece] == rank] for piece in sent]
+    held = indices(x.layout.spans(rank)[axis])
+    own = layout.spans(rank)[axis]
+    order = np.argsort(owner[own.start : own.stop], kind="stable")
+    received_ = all_to_all(
+        parts.taken(x.local, np.searchsorted(held, np.concatenate(sent)), axis, library),
+        axis=axis,
+        send_counts=[len(piece) for piece in sent],
+        receive_counts=np.bincount(owner[own.start : own.stop], minlength=size).tolist(),
+        context=x.context,
+    )
+    local = parts.taken(received_, np.argsort(order), axis, library)
+    return x.like(local, Slab(axis), layout)
+
+
+def tril(x: Any, k: int = 0) -> Any:
+    """The elements on diagonal `k` and below it, zeros elsewhere, as numpy.tril. Local."""
+    return _triangle(x, lambda i, j: j - i <= k)
+
+
+def triu(x: Any, k: int = 0) -> Any:
+    """The elements on diagonal `k` and above it, zeros elsewhere, as numpy.triu. Local."""
+    return _triangle(x, lambda i, j: j - i >= k)
+
+
+def _triangle(x: Any, keeps: Any) -> Any:
+    if x.ndim < 2:
+        raise ValueError(f"a triangle of an array of {x.ndim} axes")
+    rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
+    kept = keeps(rows[:, None], columns[None, :])
+    mask = parts.on_device(kept, x.library, x.library.spec(x.local).device)
+    zero = dtypes.of(x.library.spec(x.local).dtype).kind != "b" and 0
+    return x.like(parts.chosen(mask, x.local, zero, x.library), x.distribution, x.layout)
+
+
+def on_all_ranks(x: Any) -> HostArray:
+    """The elements of `x`, a distributed array or one that is the same on all ranks, as NumPy's."""
+    if not isinstance(x, Distributed):
+        return np.asarray(x)
+    everywhere = Layout.replicated(x.shape, x.context.size)
+    return parts.on_host(brought(x, everywhere, "an array for all ranks"), x.library)
+
+
+def first_of(arrays: Sequence[Any]) -> Any:
+    """The first of the arrays that is distributed. Raises ValueError where none is."""
+    for x in arrays:
+        if isinstance(x, Distributed):
+            return x
+    raise ValueError("no array is a DistributedArray")
+
+
+def one_axis(axis: int, ndim: int) -> int:
+    """The number of an axis, which may be counted from the end. Raises ValueError for none."""
+    return axes_of(operator.index(axis), ndim)[0]

@@ -1,0 +1,120 @@
+"""Cumulative sums and products, and differences, along one axis.
+
+Each rank accumulates its block of a split axis. The last of what it has is its block's total, and
+the totals of the blocks before are all that it needs of other ranks:
+
+    x (n, m) Slab.X   totals (ranks, m) Slab.X  ->  every rank has those of all, and adds its offset
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import array_of, dtypes
+from shardmath.distributed import parts
+from shardmath.distributed.elementwise import wrapped
+from shardmath.distributed.layouts import layout_of
+from shardmath.distributed.manipulation import concat, one_axis
+from shardmath.distributed.movement import rearranged
+from shardmath.geometry import Layout, Slab, Spans
+
+
+def cumulative_sum(
+    x: Any, axis: int | None = None, dtype: Any = None, include_initial: bool = False
+) -> Any:
+    """The sums of all elements up to each along an axis, as numpy.cumulative_sum.
+
+    `axis` may be None for arrays of one axis. Collective where the axis is split.
+    """
+    return _cumulative(x, "sum", axis, dtype, include_initial)
+
+
+def cumulative_prod(
+    x: Any, axis: int | None = None, dtype: Any = None, include_initial: bool = False
+) -> Any:
+    """The products of all elements up to each along an axis; otherwise as `cumulative_sum`."""
+    return _cumulative(x, "prod", axis, dtype, include_initial)
+
+
+def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """The differences of neighbours along an axis, `n` times, as numpy.diff.
+
+    Where the axis is split, the first index of each block moves to the rank before.
+    """
+    if n < 0:
+        raise ValueError(f"diff {n} times")
+    axis = one_axis(axis, x.ndim)
+    if not n:
+        return x
+    ends = [_end(end, x, axis) for end in (prepend, append)]
+    pieces = [piece for piece in (ends[0], x, ends[1]) if piece is not None]
+    x = concat(pieces, axis) if len(pieces) > 1 else x
+    before = (slice(None),) * axis
+    is_bool = dtypes.of(x.library.spec(x.local).dtype).kind == "b"
+    for _ in range(n):
+        after, ahead = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]
+        x = after != ahead if is_bool else after - ahead
+    return x
+
+
+def _end(end: Any, x: Any, axis: int) -> Any:
+    """What is put before or behind an array: a number is put along the whole axis."""
+    if end is None or np.ndim(end):
+        return end
+    shape = [1 if number == axis else extent for number, extent in enumerate(x.shape)]
+    return np.broadcast_to(np.asarray(end), shape)
+
+
+def _cumulative(x: Any, name: str, axis: int | None, dtype: Any, include_initial: bool) -> Any:
+    if axis is None and x.ndim != 1:
+        raise ValueError(f"cumulative_{name} of {x.ndim} axes: say along which, axis=")
+    axis = one_axis(axis or 0, x.ndim)
+    if axis in x.layout.partitioned_axes and _blocks(x.layout.column(axis), x.shape[axis]) is None:
+        slab = layout_of(Slab(axis), x.shape, x.context.size)
+        x = x.like(rearranged(x, slab), Slab(axis), slab)
+    local = array_of(parts.accumulated(x.local, f"cum{name}", axis, dtype, x.library))
+    if axis in x.layout.partitioned_axes:
+        local = _offset(x, local, name, axis)
+    made = wrapped(x, local)
+    if not include_initial:
+        return made
+    start = np.asarray(name == "prod", dtypes.to_numpy(x.library.spec(local).dtype))
+    return concat([_end(start, x, axis), made], axis)
+
+
+def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
+    """This rank's accumulated part, with what all elements before it come to."""
+    column = x.layout.column(axis)
+    blocks = _blocks(column, x.shape[axis])
+    assert blocks is not None, "the array was brought to a slab"
+    number = {spans: place for place, spans in enumerate(blocks)}
+    columns = [x.layout.column(other) for other in range(x.ndim)]
+    shape = tuple(len(blocks) if other == axis else n for other, n in enumerate(x.shape))
+    columns[axis] = tuple(
+        Spans.interval(number[spans], number[spans] + 1) if spans.block else spans
+        for spans in column
+    )
+    totals = Layout.product(shape, columns, size=x.context.size)
+    columns[axis] = (Spans.interval(0, len(blocks)),) * x.context.size
+    everywhere = Layout.product(shape, columns, size=x.context.size)
+    before = (slice(None),) * axis
+    held = x.like(local[(*before, slice(-1, None))], x.distribution, totals)
+    place = number.get(column[x.context.rank], 0)
+    earlier = rearranged(held, everywhere)[(*before, slice(0, place))]
+    if not place:
+        return local
+    own = {"dtype": parts.native_dtype(x.library.spec(local).dtype, x.library)}
+    offset = parts.reduced(earlier, name, (axis,), x.library, own)[(*before, None)]
+    return local + offset if name == "sum" else local * offset
+
+
+@lru_cache(maxsize=1024)
+def _blocks(column: tuple[Spans, ...], extent: int) -> list[Spans] | None:
+    """The ranks' different blocks of an axis, in order; None where they overlap or have cycles."""
+    blocks = sorted({spans for spans in column if spans.block}, key=lambda spans: spans.start)
+    ends = [0, *(spans.stop for spans in blocks)]
+    starts = [*(spans.start for spans in blocks), extent]
+    return None if any(spans.period for spans in blocks) or starts != ends else blocks

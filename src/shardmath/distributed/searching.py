@@ -1,0 +1,302 @@
+"""Sorting, searching and sets: functions whose results depend on the elements, in order or number.
+
+Along an axis that every rank has whole they are each rank's own; an array of several axes is moved
+to that, and back. A line is sorted by samples: each rank sorts its part, all agree on bounds from a
+few elements of each, send every element to the rank between whose bounds it lies, and sort again.
+
+    rank 0   3 1 2 9    sorted   1 2 3 | 9      bounds: 4     1 2 2 3 3
+    rank 1   7 2 8 3             2 3 | 7 8      ------->      7 8 9
+
+How many elements a rank then has is known after that only: such lines lie in boxes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.collectives import all_gather, all_to_all
+from shardmath.distributed import parts, reductions
+from shardmath.distributed.elementwise import applied, whole, wrapped
+from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound
+from shardmath.distributed.manipulation import (
+    broadcast_to,
+    concat,
+    first_of,
+    flip,
+    on_all_ranks,
+    one_axis,
+    reshape,
+    take,
+)
+from shardmath.distributed.movement import brought, permit, rearranged
+from shardmath.distributed.scans import diff
+from shardmath.geometry import Layout, Replicated, Slab, Spans
+
+# -- in order --------------------------------------------------------------------------------------
+
+
+def sort(
+    x: Any,
+    axis: int | None = -1,
+    kind: str | None = None,
+    *,
+    descending: bool = False,
+    stable: bool | None = None,
+) -> Any:
+    """The elements in order along an axis, as numpy.sort; None: of the flattened array.
+
+    Collective where the axis is split. NaN come last, or first where it is `descending`. Every
+    `kind` is stable. Raises TypeError for complex numbers.
+    """
+    return _in_order(x, axis, descending)[0]
+
+
+def argsort(
+    x: Any,
+    axis: int | None = -1,
+    kind: str | None = None,
+    *,
+    descending: bool = False,
+    stable: bool | None = None,
+) -> Any:
+    """The indices that sort an axis, of equal elements the least first; otherwise as `sort`."""
+    return _in_order(x, axis, descending)[1]
+
+
+def _in_order(x: Any, axis: int | None, descending: bool) -> tuple[Any, Any]:
+    """The elements in order along an axis, and their indices."""
+    reductions.require_ordered(x, "sort")
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    axis = one_axis(axis, x.ndim)
+    if descending:  # so that of equal elements the least index comes first
+        values, numbers = _in_order(flip(x, axis), axis, False)
+        return flip(values, axis), x.shape[axis] - 1 - flip(numbers, axis)
+    if x.ndim == 1 and x.layout.partitioned_axes:
+        lines = _sorted_line(x)
+    else:
+        held = _whole_along(x, axis)
+        order = parts.order(held.local, axis, x.library)
+        values = parts.taken_along(held.local, order, axis, x.library)
+        lines = wrapped(held, values), wrapped(held, order)
+    values, numbers = (
+        x.like(brought(line, x.layout, "sort"), x.distribution, x.layout) for line in lines
+    )
+    return values, numbers
+
+
+def _whole_along(x: Any, axis: int) -> Any:
+    """The array itself, where each rank has the axis whole; else in slabs of another axis."""
+    if axis not in x.layout.partitioned_axes:
+        return x
+    others = [-1 if number == axis else extent for number, extent in enumerate(x.shape)]
+    slab = Slab(int(np.argmax(others)))
+    layout = layout_of(slab, x.shape, x.context.size)
+    return x.like(brought(x, layout, f"axis {axis}, whole on each rank"), slab, layout)
+
+
+def _sorted_line(x: Any) -> tuple[Any, Any]:
+    """The elements of a line in order, and the index that each had, both in boxes."""
+    context, library, size = x.context, x.library, x.context.size
+    permit(lambda: f"sort: {x.layout}, of which elements go where their place is")
+    slab = layout_of(Slab(0), x.shape, size)
+    part = x.local if x.layout == slab else rearranged(x, slab)
+    own = indices(slab.spans(context.rank)[0])
+
+    def ordered(*lines: Any) -> list[Any]:
+        order = parts.order(lines[0], 0, library)
+        return [parts.taken_along(line, order, 0, library) for line in lines]
+
+    lines = ordered(part, parts.on_device(own.copy(), library, library.spec(part).device))
+    host = parts.on_host(lines[0], library)
+    samples = host[np.arange(size if len(host) else 0) * len(host) // size]
+    everywhere = np.sort(all_gather(samples.copy(), context=context))
+    bounds = everywhere[np.arange(1, size) * len(everywhere) // size]
+    counts = np.diff([0, *np.searchsorted(host, bounds, side="right"), len(host)]).tolist()
+    lines = ordered(*(all_to_all(line, send_counts=counts, context=context) for line in lines))
+    values, numbers = (_in_boxes(x, line) for line in lines)
+    return values, numbers
+
+
+def _in_boxes(x: Any, part: Any) -> Any:
+    """The array whose parts follow each other along the first axis, as long as each rank's is."""
+    counts = all_gather(np.asarray([len(part)]), context=x.context).tolist()
+    ends = np.cumsum([0, *counts]).tolist()
+    column = [Spans.interval(lo, hi) for lo, hi in pairwise(ends)]
+    shape = (ends[-1], *part.shape[1:])
+    layout = Layout.product(shape, [column, *(None for _ in shape[1:])], size=x.context.size)
+    distribution = distribution_of(layout, x.context.rank)
+    assert distribution is not None, "boxes along one axis"
+    return x.like(part, distribution, layout)
+
+
+def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
+    """The elements at indices along an axis, others for each line, as numpy.take_along_axis.
+
+    Both are brought to parts that have the axis whole; of a line it is `take`. Collective. Raises
+    IndexError for an index that there is not.
+    """
+    first = first_of((x, indices))
+    x, numbers = whole(x, first), whole(indices, first)
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    axis = one_axis(axis, x.ndim)
+    if x.ndim != numbers.ndim:
+        raise ValueError(f"indices of {numbers.ndim} axes for an array of {x.ndim}")
+    if x.ndim == 1:
+        return take(x, numbers, 0)
+    shape, extent = (
+        list(np.broadcast_shapes(*(_without(z.shape, axis) for z in (x, numbers)))),
+        x.shape[axis],
+    )
+    x = _whole_along(broadcast_to(x, [*shape[:axis], extent, *shape[axis:]]), axis)
+    numbers = broadcast_to(numbers, [*shape[:axis], numbers.shape[axis], *shape[axis:]])
+    if reductions.any((numbers < -extent) | (numbers >= extent)).item():
+        raise IndexError(f"an index of axis {axis}, which has {extent}, is beyond it")
+    columns = [x.layout.column(n) for n in range(x.ndim)]
+    columns[axis] = (Spans.interval(0, numbers.shape[axis]),) * x.context.size
+    layout = Layout.product(numbers.shape, columns, size=x.context.size)
+    line = brought(numbers, layout, "the indices")
+    line = parts.chosen(line < 0, line + extent, line, x.library)
+    distribution = distribution_of(layout, x.context.rank, unbound(x.distribution))
+    assert distribution is not None, "an axis that is whole has any extent"
+    return x.like(parts.taken_along(x.local, line, axis, x.library), distribution, layout)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+# -- what is where ---------------------------------------------------------------------------------
+
+
+def nonzero(x: Any) -> tuple[Any, ...]:
+    """The indices of the elements that are not 0, an array for each axis, as numpy.nonzero.
+
+    Each rank has those of its rows, in boxes. Collective. Raises ValueError for no axes.
+    """
+    if not x.ndim:
+        raise ValueError("nonzero of an array of no axes")
+    held = _in_rows(x)
+    found = np.nonzero(parts.on_host(held.local, x.library))
+    device = x.library.spec(x.local).device
+    spans = held.layout.spans(x.context.rank)
+    return tuple(
+        _together(held, parts.on_device(indices(along)[places], x.library, device))
+        for along, places in zip(spans, found, strict=True)
+    )
+
+
+def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    """How many elements are not 0, as numpy.count_nonzero. Collective where `axis` is split."""
+    return reductions.sum(x != 0, axis, None, keepdims)
+
+
+def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> Any:
+    """Where elements of `x2` have their place in the line `x1`, as numpy.searchsorted.
+
+    Every rank gets all of `x1`, and finds the places of its part of `x2`.
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"side is 'left' or 'right', not {side!r}")
+    first = first_of((x1, x2))
+    known = on_all_ranks(x1 if sorter is None else take(whole(x1, first), sorter))
+
+    def placed(part: Any) -> Any:
+        found = np.searchsorted(known, parts.on_host(part, first.library), side=side)  # type: ignore[call-overload]
+        return parts.on_device(np.asarray(found), first.library, first.library.spec(part).device)
+
+    return applied(placed, (whole(x2, first),))
+
+
+def selected(x: Any, mask: Any) -> Any:
+    """`x[mask]`: the elements, or the rows, where a mask of the first axes holds; in boxes.
+
+    Both are brought to rows. Collective. Raises IndexError where the mask has another shape.
+    """
+    mask = whole(mask, x)
+    if mask.shape != x.shape[: mask.ndim] or not mask.ndim:
+        raise IndexError(f"a mask of shape {mask.shape} for an array of shape {x.shape}")
+    held = _in_rows(x)
+    columns = [held.layout.column(axis) for axis in range(mask.ndim)]
+    needed = Layout.product(mask.shape, columns, size=x.context.size)
+    return _together(held, held.local[brought(mask, needed, "the mask")])
+
+
+def _in_rows(x: Any) -> Any:
+    """The array, so that what ranks have of it follows each other in C order: in slabs of rows, or
+    whole on all ranks.
+    """
+    slab = layout_of(Slab(0), x.shape, x.context.size)
+    if x.layout.is_replicated or x.layout == slab:
+        return x
+    return x.like(brought(x, slab, "rows"), Slab(0), slab)
+
+
+def _together(held: Any, part: Any) -> Any:
+    """What ranks have chosen of rows: one after the other, or the same on all."""
+    if not held.layout.is_replicated:
+        return _in_boxes(held, part)
+    layout = Layout.replicated(tuple(part.shape), held.context.size)
+    return held.like(part, Replicated(), layout)
+
+
+# -- sets ------------------------------------------------------------------------------------------
+
+
+class UniqueCounts(NamedTuple):
+    """The different elements, and how often there is each."""
+
+    values: Any
+    counts: Any
+
+
+class UniqueInverse(NamedTuple):
+    """The different elements, and which of them each element is."""
+
+    values: Any
+    inverse_indices: Any
+
+
+class UniqueAll(NamedTuple):
+    """The different elements, where each is first, which each element is, and how often there is
+    each.
+    """
+
+    values: Any
+    indices: Any
+    inverse_indices: Any
+    counts: Any
+
+
+def unique_values(x: Any) -> Any:
+    """The different elements, ascending, as numpy.unique_values; each NaN is one. Collective."""
+    return unique_all(x, "values").values
+
+
+def unique_counts(x: Any) -> UniqueCounts:
+    """The different elements, ascending, and how often there is each, as numpy.unique_counts."""
+    values, _, _, counts = unique_all(x, "counts")
+    return UniqueCounts(values, counts)
+
+
+def unique_inverse(x: Any) -> UniqueInverse:
+    """The different elements, which every rank gets, and which of them each element is, as
+    numpy.unique_inverse; of NaN the first.
+    """
+    values, _, inverse, _ = unique_all(x, "inverse")
+    return UniqueInverse(values, inverse)
+
+
+def unique_all(x: Any, only: str = "") -> UniqueAll:
+    """All of that, as numpy.unique_all; or `only` "values", "indices", "inverse" or "counts"."""
+    line, order = _in_order(reshape(x, (-1,)), 0, False)
+    changes = concat([np.ones(min(x.size, 1), bool), line[1:] != line[:-1]])
+    values = selected(line, changes)
+    first = selected(order, changes) if only in ("", "indices") else None
+    inverse = searchsorted(values, x) if only in ("", "inverse") else None
+    counts = diff(nonzero(changes)[0], append=x.size) if only in ("", "counts") else None
+    return UniqueAll(values, first, inverse, counts)

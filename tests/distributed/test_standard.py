@@ -1,0 +1,406 @@
+"""The functions of the array API standard on arrays split at random, against NumPy on the whole."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+
+import shardmath
+from shardmath import distributed
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+
+DTYPES = ("bool", "int8", "int64", "uint8", "float32", "float64", "complex128")
+LIBRARIES = ("numpy", "numpy", "numpy", "torch")
+
+
+def axis_of(draw, shape):
+    return draw(st.integers(-len(shape), len(shape) - 1))
+
+
+def factored(draw, count):
+    """Some shape of so many elements."""
+    shape = []
+    for prime in (5, 3, 2, 2, 2, 2, 2, 2):
+        if count and count % prime == 0:
+            count //= prime
+            shape.append(prime)
+    shape = draw(st.permutations([*shape, count, *([1] * draw(st.integers(0, 1)))]))
+    while len(shape) > 1 and draw(st.integers(0, 2)):
+        place = draw(st.integers(0, len(shape) - 2))
+        shape[place : place + 2] = [shape[place] * shape[place + 1]]
+    return tuple(shape)
+
+
+def alike(draw, shape, axis):
+    """The shapes of a few arrays that differ along an axis."""
+    count = draw(st.integers(0, 2))
+    extents = [draw(st.integers(0, 5)) for _ in range(count)]
+    return [(*shape[:axis], n, *shape[axis + 1 :]) for n in extents]
+
+
+def joined(draw, shape):
+    axis = axis_of(draw, shape) % len(shape)
+    return alike(draw, shape, axis), [], {"axis": axis - draw(st.integers(0, 1)) * len(shape)}
+
+
+def rolled(draw, shape):
+    if draw(st.booleans()):
+        return [], [draw(st.integers(-9, 9))], {}
+    axes = draw(st.lists(st.integers(-len(shape), len(shape) - 1), min_size=1, max_size=2))
+    return [], [tuple(draw(st.integers(-9, 9)) for _ in axes)], {"axis": tuple(axes)}
+
+
+def taken(draw, shape):
+    axis = axis_of(draw, shape)
+    n = shape[axis]
+    numbers = draw(st.lists(st.integers(-n, n - 1), max_size=9)) if n else []
+    return [], [np.array(numbers, np.int64).tobytes()], {"axis": axis}
+
+
+def repeated(draw, shape):
+    axis = draw(st.none() | st.integers(-len(shape), len(shape) - 1))
+    n = math.prod(shape) if axis is None else shape[axis]
+    if draw(st.booleans()):
+        return [], [draw(st.integers(0, 3))], {"axis": axis}
+    times = [draw(st.integers(0, 2)) for _ in range(n)]
+    return [], [np.array(times, np.int64).tobytes()], {"axis": axis}
+
+
+def cumulated(draw, shape):
+    words = {"axis": axis_of(draw, shape), "include_initial": draw(st.booleans())}
+    return [], [], words | ({"dtype": "float64"} if draw(st.booleans()) else {})
+
+
+def moved(draw, shape):
+    count = draw(st.integers(0, len(shape)))
+    axes = [draw(st.permutations(range(-len(shape), 0)))[:count] for _ in range(2)]
+    return [], axes, {}
+
+
+def widened(draw, shape):
+    target = [*([draw(st.integers(0, 3))] * draw(st.integers(0, 2)))]
+    return [], [(*target, *(draw(st.integers(0, 4)) if n == 1 else n for n in shape))], {}
+
+
+def contracted(draw, shape):
+    """Another array of which some axes are as the last of this."""
+    count = draw(st.integers(0, len(shape)))
+    other = (*shape[len(shape) - count :], draw(st.integers(0, 4)))
+    if draw(st.booleans()):
+        return [other], [], {"axes": count}
+    axes = draw(st.permutations(range(len(shape))))[:count]
+    return [(*(shape[axis] for axis in axes), 3)], [], {"axes": (axes, list(range(count)))}
+
+
+def multiplied(draw, shape):
+    """A matrix, a vector or a stack for a stack of matrices."""
+    other = (shape[-1], draw(st.integers(0, 3)))
+    if draw(st.booleans()):
+        return [other if draw(st.booleans()) else other[:1]], [], {}
+    stack = tuple(1 if draw(st.booleans()) else n for n in shape[:-2])
+    return [(*stack[draw(st.integers(0, len(stack))) :], *other)], [], {}
+
+
+def differed(draw, shape):
+    words = {"axis": axis_of(draw, shape), "n": draw(st.integers(0, 2))}
+    ends = {end: 3 for end in ("prepend", "append") if draw(st.integers(0, 2)) == 0}
+    return [], [], words | ends
+
+
+def shifted(draw, shape):
+    return [], [], {"axes": draw(st.none() | st.just(tuple({axis_of(draw, shape) % len(shape)})))}
+
+
+def plainly(argument=None):
+    """One argument, or none beside the array."""
+    return lambda draw, shape: ([], [argument(draw, shape)] if argument else [], {})
+
+
+def with_axis(draw, shape):
+    return [], [], {"axis": axis_of(draw, shape)}
+
+
+def with_axis_or_none(draw, shape):
+    return [], [], {"axis": draw(st.none() | st.just(axis_of(draw, shape)))}
+
+
+def sided(draw, shape):
+    return [draw(shapes(0, 2))], [], {"side": draw(st.sampled_from(["left", "right"]))}
+
+
+def squeezed(draw, shape):
+    axes = [axis for axis, extent in enumerate(shape) if extent == 1]
+    return [], [], {"axis": tuple(draw(st.sets(st.sampled_from(axes))) if axes else ())}
+
+
+def stacked(draw, shape):
+    return [shape] * draw(st.integers(0, 2)), [], {"axis": axis_of(draw, (*shape, 1))}
+
+
+def tiled(draw, shape):
+    return [], [tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))], {}
+
+
+def sizes(draw, shape):
+    """Extents that an array is padded or cut to, and the axis."""
+    n = draw(st.none() | st.integers(2, 9))
+    return (
+        [],
+        [],
+        {"n": n, "axis": axis_of(draw, shape), "norm": draw(st.sampled_from([None, "ortho"]))},
+    )
+
+
+CASES = {
+    "argsort": with_axis,
+    "astype": plainly(lambda draw, _: draw(st.sampled_from(["float32", "complex128"]))),
+    "broadcast_arrays": lambda draw, shape: ([shape[draw(st.integers(0, len(shape))) :]], [], {}),
+    "broadcast_to": widened,
+    "clip": lambda draw, shape: ([], [draw(st.sampled_from([None, -1])), 1], {}),
+    "concat": joined,
+    "count_nonzero": with_axis,
+    "cumulative_prod": cumulated,
+    "cumulative_sum": cumulated,
+    "diff": differed,
+    "expand_dims": lambda draw, shape: ([], [], {"axis": axis_of(draw, (*shape, 1))}),
+    "fft.fft": sizes,
+    "fft.fftshift": shifted,
+    "fft.hfft": sizes,
+    "fft.ifft": sizes,
+    "fft.ifftshift": shifted,
+    "fft.ihfft": sizes,
+    "fft.irfft": sizes,
+    "fft.rfft": sizes,
+    "flip": with_axis_or_none,
+    "matmul": multiplied,
+    "matrix_transpose": plainly(),
+    "meshgrid": lambda draw, shape: ([(3,), (2,)][draw(st.integers(0, 2)) :], [], {}),
+    "moveaxis": moved,
+    "nonzero": plainly(),
+    "permute_dims": plainly(lambda draw, shape: draw(st.permutations(range(len(shape))))),
+    "repeat": repeated,
+    "reshape": plainly(lambda draw, shape: factored(draw, math.prod(shape))),
+    "roll": rolled,
+    "round": plainly(),
+    "searchsorted": sided,
+    "sort": with_axis_or_none,
+    "squeeze": squeezed,
+    "stack": stacked,
+    "take": taken,
+    "take_along_axis": lambda draw, shape: ([], [], {"axis": axis_of(draw, shape)}),
+    "tensordot": contracted,
+    "tile": tiled,
+    "tril": plainly(lambda draw, _: draw(st.integers(-3, 3))),
+    "triu": plainly(lambda draw, _: draw(st.integers(-3, 3))),
+    "unique_all": plainly(),
+    "unique_counts": plainly(),
+    "unique_inverse": plainly(),
+    "unique_values": plainly(),
+    "unstack": lambda draw, shape: ([], [], {"axis": axis_of(draw, shape)}),
+}  # fmt: skip
+OF_ANY_AXES = ("reshape", "broadcast_to", "expand_dims", "stack")
+LISTED = ("concat", "stack")
+LINES = ("searchsorted", "meshgrid")
+MATRICES = ("matrix_transpose", "tril", "triu", "matmul")
+FLOATING = ("tensordot", "matmul", "fft.fft", "fft.rfft", "fft.hfft", "fft.irfft", "fft.ihfft")
+REAL = ("clip", "round", "sort", "argsort", "searchsorted", "fft.rfft", "fft.ihfft",
+        "unique_all", "unique_inverse", "unique_counts", "unique_values")  # fmt: skip
+CLOSE = ("fft.", "cumulative", "tensordot", "matmul")
+
+
+@st.composite
+def calls(draw, size):
+    """A function, a library, arrays (shape, dtype, split), arguments."""
+    name = draw(st.sampled_from(sorted(CASES)))
+    least = 2 if name in MATRICES else 0 if name in OF_ANY_AXES else 1
+    shape = draw(shapes(least, 1 if name in LINES else 3))
+    if name.startswith("fft.") and "shift" not in name:
+        shape = tuple(max(n, 2) for n in shape)
+    dtypes = [t for t in DTYPES if t[0] == "f"] if name in FLOATING else DTYPES
+    if name in REAL:
+        dtypes = [t for t in dtypes if t[0] != "c"]
+    library = draw(st.sampled_from(LIBRARIES))
+    more, args, words = CASES[name](draw, shape)
+    dtype = draw(st.sampled_from([t for t in dtypes if t != "bool" or library == "numpy"]))
+    is_alike = library == "torch" or name in (*FLOATING, "searchsorted")
+    arrays = [(shape, dtype, draw(splits(shape, size)))]
+    for other in more:
+        other_type = dtype if is_alike else draw(st.sampled_from(dtypes))
+        arrays.append((other, other_type, draw(splits(other, size))))
+    return name, library, arrays, args, words
+
+
+def function_of(namespace, name):
+    for part in name.split("."):
+        namespace = getattr(namespace, part)
+    return namespace
+
+
+def expected_of(name, arrays, args, words):
+    """What NumPy makes of it; of what its functions lack, as it is defined."""
+    if name == "argsort":
+        words = words | {"stable": True}
+    if name == "count_nonzero":
+        return np.asarray(np.count_nonzero(*arrays, **words))
+    if name == "unique_values":
+        return np.sort(np.unique_values(*arrays))
+    return function_of(np, name)(*([arrays] if name in LISTED else arrays), *args, **words)
+
+
+def compare(context, name, library, given_, args, words):
+    """A call of the function, with arrays and with what NumPy has of them."""
+    whole = [elements(shape, dtype, seed) for seed, (shape, dtype, _) in enumerate(given_)]
+    splits_ = [split for _, _, split in given_]
+    args = [np.frombuffer(a, np.int64) if isinstance(a, bytes) else a for a in args]
+    if name == "searchsorted":
+        whole[0].sort()
+    if name == "take_along_axis":
+        extent = whole[0].shape[words["axis"]]
+        order = np.argsort(whole[0], axis=words["axis"], stable=True)
+        whole.append(order - extent * (extent > 2))
+        splits_.append(splits_[0])
+    arrays = [placed(context, *one, library) for one in zip(whole, splits_, strict=True)]
+    namespace = arrays[0].__array_namespace__("2024.12")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        expected = expected_of(name, whole, args, words)
+        function = function_of(namespace, name)
+        got = function(*([arrays] if name in LISTED else arrays), *args, **words)
+    several = isinstance(expected, tuple | list)
+    for one, other in zip(got, expected, strict=True) if several else [(got, expected)]:
+        agree(one, other, close=name.startswith(CLOSE), strict=library == "numpy")
+
+
+def body(context, cases):
+    for case in cases:
+        try:
+            compare(context, *case)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+
+
+@examples(12)
+@given(cases=lists_of(calls, most=60))
+def test_functions_of_the_standard(contexts, cases):
+    size, made = cases
+    contexts.run(body, made, ranks=size)
+
+
+STANDARD = """
+e inf nan newaxis pi bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64
+complex64 complex128 __array_namespace_info__ __array_api_version__
+arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones ones_like tril
+triu zeros zeros_like astype broadcast_arrays broadcast_to can_cast finfo iinfo isdtype result_type
+abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_invert
+bitwise_or bitwise_right_shift bitwise_xor ceil clip conj copysign cos cosh divide equal exp expm1
+floor floor_divide greater greater_equal hypot imag isfinite isinf isnan less less_equal log log1p
+log2 log10 logaddexp logical_and logical_not logical_or logical_xor maximum minimum multiply
+negative nextafter not_equal positive pow real reciprocal remainder round sign signbit sin sinh
+square sqrt subtract tan tanh trunc matmul matrix_transpose tensordot vecdot concat expand_dims flip
+moveaxis permute_dims repeat reshape roll squeeze stack tile unstack argmax argmin count_nonzero
+nonzero searchsorted where unique_all unique_counts unique_inverse unique_values argsort sort
+cumulative_prod cumulative_sum max mean min prod std sum var take take_along_axis all any diff
+fft.fft fft.ifft fft.fftn fft.ifftn fft.rfft fft.irfft fft.rfftn fft.irfftn fft.hfft fft.ihfft
+fft.fftfreq fft.rfftfreq fft.fftshift fft.ifftshift
+"""
+
+
+def test_the_namespace_is_complete():
+    for name in STANDARD.split():
+        function_of(distributed, name)
+    assert {*CASES} <= {*STANDARD.split()}
+    with pytest.raises(AttributeError, match="no attribute 'einsum'"):
+        distributed.einsum  # noqa: B018
+
+
+def plain(context):
+    """What is asked of types, of devices, and of arrays by the standard's names."""
+    with context:
+        x = shardmath.ones((4, 6), distribution=Slab.X)
+        xp = x.__array_namespace__()
+        assert xp is distributed and xp.__array_api_version__ == "2024.12"
+        with pytest.raises(ValueError, match=r"2024\.12"):
+            x.__array_namespace__("2025.12")
+        info = xp.__array_namespace_info__()
+        assert info.default_device() == x.device == "cpu" and info.devices() == ["cpu"]
+        assert info.default_dtypes()["real floating"] == x.dtype
+        assert set(info.dtypes(kind="unsigned integer")) == {"uint8", "uint16", "uint32", "uint64"}
+        assert info.capabilities()["boolean indexing"]
+        assert xp.result_type(x, xp.float32, 1) == np.float64 and xp.can_cast(xp.int8, x)
+        assert xp.isdtype(x.dtype, ("bool", "real floating")) and not xp.isdtype(x.dtype, xp.int8)
+        assert xp.finfo(x).bits == 64 and xp.iinfo(xp.int8).max == 127
+        assert x.to_device("cpu") is x and xp.zeros(3, device="cpu").distribution == Replicated()
+        for device in (lambda: x.to_device("cuda"), lambda: xp.zeros(3, device="cuda")):
+            with pytest.raises(ValueError, match="not on 'cuda'"):
+                device()
+        assert xp.asarray(x) is x and xp.asarray(x, copy=True) is not x
+        agree(xp.asarray([1, 2, 3], xp.float32), np.array([1, 2, 3], "f4"))
+        agree(xp.asarray(np.arange(6), distribution=Slab.X), np.arange(6))
+        agree(xp.from_dlpack(np.arange(6)), np.arange(6))
+        agree(xp.arange(3) * x[:, :3], np.arange(3) * np.ones((4, 3)))
+        for n in (1, 8, 9):
+            agree(xp.fft.fftfreq(n, 0.5, distribution=Slab.X), np.fft.fftfreq(n, 0.5))
+            agree(xp.fft.rfftfreq(n, 0.5), np.fft.rfftfreq(n, 0.5))
+        agree(x.mT, np.ones((6, 4)))
+        agree(np.cumsum(x), np.cumsum(np.ones((4, 6))))
+        agree(np.ravel(x), np.ones(24))
+        agree(x.reshape(2, -1), np.ones((2, 12)))
+        follows(x)
+        mistakes(x)
+
+
+def follows(x):
+    """The distributions of results, and what moves by the way."""
+    cyclic = BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 6))
+    with shardmath.communication("forbid"):
+        assert np.reshape(x, (2, 2, 6)).distribution == Slab.X
+        assert np.reshape(x, (4, 2, 3)).distribution == Slab.X
+        assert np.concatenate([x, x], axis=1).distribution == Slab.X
+        assert np.stack([x, x]).distribution == Slab.Y
+        assert np.repeat(x.to(cyclic), 3, axis=0).distribution.block_sizes == (3, 6)
+        assert np.take(x, [0, 5], axis=1).distribution == Slab.X
+        assert np.sort(x, axis=1).distribution == Slab.X
+        assert np.cumulative_sum(x, axis=0).distribution == Slab.X  # asked for by name
+        for call in (
+            lambda: np.roll(x, 1, axis=0),
+            lambda: np.concatenate([x, x]),
+            lambda: np.reshape(x, (3, 8)),
+            lambda: np.take(x, [0], axis=0),
+            lambda: np.sort(x[:, 0]),
+        ):
+            with pytest.raises(RuntimeError, match="is in force"):
+                call()
+
+
+def mistakes(x):
+    for call, error, words in (
+        (lambda: np.reshape(x, (5, 5)), ValueError, "has no shape"),
+        (lambda: np.reshape(x, (2, 12), order="F"), NotImplementedError, "transpose"),
+        (lambda: np.concatenate([x, x[:, 1:]]), ValueError, "along axis 0"),
+        (lambda: np.stack([x, x[1:]]), ValueError, "stack of shapes"),
+        (lambda: np.take(x, [4], axis=0), IndexError, "index 4 of axis 0, which has 4"),
+        (lambda: np.take(x, [0.5], axis=0), IndexError, "integers"),
+        (lambda: np.take_along_axis(x, x.astype(int) * 6, 1), IndexError, "is beyond it"),
+        (lambda: np.squeeze(x, axis=1), ValueError, "has 6 elements"),
+        (lambda: np.broadcast_to(x, (4, 5)), ValueError, "broadcast"),
+        (lambda: np.moveaxis(x, (0, 1), 0), ValueError, "as many axes"),
+        (lambda: np.sort(x + 1j), TypeError, "no order"),
+        (lambda: np.cumulative_sum(x), ValueError, "along which"),
+        (lambda: np.tensordot(x, x, 1), ValueError, "tensordot of shapes"),
+        (lambda: np.einsum("ij->i", x), NotImplementedError, r"x\.numpy"),
+        (lambda: np.repeat(x, -1, axis=0), ValueError, "repeat -1 times"),
+        (lambda: x[np.ones(3, bool)], IndexError, "a mask of shape"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_types_devices_and_mistakes(contexts):
+    contexts.run(plain, ranks=2)
