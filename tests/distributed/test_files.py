@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import io
 import os
 import resource
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -301,6 +305,28 @@ def interrupted(context, folder):
 def test_interrupts(contexts, tmp_path):
     np.save(tmp_path / "old.npy", OLD)
     contexts.run(interrupted, str(tmp_path), ranks=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def progress(context, folder):
+    """A bar on rank 0, where there is a terminal, and the work has several turns."""
+    for stream, turn in ((Terminal, 1 << 10), (Terminal, 1 << 20), (io.StringIO, 1 << 10)):
+        screen = stream()
+        terminal = patch.dict(os.environ, TERM="xterm"), patch.object(sys, "stderr", screen)
+        with context, cut_to(1 << 14, turn), terminal[0], terminal[1]:
+            shardmath.save(f"{folder}/x.npy", shardmath.arange(9000, distribution=Slab.X))
+        is_shown = context.rank == 0 and stream is Terminal and turn == 1 << 10
+        text = screen.getvalue()
+        assert ("save" in text and "100%" in text) == is_shown == bool(text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
+def test_a_progress_bar(contexts, tmp_path):
+    contexts.run(progress, str(tmp_path), ranks=2)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.movement import rearranged
+from shardmath.distributed.progress import shown
 from shardmath.distributed.shared_file import ROUND, together
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Spans
@@ -60,7 +61,8 @@ def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int,
         if x.ndim or context.rank == 0:  # of an array without axes all ranks have the one element
             chunked[there] = host[here]
 
-    for here, there in _turns(layout, context.rank, host.itemsize, unit):
+    turns = list(_turns(layout, context.rank, host.itemsize, unit))
+    for here, there in shown(turns, operation, context):
         together(context, operation, partial(write, here, there))
 
 
@@ -77,7 +79,8 @@ def read_slices(
     def read(here: Key, there: Key) -> None:
         host[here] = chunked[there]
 
-    for here, there in _turns(layout, context.rank, dtype.itemsize, 1):
+    turns = list(_turns(layout, context.rank, dtype.itemsize, 1))
+    for here, there in shown(turns, operation, context):
         together(context, operation, partial(read, here, there))
     return host
 

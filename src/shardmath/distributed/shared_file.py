@@ -27,6 +27,7 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import run_length, runs
 from shardmath.distributed.movement import brought, rearranged, stays
+from shardmath.distributed.progress import shown
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout
 
@@ -139,7 +140,8 @@ def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
 
     descriptor, host = together(x.context, operation, begin)
     try:
-        for turn in _rounds(layout, x.context.rank, host, write):
+        turns = _rounds(layout, x.context.rank, host, write)
+        for turn in shown(turns, f"{operation} {file.name}", x.context):
             together(x.context, operation, turn)
             together(x.context, operation, partial(os.fdatasync, descriptor))
     finally:
@@ -167,7 +169,8 @@ def read_part(
 
     descriptor, host = together(context, operation, begin)
     try:
-        for turn in _rounds(layout, context.rank, host, read):
+        turns = _rounds(layout, context.rank, host, read)
+        for turn in shown(turns, f"{operation} {file.name}", context):
             together(context, operation, turn)
     finally:
         os.close(descriptor)
@@ -176,7 +179,7 @@ def read_part(
 
 def _rounds(
     layout: Layout, rank: int, host: HostArray, transfer: Callable[[memoryview, int], int]
-) -> Iterator[Callable[[], None]]:
+) -> list[Callable[[], None]]:
     """What a rank does in each round, of which all ranks have as many.
 
     `transfer(data, place)` moves the first bytes of `data`, a piece of the part `host`, to or from
@@ -195,8 +198,7 @@ def _rounds(
                     raise ValueError("the file has become shorter while it was read")
                 done += moved
 
-    for _ in range(-(-largest // ROUND)):
-        yield turn
+    return [turn] * -(-largest // ROUND)
 
 
 def _pieces(layout: Layout, rank: int, itemsize: int) -> Iterator[tuple[int, int, int]]:
