@@ -75,12 +75,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect the tests, and no garbage: what is loaded and collected stays until the end."""
+    """Collect the tests, and no garbage: what is loaded and collected stays until the end.
+
+    Tests make thousands of small objects, of which few are in cycles: garbage is looked for more
+    rarely than Python does, here and in the ranks that are forked.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 

@@ -113,6 +113,7 @@ def _fork(
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             inherited = current.forget()
             gc.freeze()  # what the parent had is not collected over and over
+            gc.callbacks.clear()  # Hypothesis times its own process's collections
             known = {name_of(setup): setup}
             serve(rank, theirs, lambda size: _group(rank, size, sockets[size]), known)
             del inherited

@@ -9,7 +9,7 @@ import fft_cases
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 
-import shardmath
+import shardmath.fft
 from arrangements import part_of
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy

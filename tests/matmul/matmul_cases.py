@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from random import Random
 
 import numpy as np
 from hypothesis import strategies as st
 
-from arrangements import distributions
+from arrangements import SEEDS, distributions
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
@@ -148,6 +150,11 @@ def _tiniest(dtype):
 
 
 EXTENTS = st.one_of(st.sampled_from([0, 1, 7, 8, 9]), st.integers(0, 40))
+KINDS = st.sampled_from(list(product(DTYPES, ["numpy", "numpy", "torch"])))
+OPTIONS = st.sampled_from(list(product([False, True], repeat=4)))
+SCALARS = (None, 1, 0, -0.5, np.pi)
+HAS_C = st.sampled_from([False, True])
+FORCED = st.one_of(st.none(), st.integers(0, 20))
 
 
 @st.composite
@@ -155,16 +162,11 @@ def cases(draw, most=6, least=1):
     """Products on at least and at most that many ranks."""
     size = draw(st.integers(least, most))
     m, n, k = draw(EXTENTS), draw(EXTENTS), draw(EXTENTS)
-    dtype = draw(st.sampled_from(DTYPES))
-    library = draw(st.sampled_from(["numpy", "numpy", "torch"]))
+    dtype, library = draw(KINDS)
+    *transpose, one, two = draw(OPTIONS)
+    has_c, force, rng = draw(HAS_C), draw(FORCED), Random(draw(SEEDS))
     stores = [s for s in STORES if library == "numpy" or s != "reversed"]
-    many = st.tuples(*[st.sampled_from(stores)] * size)
-    scalars = [None, 1, 0, -0.5, np.pi]
-    if is_complex(dtype):
-        scalars.append(0.5 - 2j)
-    transpose = draw(st.tuples(st.booleans(), st.booleans()))
-    conjugate = draw(st.tuples(st.booleans(), st.booleans()))
-    has_c = draw(st.booleans())
+    scalars = (*SCALARS, 0.5 - 2j) if is_complex(dtype) else SCALARS
     case = Case(
         size=size,
         m=m,
@@ -173,17 +175,17 @@ def cases(draw, most=6, least=1):
         distributions=(),
         library=library,
         dtype=dtype,
-        stores=tuple(draw(many) for _ in "abc"),
-        transpose=transpose,
-        conjugate=conjugate if is_complex(dtype) else (False, False),
-        alpha=draw(st.sampled_from(scalars)),
-        beta=draw(st.sampled_from(scalars[1:])) if has_c else None,
-        inplace=has_c and draw(st.booleans()),
-        force=draw(st.one_of(st.none(), st.integers(0, 20))),
-        seed=draw(st.integers(0, 999)),
+        stores=tuple(tuple(rng.choices(stores, k=size)) for _ in "abc"),
+        transpose=tuple(transpose),
+        conjugate=(one, two) if is_complex(dtype) else (False, False),
+        alpha=rng.choice(scalars),
+        beta=rng.choice(scalars[1:]) if has_c else None,
+        inplace=has_c and rng.random() < 0.5,
+        force=force,
+        seed=rng.randrange(1000),
     )
     found = tuple(tuple(draw(distributions(shape, size))) for shape in case.shapes)
-    return Case(**{**asdict(case), "distributions": found})
+    return replace(case, distributions=found)
 
 
 def decoded(case, rank):

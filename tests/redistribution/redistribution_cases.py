@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 from hypothesis import strategies as st
 
-from arrangements import distributions
+from arrangements import SEEDS, distributions
 from shardmath.geometry import decode
 
 NUMPY_DTYPES = ("u1", "i2", "f4", "f8", "c16", "S3", "V12")
@@ -57,16 +58,18 @@ def untouched(inner, whole):
 
 _EXTENTS = st.one_of(st.sampled_from([0, 1, 7, 8, 9]), st.integers(0, 40))
 _LARGEST = {1: 40, 2: 40, 3: 40, 4: 16}
+_AXES = st.integers(1, 4)
 
 
 @st.composite
 def cases(draw, least=1, most=6, libraries=("numpy", "numpy", "torch"), stores=STORES):
     """(ranks, global shape, inputs, outputs, library, dtype, store of each rank, store of out)."""
     size = draw(st.integers(least, most))
-    ndim = draw(st.integers(1, 4))
+    ndim = draw(_AXES)
     shape = tuple(min(draw(_EXTENTS), _LARGEST[ndim]) for _ in range(ndim))
-    library = draw(st.sampled_from(libraries))
-    dtype = draw(st.sampled_from(DTYPES[library]))
+    rng = Random(draw(SEEDS))
+    library = rng.choice(libraries)
+    dtype = rng.choice(DTYPES[library])
     if library == "torch":
         stores = tuple(store for store in stores if store != "reversed")
     return (
@@ -76,8 +79,8 @@ def cases(draw, least=1, most=6, libraries=("numpy", "numpy", "torch"), stores=S
         draw(distributions(shape, size)),
         library,
         dtype,
-        [draw(st.sampled_from(stores)) for _ in range(size)],
-        draw(st.sampled_from(["none", "none", *stores])),
+        rng.choices(stores, k=size),
+        rng.choice(["none", "none", *stores]),
     )
 
 
