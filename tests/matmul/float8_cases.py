@@ -136,6 +136,10 @@ class Factor:
         self.numbers = np.zeros(whole.shape)
         self.parts, self.all_scales = [], []
         for each, dist in enumerate(dists):
+            if each and isinstance(dist, Replicated):  # all as rank 0
+                self.parts.append(self.parts[0])
+                self.all_scales.append(self.all_scales[0])
+                continue
             stored = ids.T if transposed else ids
             mine = part_of(stored, dist, each, len(dists))
             mine = mine.T if transposed else mine
