@@ -16,10 +16,13 @@ from shardmath.distribution import BlockCyclic, ProcessGrid, Slab, redistribute
 from shardmath.linalg.advanced import matmul
 
 
-def check(context: shardmath.DistributedContext) -> None:
-    """Raise AssertionError unless all agree with NumPy."""
+def check(context: shardmath.DistributedContext, longest: int = 300_001) -> None:
+    """Raise AssertionError unless all agree with NumPy, with up to `longest` elements on a rank.
+
+    By default those are more than one stage of a sum, 2 MiB.
+    """
     rank, size = context.rank, context.size
-    for length in (7, 30_000, 700_001):
+    for length in (7, 30_000, longest):
         parts = [np.random.default_rng(r).standard_normal(length) for r in range(size)]
         total = parts[0]
         for part in parts[1:]:

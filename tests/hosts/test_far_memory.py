@@ -308,7 +308,7 @@ def apart(group):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "host_identity", lambda: f"machine {group.rank % 2}")
         context = startup.initialize("cpu", group)
-        check_program(context)
+        check_program(context, 700_001)  # more than is asked for at once, 4 MiB
         return context.heap.transport.name
 
 

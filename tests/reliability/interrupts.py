@@ -554,12 +554,14 @@ class Trials:
         self.make = CALLS[name]
         self.number = 0
 
-    def run(self, position: int, trace: Places | Bomb | None, *, warm: int) -> list[str]:
+    def run(
+        self, position: int, trace: Places | Bomb | None, *, warm: int, following: int = FOLLOWING
+    ) -> list[str]:
         """Run step `position`, after `warm` calls of all, on one rank under a trace: what came."""
         steps = self.make(self.context)
         for _ in range(warm):
             assert [step(self._next()) for step in steps] == [True] * len(steps)
-        numbers = [self._next() for _ in range(len(steps) + FOLLOWING)]
+        numbers = [self._next() for _ in range(len(steps) + following)]
         found = []
         for index, (step, number) in enumerate(zip(steps, numbers, strict=False)):
             once = partial(outcome, partial(step, number))
@@ -592,7 +594,7 @@ class Trials:
         """
         places = Places()
         for trace in (Places() if sys.version_info >= (3, 12) else None, places):
-            found = self.run(position, trace, warm=warm)
+            found = self.run(position, trace, warm=warm, following=0)
             assert set(found) == {"right"}, found
         return places.listed()
 
