@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         empty,
         explain,
         eye,
+        from_dtensor,
         from_global,
         fromfunction,
         full,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         random,
         save,
         standard_normal,
+        to_dtensor,
         zeros,
     )
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
@@ -65,6 +67,7 @@ _HOME = {
     "eye": "distributed",
     "finalize": "context.startup",
     "free_symmetric_memory": "handles.allocation",
+    "from_dtensor": "distributed",
     "from_global": "distributed",
     "fromfunction": "distributed",
     "full": "distributed",
@@ -78,6 +81,7 @@ _HOME = {
     "save": "distributed",
     "spawn": "launch",
     "standard_normal": "distributed",
+    "to_dtensor": "distributed",
     "zeros": "distributed",
 }
 _MODULES = (
@@ -114,6 +118,7 @@ __all__ = [
     "fft",
     "finalize",
     "free_symmetric_memory",
+    "from_dtensor",
     "from_global",
     "fromfunction",
     "full",
@@ -131,6 +136,7 @@ __all__ = [
     "spawn",
     "standard_normal",
     "symmetric_memory",
+    "to_dtensor",
     "zeros",
 ]
 

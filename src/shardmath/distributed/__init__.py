@@ -8,6 +8,7 @@ where they are found when they are used.
 from typing import Any
 
 from shardmath.distributed import fft, standard
+from shardmath.distributed.conversions import from_dtensor, to_dtensor
 from shardmath.distributed.creation import (
     arange,
     array,
@@ -138,6 +139,7 @@ __all__ = [
     "finfo",
     "flip",
     "from_dlpack",
+    "from_dtensor",
     "from_global",
     "fromfunction",
     "full",
@@ -176,6 +178,7 @@ __all__ = [
     "take_along_axis",
     "tensordot",
     "tile",
+    "to_dtensor",
     "tril",
     "triu",
     "unique_all",

@@ -1,0 +1,87 @@
+"""torch's `DTensor` to our arrays, and back, where every rank's part stays what it is.
+
+torch is not imported here: whoever has a `DTensor` or a mesh has done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from shardmath.context.context import DistributedContext, require_context
+from shardmath.distributed.distributed_array import DistributedArray
+from shardmath.distributed.layouts import distribution_of
+from shardmath.geometry import Layout, Spans
+
+
+def from_dtensor(x: Any) -> DistributedArray:
+    """The array whose parts are those of torch's `DTensor`, which shares their memory. Local.
+
+        x = shardmath.from_dtensor(distribute_tensor(weights, mesh, [Shard(0)]))
+
+    The mesh has all ranks of the current context, each by its number there. Raises ValueError where
+    it has not, and for parts that are yet to be summed (`Partial`); NotImplementedError where some
+    axes of a mesh shard the tensor and others replicate it, which no distribution describes.
+    """
+    context = require_context()
+    shape, placements = tuple(x.shape), tuple(x.placements)
+    if any(not (place.is_shard() or place.is_replicate()) for place in placements):
+        raise ValueError(f"{placements}: sum the parts first, by x.redistribute(...) of torch")
+    layout = _layout(context, shape, x.device_mesh, placements)
+    distribution = distribution_of(layout, context.rank)
+    if distribution is None:
+        raise NotImplementedError(
+            f"{placements}: shard the tensor along all axes of the mesh, or replicate it along all"
+        )
+    return DistributedArray.of(x.to_local(), distribution, layout, context)
+
+
+def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
+    """The `DTensor` on torch's mesh whose parts are those of `x`, and share their memory. Local.
+
+    Its placements follow from how `x` is split. torch shards n indices over p ranks in parts of
+    ceil(n / p), of which the last may be short or empty. Raises ValueError where no placements are
+    like that, or the mesh has other ranks than the context; TypeError for parts that are not
+    torch's.
+    """
+    if x.library.name != "torch":
+        raise TypeError(f"a DTensor has parts of torch, not of {x.library.name}")
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    choices = [Replicate(), *map(Shard, range(x.ndim))]
+    for placements in product(choices, repeat=mesh.ndim):
+        if _layout(x.context, x.shape, mesh, placements) == x.layout:
+            strides = [1] * x.ndim
+            for axis in range(x.ndim - 1, 0, -1):
+                strides[axis - 1] = strides[axis] * max(x.shape[axis], 1)
+            return DTensor.from_local(
+                x.local, mesh, placements, run_check=False, shape=x.shape, stride=tuple(strides)
+            )
+    raise ValueError(
+        f"no placements on a mesh of {tuple(mesh.shape)} are like {x.layout}: bring the array into "
+        "boxes of torch's parts by x.to(Box(...)), or pass another mesh"
+    )
+
+
+def _layout(
+    context: DistributedContext, shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]
+) -> Layout:
+    """The layout of a tensor that torch has placed on a mesh of all ranks."""
+    ranks = mesh.mesh.flatten().tolist()
+    if sorted(ranks) != list(range(context.size)) or mesh.get_rank() != context.rank:
+        raise ValueError(
+            f"the mesh has ranks {ranks}, and this one is {mesh.get_rank()}; the context has "
+            f"{context.size}, and this one is {context.rank}"
+        )
+    by_rank: dict[int, tuple[Spans, ...]] = {}
+    for rank, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
+        low, high = [0] * len(shape), list(shape)
+        for number, parts, placement in zip(place, mesh.shape, placements, strict=True):
+            if placement.is_shard():
+                axis = placement.dim
+                wide = -(-(high[axis] - low[axis]) // parts)
+                low[axis] = min(high[axis], low[axis] + number * wide)
+                high[axis] = min(high[axis], low[axis] + wide)
+        by_rank[rank] = tuple(map(Spans.interval, low, high))
+    return Layout(shape, tuple(by_rank[rank] for rank in range(context.size)))

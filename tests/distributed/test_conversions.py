@@ -1,0 +1,86 @@
+"""torch's DTensors as our arrays, and back: the same parts, in the same memory."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from split_arrays import agree
+
+import shardmath
+from ranks import Pool, with_context
+from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
+
+CASES = (  # mesh, shape, the axes that each axis of the mesh shards, None for replicas
+    ((4,), (8, 3), (0,), Slab(0)),
+    ((4,), (9, 5), (0,), Box),  # in parts of 3, 3, 3 and none
+    ((4,), (3, 9), (1,), Box),
+    ((4,), (5,), (None,), Replicated()),
+    ((2, 2), (6, 4), (0, 1), Box),
+    ((2, 2), (7, 5), (1, 0), Box),
+    ((2, 2), (9, 2), (0, 0), Slab(0)),  # 9 in 5 and 4, these in 3, 2, 2 and 2
+    ((2, 2), (6, 4), (None, None), Replicated()),
+)
+
+
+@pytest.fixture(scope="module")
+def distributed_torch():
+    """Four ranks, forked when torch's DTensor was loaded."""
+    importlib.import_module("torch.distributed.tensor")
+    with Pool(4, with_context) as ranks:
+        yield ranks
+
+
+def converted(context, store):
+    torch = importlib.import_module("torch")
+    world = importlib.import_module("torch.distributed")
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh_of = importlib.import_module("torch.distributed.device_mesh").init_device_mesh
+    world.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=context.rank, world_size=context.size
+    )
+    try:
+        torch.set_num_threads(1)
+        meshes = {places: mesh_of("cpu", places) for places in ((4,), (2, 2))}
+        with context:
+            for places, shape, axes, kind in CASES:
+                mesh = meshes[places]
+                a = np.arange(float(np.prod(shape))).reshape(shape)
+                placements = [
+                    tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
+                ]
+                given = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
+                x = shardmath.from_dtensor(given)
+                assert x.distribution == kind if kind is not Box else type(x.distribution) is Box
+                agree(x, a)
+                assert x.local.data_ptr() == given.to_local().data_ptr()
+                back = shardmath.to_dtensor(x, mesh)
+                assert back.to_local().data_ptr() == x.local.data_ptr()
+                assert back.shape == given.shape and back.stride() == given.stride()
+                assert back.placements == given.placements
+            refused(mesh, torch, tensors)
+    finally:
+        world.destroy_process_group()
+
+
+def refused(mesh, torch, tensors):
+    part = tensors.DTensor.from_local(torch.ones(3), mesh, [tensors.Partial()] * 2)
+    with pytest.raises(ValueError, match="sum the parts first"):
+        shardmath.from_dtensor(part)
+    mixed = [tensors.Replicate(), tensors.Shard(0)]
+    half = tensors.distribute_tensor(torch.ones(4), mesh, mixed)
+    with pytest.raises(NotImplementedError, match="shard the tensor along all axes"):
+        shardmath.from_dtensor(half)
+    with pytest.raises(TypeError, match="parts of torch, not of numpy"):
+        shardmath.to_dtensor(shardmath.zeros(8, distribution=Slab.X), mesh)
+    cyclic = BlockCyclic(ProcessGrid(shape=(4,)), (1,))
+    with pytest.raises(ValueError, match=r"no placements on a mesh of \(2, 2\) .*cyclic"):
+        shardmath.to_dtensor(shardmath.zeros(8, distribution=cyclic, package=torch), mesh)
+    pair = shardmath.get_context().split(shardmath.get_context().rank % 2)
+    with pair, pytest.raises(ValueError, match="the mesh has ranks"):
+        shardmath.from_dtensor(tensors.distribute_tensor(torch.ones(4), mesh, [mixed[1]] * 2))
+
+
+def test_dtensors(distributed_torch, tmp_path):
+    distributed_torch.run(converted, str(tmp_path / "store"), ranks=4)
