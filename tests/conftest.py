@@ -12,7 +12,8 @@ import pytest
 
 import one_thread  # noqa: F401  (before NumPy)
 import preloaded
-from loaded import find_libraries, use_huge_pages
+from huge_pages import use_huge_pages
+from loaded import find_libraries
 from ranks import Pool, with_context
 
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is

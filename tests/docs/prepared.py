@@ -22,6 +22,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent))
+
+from huge_pages import use_huge_pages
+
 __all__ = ["Prepared"]
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +69,7 @@ def serve() -> None:
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's operators are not taken apart by each rank that ends
     gc.freeze()
+    use_huge_pages()
     for line in sys.stdin:
         program, ranks, *streams = json.loads(line)
         pid = os.fork()
