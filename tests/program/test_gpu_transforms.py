@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "fft"))
@@ -160,24 +161,38 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
-@pytest.mark.parametrize("hosts", [1, 2, 3])
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines(name, size, hosts, chunking):
-    """On one host by the push stream, on several by deliveries in parts."""
-    shape, dtype, axes, one, two = PIPELINES[name]
+@cache
+def pipeline(name, size):
+    """By rank the parts of the operand and of the result, and the problem."""
+    shape, dtype, axes, *slabs = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
             "norm": "ortho", "dtype": dtype,
             "library": "torch"}  # fmt: skip
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
-    slabs = [getattr(geometry.Slab, axis) for axis in (one, two)]
-    parts = [part_of(array, slabs[0], r, size) for r in range(size)]
-    problem = case_problem(case, parts, [slabs[0]] * size, [slabs[1]] * size)
-    plan = plan_of(problem, size, hosts)
-    elsewhere = [(False, "F")] * (one == two)  # results that chunks are not pushed into
+    source, target = (getattr(geometry.Slab, axis) for axis in slabs)
+    parts = [part_of(array, source, r, size) for r in range(size)]
+    problem = case_problem(case, parts, [source] * size, [target] * size)
+    return parts, [part_of(full, target, r, size) for r in range(size)], problem
+
+
+@cache
+def pipeline_plan(name, size, hosts):
+    *_, problem = pipeline(name, size)
+    return plan_of(problem, size, hosts)
+
+
+@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name, size, hosts, chunking):
+    """On one host by the push stream, on several by deliveries in parts."""
+    parts, wanted, problem = pipeline(name, size)
+    plan = pipeline_plan(name, size, hosts)
+    there_and_back = PIPELINES[name][3] == PIPELINES[name][4]
+    elsewhere = [(False, "F")] * there_and_back  # results that chunks are not pushed into
     for seed, (packed_results, order) in enumerate([(True, "C"), *elsewhere]):
         ranks = []
         for number in range(size):
@@ -200,9 +215,9 @@ def test_pipelines(name, size, hosts, chunking):
                 chunks, rows = tables(start, 1 << 14)
                 assert chunks["rows"].sum() == len(rows)
         interpret_ranks(ranks, seed=seed)
-        count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
-        for number, rank in enumerate(ranks):
-            want = part_of(full, slabs[1], number, size)
+        shape, axes = problem.target.global_shape, PIPELINES[name][2]
+        count = math.prod(shape[axis] for axis in axes or range(len(shape)))
+        for rank, want in zip(ranks, wanted, strict=True):
             assert fft_cases.close(rank.array(rank.named("out")), want, count)
 
 
