@@ -178,16 +178,17 @@ def sum_rows(x, address, *, conjugate=False):
 
 def dequantize(out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
     """See `local.gpu.float8.dequantize`."""
-    i, j = np.indices((out.rows, out.columns))
-    values = np.full(i.shape, factor, np.float32)
+    values = np.full((out.rows, out.columns), factor, np.float32)
     known = out.rows if known_rows is None else known_rows
     if scales is not None and known:
-        row = np.minimum(i, known - 1) // (blocks.rows or 1 << 40)
-        values = values * view(scales)[row, j // (blocks.columns or 1 << 40)]
+        row = np.minimum(np.arange(out.rows), known - 1) // (blocks.rows or 1 << 40)
+        column = np.arange(out.columns) // (blocks.columns or 1 << 40)
+        values *= view(scales)[row[:, None], column]
     if elements is not None:
-        values = values * view(elements).astype(np.float32)
+        values *= view(elements).astype(np.float32)
+    values[known:] = 0
     for each in (out, *also):
-        view(each)[...] = np.where(i < known, values, 0)
+        view(each)[...] = values
 
 
 def quantize(out, source, *, factor, scale=0, amax=0):

@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, number, program, users, *, forward=True, numbers=None, steps=None):
         self.number, self.program, self.forward = number, program, forward
         self.steps = plain(program.steps) if steps is None else steps
-        self.ranks, self.numbers = [self], numbers
+        self.ranks, self.numbers, self.matrices = [self], numbers, {}
         self.memories = {n: (room(memory.nbytes), 0) for n, memory in program.memories.items()}
         self.memories |= users
         for name in program.shared:
@@ -77,6 +77,11 @@ class Rank:
 
     def matrix(self, name):
         """A matrix of this rank's or of a peer's, at its address; it is in its memory."""
+        if name not in self.matrices:
+            self.matrices[name] = self._matrix(name)
+        return self.matrices[name]
+
+    def _matrix(self, name):
         peer = self.program.peers.get(name)
         if peer is None:
             view, rank = self.named(name), self

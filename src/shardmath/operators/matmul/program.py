@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Spans
+from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.reduction import Reduction
-from shardmath.operators.matmul.problem import Problem, gradient_layouts
+from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import SCALES, TENSOR, blocks_of
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program.steps import (
@@ -39,45 +39,11 @@ from shardmath.program.steps import (
     SumLines,
     Synchronise,
 )
-from shardmath.redistribution import TransferPlan
 
 
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
     """What `rank` does. `strategy` is that of `problem`, of numbers where elements are scaled."""
     return _Product(problem, strategy, rank).program()
-
-
-def passed(strategy: Strategy) -> dict[str, Move | Combine]:
-    """What passes from rank to rank, by the buffer that it is read from: moved as it is, or added.
-
-    Cores and GPUs, on one host and on several, read the same: only how differs. Sums are of the
-    accumulator's type; a transfer of elements of another size is `replace`d by its reader.
-    """
-    problem, d = strategy.problem, strategy.problem.d
-    a, b = strategy.transfers
-    steps: dict[str, Move | Combine] = {"a": Move(a, "a", "a here"), "b": Move(b, "b", "b here")}
-    itemsize = dtypes.accumulator(problem.dtype).itemsize
-    last = TransferPlan(strategy.reduced, d, itemsize)
-    if strategy.reduces:
-        steps["sums"] = Combine(_held(strategy), strategy.reduced, "sums", "reduced")
-        steps["reduced"] = Move(last, "reduced", "total")
-    else:
-        steps["sums"] = Move(last, "sums", "total")
-    if problem.sums_c:
-        steps["c"] = Combine(d, d, "c", "total", weight="beta")
-    if problem.epilog.makes_bgrad:
-        matrix, held, need = gradient_layouts(problem)
-        alone = not matrix.disjoint()  # replicas count once
-        steps["vector"] = Combine(held, need, "vector", "gradient", alone=alone)
-    return steps
-
-
-def _held(strategy: Strategy) -> Layout:
-    """What each rank's product is part of; ranks with nothing of k have none."""
-    pairs = zip(strategy.rows, strategy.depth, strict=True)
-    rows = [own if depth.length else Spans.interval(0, 0) for own, depth in pairs]
-    problem = strategy.problem
-    return Layout.product(problem.d.global_shape, [rows, strategy.columns], size=problem.size)
 
 
 def output(name: str) -> str:
@@ -98,7 +64,7 @@ class _Product:
     results: dict[str, SplitArray | LocalArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.passed = passed(self.strategy)
+        self.passed = self.strategy.passed
 
     def program(self) -> Program:
         """The whole program."""

@@ -26,7 +26,8 @@ from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans, common_elements, kept_elements
 from shardmath.machine import Rates
-from shardmath.operators.matmul.problem import Problem
+from shardmath.operators.matmul.problem import Problem, gradient_layouts
+from shardmath.program.steps import Combine, Move
 from shardmath.redistribution import TransferPlan
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
@@ -112,6 +113,40 @@ class Strategy(Immutable):
             return d
         longer = 0 if d.global_shape[0] >= d.global_shape[1] else 1
         return Layout.slab(d.global_shape, d.size, axis=longer)
+
+    @cached_property
+    def passed(self) -> dict[str, Move | Combine]:
+        """What passes from rank to rank, by the buffer that it is read from: moved as it is, or
+        added.
+
+        Cores and GPUs, on one host and on several, read the same: only how differs. Sums are of the
+        accumulator's type; a transfer of elements of another size is `replace`d by its reader.
+        """
+        problem, d = self.problem, self.problem.d
+        a, b = self.transfers
+        steps: dict[str, Move | Combine] = {}
+        steps["a"], steps["b"] = Move(a, "a", "a here"), Move(b, "b", "b here")
+        last = TransferPlan(self.reduced, d, dtypes.accumulator(problem.dtype).itemsize)
+        if self.reduces:
+            steps["sums"] = Combine(self._held, self.reduced, "sums", "reduced")
+            steps["reduced"] = Move(last, "reduced", "total")
+        else:
+            steps["sums"] = Move(last, "sums", "total")
+        if problem.sums_c:
+            steps["c"] = Combine(d, d, "c", "total", weight="beta")
+        if problem.epilog.makes_bgrad:
+            matrix, held, need = gradient_layouts(problem)
+            alone = not matrix.disjoint()  # replicas count once
+            steps["vector"] = Combine(held, need, "vector", "gradient", alone=alone)
+        return steps
+
+    @property
+    def _held(self) -> Layout:
+        """What each rank's product is part of; ranks with nothing of k have none."""
+        pairs = zip(self.rows, self.depth, strict=True)
+        rows = [own if depth.length else Spans.interval(0, 0) for own, depth in pairs]
+        problem = self.problem
+        return Layout.product(problem.d.global_shape, [rows, self.columns], size=problem.size)
 
     @cached_property
     def moves_result(self) -> bool:

@@ -37,7 +37,6 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     modes,
     scale_moves,
 )
-from shardmath.operators.matmul.program import passed
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program import steps
@@ -115,7 +114,7 @@ class RankPlan(OnHosts, Immutable):
             moves = self.scale_moves["ab".index(name[-1])]
             assert moves is not None, "there are some"
             return moves.transfer
-        step = self.passed[name]
+        step = self.strategy.passed[name]
         if isinstance(step, steps.Move):
             return step.transfer
         itemsize = dtypes.accumulator(problem.dtype).itemsize
@@ -126,10 +125,10 @@ class RankPlan(OnHosts, Immutable):
         key = "delivery", name, itemsize
         if key not in self.cache:
             transfer: Any = self.transfer(name)
+            if transfer.itemsize != itemsize:
+                transfer = replace(transfer, itemsize=itemsize)
             axes = _SLOWEST.get(name, (0, 1))
-            self.cache[key] = Delivery(
-                replace(transfer, itemsize=itemsize), self.rank, self.hosts, axes
-            )
+            self.cache[key] = Delivery(transfer, self.rank, self.hosts, axes)
         delivery: Delivery = self.cache[key]
         return delivery
 
@@ -142,7 +141,7 @@ class RankPlan(OnHosts, Immutable):
 
     def added(self, name: str) -> list[tuple[Move, ...]]:
         """By source rank in order: the moves of what this rank adds up."""
-        step, moves = self.passed[name], self.moves(name)
+        step, moves = self.strategy.passed[name], self.moves(name)
         assert isinstance(step, Combine), name
         sources = step.sources(self.rank)
         return [tuple(move for move in moves if move.src == src) for src in sources]
@@ -156,11 +155,6 @@ class RankPlan(OnHosts, Immutable):
             OperandPlan.plan(self.moves("a"), shapes[0], rank, 1),
             OperandPlan.plan(self.moves("b"), shapes[1], rank, 0),
         )
-
-    @cached_property
-    def passed(self) -> dict[str, steps.Move | Combine]:
-        """The steps that pass data from rank to rank, by the matrix that is read."""
-        return passed(self.strategy)
 
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
