@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -47,9 +49,8 @@ def packed(positive):
     """The mask of a boolean matrix, one bit at a time, its columns padded to 128 bits."""
     m, n = positive.shape
     mask = np.zeros(((m + 127) // 128 * 16, n), np.uint8)
-    for i in range(m):
-        for j in range(n):
-            mask[i // 8, j] |= int(positive[i, j]) << (i % 8)
+    bits = np.packbits(positive, axis=0, bitorder="little")
+    mask[: len(bits)] = bits
     return mask
 
 
@@ -91,10 +92,13 @@ class Whole:
         }.get(name)
 
 
+whole_matrices = cache(Whole)
+
+
 def run_epilogs(context, kind, library_name, dtype, names):
     rank, size = context.rank, context.size
     library = library_named(library_name)
-    whole = Whole(5, dtype)
+    whole = whole_matrices(5, dtype)
     d = d_distribution(kind, rank, size)
     tolerance = TOLERANCE[dtype]
 
