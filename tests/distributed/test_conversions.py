@@ -1,8 +1,11 @@
-"""torch's DTensors as our arrays, and back: the same parts, in the same memory."""
+"""torch's DTensors as our arrays, and back, and JAX's as ours: the same parts, where they lie."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import socket
 
 import numpy as np
 import pytest
@@ -84,3 +87,42 @@ def refused(mesh, torch, tensors):
 
 def test_dtensors(distributed_torch, tmp_path):
     distributed_torch.run(converted, str(tmp_path / "store"), ranks=4)
+
+
+def of_jax(context, port):
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax = importlib.import_module("jax")
+    jax.distributed.initialize(f"127.0.0.1:{port}", context.size, context.rank)
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+    a = np.arange(24, dtype="f4").reshape(6, 4)
+
+    def made(*axes):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+    with context:
+        for axes, expected in ((("x",), Slab.X), ((None, "x"), Slab.Y), ((), Replicated())):
+            given = made(*axes)
+            x = shardmath.from_jax(given)
+            assert x.distribution == expected
+            agree(x, a)
+            agree(x.to(Slab.Y), a)
+            data = given.addressable_shards[0].data
+            assert x.local.ctypes.data == data.unsafe_buffer_pointer()
+        torch = importlib.import_module("torch")
+        given = made("x")
+        tensor = shardmath.from_jax(given, torch).local
+        assert tensor.data_ptr() == given.addressable_shards[0].data.unsafe_buffer_pointer()
+    alone = context.split(context.rank)
+    with alone, pytest.raises(ValueError, match="the array is on processes"):
+        shardmath.from_jax(made("x"))
+    jax.distributed.shutdown()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
+def test_jax_arrays():
+    with socket.socket() as held:  # its port, which JAX's server shares, is no one else's
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        with Pool(2, with_context) as ranks:
+            ranks.run(of_jax, held.getsockname()[1], ranks=2)

@@ -8,7 +8,7 @@ where they are found when they are used.
 from typing import Any
 
 from shardmath.distributed import fft, standard
-from shardmath.distributed.conversions import from_dtensor, to_dtensor
+from shardmath.distributed.conversions import from_dtensor, from_jax, to_dtensor
 from shardmath.distributed.creation import (
     arange,
     array,
@@ -141,6 +141,7 @@ __all__ = [
     "from_dlpack",
     "from_dtensor",
     "from_global",
+    "from_jax",
     "fromfunction",
     "full",
     "full_like",

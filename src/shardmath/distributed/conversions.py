@@ -1,13 +1,16 @@
-"""torch's `DTensor` to our arrays, and back, where every rank's part stays what it is.
+"""torch's `DTensor` to our arrays, and back, and `jax.Array` to ours: every rank's part stays.
 
-torch is not imported here: whoever has a `DTensor` or a mesh has done so.
+Neither library is imported for the user: whoever has an array of it, or a mesh, has done so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed.distributed_array import DistributedArray
@@ -62,6 +65,40 @@ def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
         f"no placements on a mesh of {tuple(mesh.shape)} are like {x.layout}: bring the array into "
         "boxes of torch's parts by x.to(Box(...)), or pass another mesh"
     )
+
+
+def from_jax(x: Any, package: ModuleType | None = None) -> DistributedArray:
+    """The array whose parts are the addressable shards of a `jax.Array`, and share their memory.
+    Local.
+
+        x = shardmath.from_jax(jax.make_array_from_callback(shape, sharding, f))
+
+    Each rank is a process of JAX's, by its number, with one device. `package` is the library of the
+    parts: the module numpy, which is meant without one, or torch or cupy. JAX writes to no array,
+    and nor may you: x.copy() has elements of its own. Raises ValueError where processes are not the
+    ranks of the current context, or have several devices; NotImplementedError where some ranks have
+    the same shard, and others do not, which no distribution describes.
+    """
+    context = require_context()
+    by_rank: dict[int, tuple[Spans, ...]] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        if device.process_index in by_rank:
+            raise ValueError(f"process {device.process_index} has several shards: give it 1 device")
+        ranges = (along.indices(extent) for along, extent in zip(index, x.shape, strict=True))
+        by_rank[device.process_index] = tuple(Spans.interval(*ends[:2]) for ends in ranges)
+    own = [shard.device.process_index for shard in x.addressable_shards]
+    if sorted(by_rank) != list(range(context.size)) or own != [context.rank]:
+        raise ValueError(
+            f"the array is on processes {sorted(by_rank)}, of which this is {own}; the context has "
+            f"{context.size} ranks, and this is {context.rank}"
+        )
+    layout = Layout(tuple(x.shape), tuple(by_rank[rank] for rank in range(context.size)))
+    distribution = distribution_of(layout, context.rank)
+    if distribution is None:
+        raise NotImplementedError(f"{x.sharding}: give every process a shard of its own, or all")
+    part = x.addressable_shards[0].data
+    local = np.asarray(part) if package is None else package.from_dlpack(part)
+    return DistributedArray.of(local, distribution, layout, context)
 
 
 def _layout(
