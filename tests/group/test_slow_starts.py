@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
 import select
@@ -9,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
@@ -25,7 +28,7 @@ from started import command, missing
 LIMITS = {"SHARDMATH_NOTICE": "0.3", "SHARDMATH_STARTUP_TIMEOUT": "2"}
 ABSENT = """
 import os, signal, sys
-import shardmath
+import shardmath.context.startup  # with all that takes long, before the clock runs
 rank = os.environ.get("SHARDMATH_RANK") or os.environ["PMI_RANK"]
 if rank == "1":
     signal.pause() if sys.argv[1] == "sleeps" else sys.exit()
@@ -34,56 +37,80 @@ shardmath.initialize("cpu")
 """
 
 
-def ended(arguments: list[str], **variables: str) -> tuple[int, str]:
-    """The status of a program, and what it wrote to stderr."""
-    done = subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **variables},
-    )
-    return done.returncode, done.stderr
+Program = tuple[list[str], dict[str, str]]  # its arguments, and the variables that are its own
+Ends = dict[str, tuple[int, str]]  # by a program's name: its status, and what it wrote to stderr
 
 
-@pytest.mark.parametrize(
-    ("launcher", "rank_1", "said"),
-    [
-        (
-            "shardmath",
-            "sleeps",
-            [
-                "rank 0 in initialize, absent.py:8: waiting for rank 1\n",
-                "rank 2 in initialize, absent.py:8: waiting for the other ranks\n",
-                "rank 1 did not arrive before the deadline: does every rank call",
-            ],
-        ),
-        ("shardmath", "ends", ["rank 1 ended while this rank waited for it"]),
-        ("mpirun", "sleeps", ["MPI_Init, absent.py:8: waiting for all 3", "ended after 2 s"]),
-        ("mpirun", "ends", ["MPI_Init, absent.py:8: waiting for all 3", "ended after 2 s"]),
+def ends(programs: Mapping[str, Program]) -> Ends:
+    """How programs end that wait side by side, each for time to pass."""
+    found: Ends = {}
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for name, (arguments, variables) in programs.items():
+            text = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(
+                arguments,
+                stdout=subprocess.DEVNULL,
+                stderr=text,
+                env={**os.environ, **variables},
+            )
+            running[name] = stack.enter_context(process), text
+        for name, (process, text) in running.items():
+            status = process.wait()
+            text.seek(0)
+            found[name] = status, text.read()
+    return found
+
+
+# Launcher and what rank 1 does, and what is said then.
+ABSENCES = {
+    "shardmath sleeps": [
+        "rank 0 in initialize, absent.py:8: waiting for rank 1\n",
+        "rank 2 in initialize, absent.py:8: waiting for the other ranks\n",
+        "rank 1 did not arrive before the deadline: does every rank call",
     ],
-)
-def test_an_absent_rank(tmp_path: Path, launcher: str, rank_1: str, said: list[str]) -> None:
+    "shardmath ends": ["rank 1 ended while this rank waited for it"],
+    "mpirun sleeps": ["MPI_Init, absent.py:8: waiting for all 3", "ended after 2 s"],
+    "mpirun ends": ["MPI_Init, absent.py:8: waiting for all 3", "ended after 2 s"],
+}
+
+
+@pytest.fixture(scope="module")
+def absences(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    folder = tmp_path_factory.mktemp("absences")
+    program = folder / "absent.py"
+    program.write_text(ABSENT)
+    programs: dict[str, Program] = {}
+    for name in ABSENCES:
+        launcher, rank_1 = name.split()
+        if not missing(launcher):
+            both = folder / name
+            os.mkfifo(both)
+            programs[name] = [*command(launcher, 3), str(program), rank_1, str(both)], LIMITS
+    if importlib.util.find_spec("torch") is not None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+        facts = dict(zip(names, ("0", "0", "2", "2", "127.0.0.1", port), strict=True))
+        code = 'import shardmath; shardmath.initialize("cpu")'
+        programs["torch"] = [*preloaded.python(), "-c", code], LIMITS | facts
+    return ends(programs)
+
+
+@pytest.mark.parametrize("name", ABSENCES)
+def test_an_absent_rank(absences: Ends, name: str) -> None:
+    launcher, _ = name.split()
     if missing(launcher):
         pytest.skip(missing(launcher))
-    program = tmp_path / "absent.py"
-    program.write_text(ABSENT)
-    both = tmp_path / "both"
-    os.mkfifo(both)
-    status, text = ended([*command(launcher, 3), str(program), rank_1, str(both)], **LIMITS)
+    status, text = absences[name]
     assert status != 0
-    assert all(words in text for words in said), text
+    assert all(words in text for words in ABSENCES[name]), text
 
 
-def test_torch_says_whom_it_misses() -> None:
+def test_torch_says_whom_it_misses(absences: Ends) -> None:
     pytest.importorskip("torch")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    facts = dict(zip(names, ("0", "0", "2", "2", "127.0.0.1", port), strict=True))
-    program = 'import shardmath; shardmath.initialize("cpu")'
-    status, text = ended([*preloaded.python(), "-c", program], **LIMITS, **facts)
+    status, text = absences["torch"]
     assert status == 1
     assert "shardmath: rank 0 in initialize, <string>:1: waiting for the other ranks" in text
     assert re.search(r"BootstrapError: rank 0 .*: .* did not bring 2 ranks together .*2 s", text)
@@ -110,21 +137,28 @@ def test_a_word_that_comes_late_is_said_again() -> None:
     assert spawn(meet_late, 3) == [3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("limits", "start", "status", "words"),
-    [
-        ("notice=60.0, timeout=90.0", "pass", 0, []),
-        ("notice=0.2, timeout=90.0", "time.sleep(1.0)", 0, ["waiting for all 2 ranks to start"]),
-        (
-            "notice=0.2, timeout=1.0",
-            "signal.pause()",
-            -signal.SIGTERM,
-            ["<string>:3: waiting", "<string>:3: ended after 1 s"],
-        ),
-    ],
-)
-def test_a_start_of_mpi_is_bounded(limits: str, start: str, status: int, words: list[str]) -> None:
-    program = f"""import os, signal, time
+# Limits of the start of MPI, and what happens in it; the program's status, and what is said.
+STARTS = {
+    "at once": ("notice=60.0, timeout=90.0", "pass", 0, []),
+    "late": (
+        "notice=0.2, timeout=90.0",
+        "time.sleep(1.0)",
+        0,
+        ["waiting for all 2 ranks to start"],
+    ),
+    "never": (
+        "notice=0.2, timeout=1.0",
+        "signal.pause()",
+        -signal.SIGTERM,
+        ["<string>:3: waiting", "<string>:3: ended after 1 s"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def starts() -> Ends:
+    def program(limits: str, start: str) -> Program:
+        code = f"""import os, signal, time
 from shardmath.group.mpi_process import bounded_start
 with bounded_start(0, 2, {limits}):
     {start}
@@ -133,18 +167,28 @@ try:
 except ChildProcessError:
     print("no child is left")
 """
-    found, text = ended([sys.executable, "-c", program])
-    assert found == status
+        return [sys.executable, "-c", code], {}
+
+    return ends({name: program(*row[:2]) for name, row in STARTS.items()})
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_of_mpi_is_bounded(starts: Ends, name: str) -> None:
+    _, _, expected, words = STARTS[name]
+    status, text = starts[name]
+    assert status == expected
     assert all(word in text for word in words)
     assert words or not text
 
 
-@pytest.mark.parametrize(
-    ("mistake", "status"),
-    [("pass", 0), ("1 / 0", -signal.SIGALRM), ("caught()", 0), ("sys.exit(3)", 3)],
-)
-def test_an_end_of_mpi_is_bounded_after_a_failure(mistake: str, status: int) -> None:
-    program = f"""import atexit, sys, time
+# What a program does last, and its status.
+MISTAKES = {"pass": 0, "1 / 0": -signal.SIGALRM, "caught()": 0, "sys.exit(3)": 3}
+
+
+@pytest.fixture(scope="module")
+def mistaken_ends() -> Ends:
+    def program(mistake: str) -> Program:
+        code = f"""import atexit, sys, time
 def caught():  # and kept, as test runners and notebooks do
     try:
         1 / 0
@@ -159,6 +203,13 @@ atexit.register(slow_end)  # runs after the other, as MPI_Finalize does
 mpi_process.bound_end()
 {mistake}
 """
-    found, text = ended([sys.executable, "-c", program])
-    assert found == status
+        return [sys.executable, "-c", code], {}
+
+    return ends({mistake: program(mistake) for mistake in MISTAKES})
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_end_of_mpi_is_bounded_after_a_failure(mistaken_ends: Ends, mistake: str) -> None:
+    status, text = mistaken_ends[mistake]
+    assert status == MISTAKES[mistake]
     assert ("at the end" in text) == (status != -signal.SIGALRM)
