@@ -42,8 +42,7 @@ def save_arrays(
         for name, (x, _) in arrays.items()
     }
     text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
-    before = together(context, operation, lambda: _files(folder))
-    is_new = not folder.exists()
+    before, is_new = together(context, operation, lambda: (_files(folder), not folder.exists()))
     try:
         together(context, operation, only_on(0, context, lambda: folder.mkdir(exist_ok=True)))
         manifest = folder / _MANIFEST

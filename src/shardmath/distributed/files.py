@@ -35,22 +35,25 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @collective_call
 def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) -> None:
-    """Save an array in a file that NumPy reads, too, or a dictionary as a checkpoint. Collective.
+    """Save an array, or a dictionary of arrays. Collective.
 
         shardmath.save("u.npy", u)
         shardmath.save("ocean", {"u": u, "v": v, "step": 120})
 
-    Every rank writes its part, whatever the distribution. What is saved appears whole or not at
-    all: an error, or the end of a rank, leaves what was there before. An array is in Fortran order
-    in the file where all parts are so in memory. Elements of bfloat16, float8 and complex32, which
-    .npy has no names for, become bytes, as NumPy writes them; see `load`.
+    The suffix says how: .npy is NumPy's file of one array, in Fortran order where all parts are so
+    in memory; .h5 and .hdf5 are h5py's files of a dictionary, .zarr is zarr-python's folder of an
+    array or a dictionary; a dictionary at any other path is a checkpoint, a folder with a .npy file
+    for each array. Besides arrays a dictionary may have numbers, strings, booleans and None, which
+    are the same on all ranks.
 
-    A checkpoint is a folder, with a file of each array. Besides arrays a dictionary may have
-    numbers, strings, booleans and None, which are the same on all ranks.
+    Every rank writes its part, whatever the distribution. What is saved appears whole or not at
+    all: an error, or the end of a rank, leaves what was there before. Elements of bfloat16, float8
+    and complex32, which .npy has no names for, become bytes there, as NumPy writes them.
 
     Raises the same on all ranks: OSError, as open does, and for a disk that is full; ValueError for
-    an array and another suffix than .npy, TypeError for what is neither an array nor a dictionary
-    of such; CollectiveMismatch where the ranks pass different paths or arrays.
+    a suffix of something else; TypeError for what is neither an array nor a dictionary of such, or
+    for elements that the format does not have; CollectiveMismatch where the ranks pass different
+    paths or arrays; BackendUnavailable without h5py or zarr.
     """
     given = x if isinstance(x, Mapping) else {_ONE: x}
     arrays = {name: one for name, one in given.items() if isinstance(one, DistributedArray)}
@@ -93,23 +96,23 @@ def load(
     package: ModuleType | None = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """The array in a file of NumPy's format .npy, or what is in a checkpoint. Collective.
+    """The array in a file, or the dictionary of a checkpoint, of HDF5 or Zarr. Collective.
 
         u = shardmath.load("u.npy", distribution=Slab.X)
         ocean = shardmath.load("ocean", distribution={"u": Slab.X, "v": Slab.Y})
 
     Every rank reads its part; who has written the file, and on how many ranks, does not matter. Of
-    a checkpoint one distribution is that of all arrays, and a dictionary names those that are
-    loaded; what was saved beside arrays comes with them.
+    a dictionary one distribution is that of all arrays, and a dictionary of distributions names
+    those that are loaded; what was saved beside arrays comes with them.
 
     `package` is the library of the parts, as in `full`. `dtype` names the type of elements that a
-    file has as bytes, such as "bfloat16"; a checkpoint knows it. The ranks are those of `context`,
-    or of the current one.
+    .npy file has as bytes, such as "bfloat16". The ranks are those of `context`, or of the current
+    one.
 
     Raises the same on all ranks: OSError where a rank cannot read a file, ValueError where it is
-    no .npy file, truncated, or of Python objects, for another `dtype` than the file's, and where
-    the distribution does not fit; KeyError for an array that a checkpoint does not have;
-    CollectiveMismatch where the ranks pass different arguments.
+    of another format, truncated, or of Python objects, for another `dtype` than the file's, and
+    where the distribution does not fit; KeyError for an array that is not there;
+    CollectiveMismatch where the ranks pass different arguments; BackendUnavailable as `save`.
     """
     context = context_of(_LOAD, context)
     library = library_named("numpy") if package is None else library_of_package(package)

@@ -96,8 +96,7 @@ def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
 
 
 def _rename(file: Path, path: Path) -> None:
-    for written in (file, *file.rglob("*")):
-        sync(written)
+    sync(file)
     file.replace(path)
     sync(path.parent)
 

@@ -20,8 +20,10 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored
 from shardmath.distributed.selections import chunk_shape, write_chunks
-from shardmath.distributed.shared_file import appearing, together
+from shardmath.distributed.shared_file import appearing, sync, together
 from shardmath.errors import BackendUnavailable
+
+_SYNCED = 256  # files that ranks sync before they see how the others are doing
 
 
 def require() -> Any:
@@ -68,6 +70,10 @@ def save_arrays(
         for name, (x, _) in arrays.items():
             chunked = together(context, operation, partial(_open, folder, name, "r+"))
             write_chunks(x, operation, chunked, chunks[name])
+        written = sorted(folder.rglob("*"))
+        for start in range(0, len(written), _SYNCED):
+            mine = written[start : start + _SYNCED][context.rank :: context.size]
+            together(context, operation, partial(_sync, mine))
 
 
 def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
@@ -89,6 +95,11 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 def opened(path: Path, name: str) -> Iterator[Any]:
     """An array of the folder, to be read by slices."""
     yield _open(path, name, "r")
+
+
+def _sync(written: list[Path]) -> None:
+    for path in written:
+        sync(path)
 
 
 def _open(path: Path, name: str, mode: str) -> Any:
