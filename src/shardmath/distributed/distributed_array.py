@@ -361,7 +361,8 @@ class DistributedArray(Distributed):
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
 
     def __matmul__(self, other: Any) -> Any:
-        return products.matmul(self, other) if is_operand(other) else NotImplemented
+        is_known = type(other) is type(self) or is_operand(other)
+        return products.matmul(self, other) if is_known else NotImplemented
 
     def __rmatmul__(self, other: Any) -> Any:
         return products.matmul(other, self) if is_operand(other) else NotImplemented

@@ -13,16 +13,18 @@ has whole is each rank's own.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays import array_of, dtypes
+from shardmath.base import current
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
 from shardmath.distributed.manipulation import first_of, one_axis, permute_dims, reshape
-from shardmath.distributed.movement import brought, within
+from shardmath.distributed.movement import brought
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
 from shardmath.operators.matmul import matmul as product_of_parts
@@ -36,17 +38,23 @@ def matmul(x: Any, y: Any) -> Distributed:
     an axis of the stack. Raises ValueError where the shapes do not fit, and NotImplementedError for
     integers that are in no stack.
     """
+    if type(x) is type(y) and x.context is y.context and x.local.dtype == y.local.dtype:
+        plan = _of_matrices(x.layout, x.distribution, y.layout, y.distribution, x.context.rank)
+        if plan is not None and dtypes.of(x.local.dtype).kind in "fc":
+            made: Distributed = _multiplied(x, y, plan)
+            return made
     first = x if isinstance(x, Distributed) else y
-    x, y = (whole(z, first) for z in (x, y))
+    x, y = whole(x, first), whole(y, first)
     if not (x.ndim and y.ndim):
         raise ValueError("matmul takes matrices and vectors, not numbers: use x * y")
     a, b = _matrix(x, (None, 0)), _matrix(y, (0, None))
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"no product of shapes {x.shape} and {y.shape}")
-    is_stack = a.ndim > 2 or b.ndim > 2
-    made: Distributed = (
-        _stacked(a, b) if is_stack else product(*_of_one_type(a, b), kept=_kept(x, y))
-    )
+    if a.ndim > 2 or b.ndim > 2:
+        made = _stacked(a, b)
+    else:
+        kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
+        made = product(*_of_one_type(a, b), kept=kept)
     if x.ndim > 1 and y.ndim > 1:
         return made
     gone = [place for place, z in ((made.ndim - 2, x), (made.ndim - 1, y)) if z.ndim == 1]
@@ -55,11 +63,6 @@ def matmul(x: Any, y: Any) -> Distributed:
     result = rearranged(made, made.local.reshape(shape), kept)
     assert result is not None, "the axis that goes is not split"
     return result
-
-
-def _kept(x: Distributed, y: Distributed) -> tuple[int, ...]:
-    """The axes of a product of matrices that are no vector's."""
-    return tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
 
 
 def tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
@@ -108,8 +111,12 @@ def product(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"no product of shapes {a.shape} and {b.shape}")
     shape = (a.shape[0], b.shape[1])
-    distribution, layout = _result(a, b, shape, kept) if c is None else (c.distribution, c.layout)
-    if c is None and not words and a.layout.is_replicated and b.layout.is_replicated:
+    described = (a.layout, a.distribution), (b.layout, b.distribution)
+    distribution, layout, distributions = _result(*described, kept, a.context.rank)
+    if c is not None:
+        distribution, layout = c.distribution, c.layout
+        distributions = [*distributions[:2], distribution]
+    elif not words and a.layout.is_replicated and b.layout.is_replicated:
         if a.context.size > 1:
             distribution, layout = Replicated(), Layout.replicated(shape, a.context.size)
         return a.like(array_of(a.local @ b.local), distribution, layout)
@@ -117,11 +124,35 @@ def product(
         spec = a.library.spec(a.local)
         empty = parts.full(layout.local_shape(a.context.rank), 0, a.local, spec.dtype, a.library)
         return a.like(empty, distribution, layout)
-    locals_ = [x.local for x in (a, b, c) if x is not None]
-    distributions = [a.distribution, b.distribution, distribution]
-    local = within(
-        a.context, lambda: product_of_parts(*locals_, distributions=distributions, **words)
-    )
+    plan = distribution, layout, distributions
+    return _multiplied(a, b, plan, *(() if c is None else (c.local,)), **words)
+
+
+Plan = tuple[Distribution, Layout, list[Distribution]]
+
+
+@lru_cache(maxsize=1024)
+def _of_matrices(
+    rows: Layout, like_a: Distribution, columns: Layout, like_b: Distribution, rank: int
+) -> Plan | None:
+    """How two matrices are multiplied whose product needs nothing but `matmul`; None: others."""
+    is_plain = rows.ndim == columns.ndim == 2 and not (rows.is_replicated or columns.is_replicated)
+    if not is_plain or rows.global_shape[1] != columns.global_shape[0]:
+        return None
+    if not (rows.elements and columns.elements):
+        return None
+    return _result((rows, like_a), (columns, like_b), (0, 1), rank)
+
+
+def _multiplied(a: Distributed, b: Distributed, plan: Plan, *c: Any, **words: Any) -> Any:
+    """The product by this package's `matmul`; with the outputs of an epilog, if there are any."""
+    distribution, layout, distributions = plan
+    locals_ = a.local, b.local, *c
+    if current.get() is a.context:
+        local = product_of_parts(*locals_, distributions=distributions, **words)
+    else:
+        with a.context:
+            local = product_of_parts(*locals_, distributions=distributions, **words)
     if isinstance(local, tuple):
         local, outputs = local
         return a.like(local, distribution, layout), outputs
@@ -178,7 +209,9 @@ def _of_one_type(a: Distributed, b: Distributed) -> tuple[Distributed, Distribut
     """The operands in the type of the product. Raises NotImplementedError for integers."""
     names = [x.library.spec(x.local).dtype for x in (a, b)]
     name = names[0]
-    if names[0] != names[1]:
+    if name == names[1] and dtypes.of(name).kind in "fc":
+        return a, b
+    if name != names[1]:
         name = np.result_type(*map(dtypes.to_numpy, names)).name
     if dtypes.of(name).kind not in "fc":
         raise NotImplementedError(f"a product of {name}: multiply x.astype(float)")
@@ -190,26 +223,37 @@ def _of_one_type(a: Distributed, b: Distributed) -> tuple[Distributed, Distribut
     return cast(a), cast(b)
 
 
+@lru_cache(maxsize=1024)
 def _result(
-    a: Distributed, b: Distributed, shape: tuple[int, int], kept: tuple[int, ...]
-) -> tuple[Distribution, Layout]:
-    """How the product is split, along axes that are `kept`: others are a vector's, and go."""
-    size, rank = a.context.size, a.context.rank
-    if not kept:  # a number, which all ranks get
-        return Replicated(), Layout.replicated(shape, size)
-    candidates = []
-    if a.layout.partitioned_axes == (0,) and 0 in kept:
-        candidates.append((a.distribution, [a.layout.column(0), None]))
-    if b.layout.partitioned_axes == (1,) and 1 in kept:
-        candidates.append((b.distribution, [None, b.layout.column(1)]))
-    for like, columns in candidates:
-        layout = Layout.product(shape, columns, size=size)
-        distribution = distribution_of(layout, rank, like)
-        if distribution is not None:
-            return distribution, layout
-    for x in (a, b) if len(kept) == 2 else ():
-        given = x.distribution
-        if not isinstance(given, Slab | Replicated) and not given.per_rank:
-            return given, layout_of(given, shape, size)
-    slab = Slab(kept[0])
-    return slab, layout_of(slab, shape, size)
+    a: tuple[Layout, Distribution],
+    b: tuple[Layout, Distribution],
+    kept: tuple[int, ...],
+    rank: int,
+) -> Plan:
+    """How a product is split, along axes that are `kept`: others are a vector's, and go.
+
+    And the distributions of all three matrices, one list for all such products.
+    """
+    (rows, like_a), (columns, like_b) = a, b
+    size, shape = rows.size, (rows.global_shape[0], columns.global_shape[1])
+
+    def chosen() -> tuple[Distribution, Layout]:
+        if not kept:  # a number, which all ranks get
+            return Replicated(), Layout.replicated(shape, size)
+        candidates = []
+        if rows.partitioned_axes == (0,) and 0 in kept:
+            candidates.append((like_a, [rows.column(0), None]))
+        if columns.partitioned_axes == (1,) and 1 in kept:
+            candidates.append((like_b, [None, columns.column(1)]))
+        for like, split in candidates:
+            layout = Layout.product(shape, split, size=size)
+            distribution = distribution_of(layout, rank, like)
+            if distribution is not None:
+                return distribution, layout
+        for given in (like_a, like_b) if len(kept) == 2 else ():
+            if not isinstance(given, Slab | Replicated) and not given.per_rank:
+                return given, layout_of(given, shape, size)
+        return Slab(kept[0]), layout_of(Slab(kept[0]), shape, size)
+
+    distribution, layout = chosen()
+    return distribution, layout, [like_a, like_b, distribution]

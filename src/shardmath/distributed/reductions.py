@@ -14,6 +14,7 @@ import builtins
 import math
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from shardmath.distributed import parts
 from shardmath.distributed.elementwise import needed_layout
 from shardmath.distributed.layouts import (
     indices,
+    layout_of,
     placed_part,
     rearranged,
     selector,
@@ -33,6 +35,7 @@ from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated
 
 Axis = int | Sequence[int] | None
+_EVERYWHERE = Replicated()
 _NOWHERE = np.iinfo(np.int64).max  # an index behind every other
 
 
@@ -160,9 +163,14 @@ def axes_of(axis: Axis, ndim: int) -> tuple[int, ...]:
 
     Raises ValueError for an axis that there is not, or that is named twice, TypeError for others.
     """
+    return _axes_of(tuple(axis) if isinstance(axis, list) else axis, ndim)
+
+
+@lru_cache(maxsize=1024)
+def _axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
-    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    given = axis if isinstance(axis, tuple) else (axis,)
     axes = [operator.index(one) for one in given]
     for one in axes:
         if not -ndim <= one < ndim:
@@ -184,7 +192,7 @@ def _reduced(
     x: Distributed, reduction: Reduction, axis: Axis, dtype: Any, keepdims: bool
 ) -> Distributed:
     axes = checked_axes(x, axis)
-    if reduction in (MIN, MAX):
+    if reduction.name in ("min", "max"):
         require_ordered(x, reduction.name)
         _require_elements(x, axes, reduction.name)
     part = _partial(x, reduction, axes, dtype)
@@ -192,12 +200,16 @@ def _reduced(
 
 
 def _together(
-    x: Distributed, part: Any, reduction: Reduction, axes: Sequence[int], keepdims: bool
+    x: Distributed, part: Any, reduction: Reduction, axes: tuple[int, ...], keepdims: bool
 ) -> Distributed:
     """The array of all ranks' partial results: combined where the axes are split."""
-    kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
-    is_split = not set(axes).isdisjoint(x.layout.partitioned_axes)
-    made = None if is_split else rearranged(x, part, kept)
+    kept, everywhere = _kept(x.layout, axes)
+    if everywhere is not None:
+        whole = all_reduce(part, op=reduction.op, context=x.context)
+        made: Distributed | None = x.like(whole, _EVERYWHERE, everywhere)
+    else:
+        is_split = not set(axes).isdisjoint(x.layout.partitioned_axes)
+        made = None if is_split else rearranged(x, part, kept)
     if made is None:
         made = _combined(x, part, reduction, kept)
     if not keepdims:
@@ -220,7 +232,17 @@ def _combined(x: Distributed, part: Any, reduction: Reduction, kept: Sequence[in
         spans = x.layout.spans(x.context.rank)
         whole[selector([placed_part(spans[axis]) for axis in kept])] = part
     all_reduce(whole, op=reduction.op, out=whole, context=x.context)
-    return x.like(whole, Replicated(), Layout.replicated(shape, x.context.size))
+    return x.like(whole, _EVERYWHERE, layout_of(_EVERYWHERE, shape, x.context.size))
+
+
+@lru_cache(maxsize=1024)
+def _kept(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Layout | None]:
+    """The axes that remain, and their layout where each rank has a sum for all of them."""
+    kept = tuple(axis for axis in range(layout.ndim) if axis not in axes)
+    if not layout.partitioned_axes or set(kept).intersection(layout.partitioned_axes):
+        return kept, None
+    shape = tuple(layout.global_shape[axis] for axis in kept)
+    return kept, layout_of(_EVERYWHERE, shape, layout.size)
 
 
 def _partial(x: Distributed, reduction: Reduction, axes: tuple[int, ...], dtype: Any) -> Any:
