@@ -86,7 +86,8 @@ def absences(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         if not missing(launcher):
             both = folder / name
             os.mkfifo(both)
-            programs[name] = [*command(launcher, 3), str(program), rank_1, str(both)], LIMITS
+            words = command(launcher, 3, preloaded.python())
+            programs[name] = [*words, str(program), rank_1, str(both)], LIMITS
     if importlib.util.find_spec("torch") is not None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
