@@ -1,0 +1,103 @@
+"""Saving and loading an array as .npy, beside one process with NumPy on the same disk.
+
+`python benchmarks/array_files.py [MiB of the global array] [folder]`. The ways take turns, in one
+run, and a time is the slowest rank's; shown are medians. `save` waits until the file is on the
+disk, which numpy.save leaves to the system: so there is a baseline that waits, too. All is read
+from the system's memory, where it still lies.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+
+import shardmath
+from shardmath.collectives import all_reduce
+from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
+from shardmath.launch import spawn
+
+RANKS, REPEATS, GOAL = 2, 5, 0.8
+CYCLIC = BlockCyclic(ProcessGrid(shape=(RANKS, 1)), (64, 64))
+SPLITS = {"slab X": Slab.X, "slab Y": Slab.Y, "2x1 block-cyclic 64": CYCLIC}
+
+
+def main() -> None:
+    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
+    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else ".") as folder:
+        rows = spawn(run, RANKS, folder, mib, timeout=900)[0]
+    for row in rows:
+        print(f"{row['case']:>20} {row['operation']}: {row['gib_per_s']:.2f} GiB/s; "
+              f"NumPy {row['numpy_gib_per_s']:.2f}, {row['ratio']:.2f} x")  # fmt: skip
+    goal = {"save and load over NumPy's speed": GOAL}
+    print(record.write("array_files", rows, ranks=RANKS, mib=mib, goals=goal))
+
+
+def run(folder: str, mib: int) -> list[dict[str, Any]]:
+    """A row for each split and way, as all ranks measure them."""
+    context = shardmath.initialize("cpu")
+    n = int((mib * 2**20 / 8) ** 0.5)
+    whole = np.ones((n, n)) if context.rank == 0 else None
+    numpys, ours = f"{folder}/numpy.npy", f"{folder}/ours.npy"
+    rows = []
+    for case, split in SPLITS.items():
+        x = shardmath.ones((n, n), distribution=split)
+        ways: dict[str, Callable[[], object]] = {
+            "save": lambda x=x: shardmath.save(ours, x),
+            "numpy save": alone(context, lambda: np.save(numpys, whole)),
+            "numpy save, synced": alone(context, lambda: saved_and_synced(numpys, whole)),
+            "load": lambda split=split: shardmath.load(ours, distribution=split),
+            "numpy load": alone(context, lambda: np.load(numpys)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        ways["save"]()
+        ways["numpy save"]()
+        for repeat in range(REPEATS):
+            # What came before may have left memory that is quicker to take: no way follows always
+            # the same other.
+            for name in random.Random(repeat).sample(list(ways), len(ways)):
+                times[name].append(seconds(context, ways[name]))
+        for name, baselines in (
+            ("save", ("numpy save", "numpy save, synced")), ("load", ("numpy load",))
+        ):  # fmt: skip
+            for baseline in baselines:
+                own, other = (statistics.median(times[way]) for way in (name, baseline))
+                gib = x.size * 8 / 2**30
+                rows.append({"case": case, "operation": f"{name}, beside {baseline}",
+                             "gib_per_s": gib / own, "numpy_gib_per_s": gib / other,
+                             "ratio": other / own})  # fmt: skip
+    shardmath.finalize()
+    return rows
+
+
+def alone(context: Any, call: Callable[[], object]) -> Callable[[], object]:
+    """`call` on rank 0, for which the others wait."""
+    return call if context.rank == 0 else lambda: None
+
+
+def saved_and_synced(path: str, whole: Any) -> None:
+    np.save(path, whole)
+    with Path(path).open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def seconds(context: Any, call: Callable[[], object]) -> float:
+    """The time of the slowest rank."""
+    os.sync()
+    all_reduce(0)
+    start = time.perf_counter()
+    call()
+    return float(all_reduce(time.perf_counter() - start, op="max"))
+
+
+if __name__ == "__main__":
+    main()
