@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import product
 
 import numpy as np
@@ -230,6 +230,7 @@ SHAPES = ((), (7,), (3, 5), (0, 3))
 TURNS = 4
 
 
+@cache
 def elements(dtype, shape, rank, turn):
     """Any bits, so that among numbers there are NaN of every kind."""
     rng, dtype = np.random.default_rng([rank, turn]), np.dtype(dtype)
@@ -498,8 +499,7 @@ def kept(group):
     for name, library, side, on_heap, columns in product(
         MAKERS, (np, torch), SIDES, (False, True), (False, True)
     ):
-        make, expected, split = MAKERS[name]
-        dtype = np.dtype("complex128" if name == "transform" else "float64")
+        make, dtype = MAKERS[name][0], dtype_of(name)
         x, b = (
             in_memory(library, (side // size, side), dtype, on_heap=on_heap, columns=columns)
             for _ in range(2)
@@ -512,24 +512,36 @@ def kept(group):
 
         Cores._bind_step = noted
         for turn in range(TRIED + 8):
-            whole = (np.arange(side * side).reshape(side, side) % (5 + turn)).astype(dtype)
+            operand, part = operand_and_result(name, side, turn, rank, size)
             for array in (x, b):
-                np.asarray(array)[...] = part_of(whole, Slab.X, rank, size)
+                np.asarray(array)[...] = operand
             context.barrier()
             result = make(x, b)
             if turn < TRIED:
                 bound.clear()
             else:
-                part = expected(whole)
-                results.append(
-                    (result, part if split is None else part_of(part, split, rank, size))
-                )
+                results.append((result, part))
             del result
         Cores._bind_step = bind
         most = max(most, len(bound) if side == SIDES[0] and not columns else 0)
         if not all(np.allclose(result, part, atol=1e-9) for result, part in results):
             wrong.append((name, library.__name__, side, on_heap, columns))
     return [wrong, most]
+
+
+def dtype_of(name):
+    return np.dtype("complex128" if name == "transform" else "float64")
+
+
+@cache
+def operand_and_result(name, side, turn, rank, size):
+    """A rank's parts of both."""
+    _, expected, split = MAKERS[name]
+    whole = (np.arange(side * side).reshape(side, side) % (5 + turn)).astype(dtype_of(name))
+    result = expected(whole)
+    if split is not None:
+        result = part_of(result, split, rank, size)
+    return part_of(whole, Slab.X, rank, size), result
 
 
 def in_memory(library, shape, dtype, *, on_heap, columns):
