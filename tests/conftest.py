@@ -15,6 +15,7 @@ import preloaded
 from huge_pages import use_huge_pages
 from loaded import find_libraries
 from ranks import Pool, with_context
+from shardmath.symmetric.waiting import WaitPolicy
 
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
 # left for the end is short.
@@ -90,11 +91,24 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Now all is loaded that tests import."""
+    share_cores(getattr(session.config, "workerinput", {}).get("workercount", 1))
     find_libraries()
     use_huge_pages()
     preloaded.python()
+
+
+def share_cores(processes: int) -> None:
+    """Let ranks wait as they do where so many times as many are on this host: those of the tests
+    that run beside these compute while these do not spin.
+    """
+    alone = WaitPolicy.of
+
+    def of(timeout: float, notice: float, local_ranks: int) -> WaitPolicy:
+        return alone(timeout, notice, processes * local_ranks)
+
+    setattr(WaitPolicy, "of", of)  # noqa: B010
 
 
 @pytest.hookimpl(optionalhook=True)
