@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -377,6 +378,36 @@ def follows(x):
         ):
             with pytest.raises(RuntimeError, match="is in force"):
                 call()
+
+
+def explained(context):
+    """What calls would move, which no other rank has to make."""
+    with context:
+        x = shardmath.ones((4, 6), distribution=Slab.X)
+        if context.rank:
+            return
+        for function, given_, words, expected in (
+            (np.concatenate, [[x, x]], {"axis": 1}, "nothing moves"),
+            (np.concatenate, [[x, x]], {}, "what is assigned: 4 x 6 .* 96 bytes"),
+            (np.roll, [x, 1], {"axis": 0}, "48 bytes change their rank"),
+            (np.reshape, [x, (2, 12)], {}, "nothing moves"),
+            (np.reshape, [x, (3, 8)], {}, "reshape: 24 .* 32 bytes change their rank"),
+            (np.cumulative_sum, [x], {"axis": 0}, "2 x 6 on 2 ranks, axis 0 in 2 becomes"),
+            (np.sum, [x], {"axis": 0}, "all_reduce of 48 bytes"),
+            (np.sum, [x], {"axis": 1}, "nothing moves"),
+            (np.tensordot, [x, x.T, 1], {}, "matmul: 4 x 6 .* @ 6 x 4"),
+            (np.sort, [x], {"axis": 0}, "whole on each rank: .*\nsort: "),
+            (np.sort, [x[:, 0]], {}, "the rest shows when it is done\nsort: "),
+            (np.take, [x, [1, 2]], {"axis": 0}, "take: 2 indices of axis 0"),
+            (np.take_along_axis, [x, x.astype(int)], {"axis": 0}, "all_reduce of 1 bytes"),
+            (np.nonzero, [x], {}, "all_gather of how many"),
+            (np.fft.fftn, [x], {}, "fft of 4 x 6"),
+        ):
+            assert re.search(expected, shardmath.explain(function, *given_, **words)), function
+
+
+def test_what_moves_is_explained(contexts):
+    contexts.run(explained, ranks=2)
 
 
 def mistakes(x):

@@ -20,7 +20,7 @@ import numpy as np
 from shardmath.arrays import Library, array_of, dtypes
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
-from shardmath.distributed.movement import brought, described, received, stays
+from shardmath.distributed.movement import brought, described, explained, received, stays
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Spans
 
@@ -161,13 +161,17 @@ def whole(x: Any, first: D) -> D:
     return first.like(host, Replicated(), Layout.replicated(tuple(host.shape), first.context.size))
 
 
-def explain(function: Any, *operands: Any) -> str:
-    """Which operands of an elementwise `function` move, where, and how many bytes. Local.
+def explain(function: Any, *operands: Any, **words: Any) -> str:
+    """What a `function` would move, where to, and how many bytes. Local.
 
         print(shardmath.explain(np.add, x, y))
+        print(shardmath.explain(np.concatenate, [x, y], axis=1))
 
-    Raises ValueError where the operands do not broadcast, TypeError where none is distributed.
+    Where the rest depends on elements it says what comes before that. Raises what the function
+    raises; ValueError where operands do not broadcast, TypeError where none is distributed.
     """
+    if not isinstance(function, np.ufunc) or function.signature is not None:
+        return _explained_call(function, operands, words)
     arrays = [(n, x) for n, x in enumerate(operands) if isinstance(x, Distributed)]
     if not arrays:
         raise TypeError("explain says what becomes of distributed arrays, and none was given")
@@ -183,6 +187,16 @@ def explain(function: Any, *operands: Any) -> str:
         else:
             lines.append(f"operand {number}: {described(x, target)}")
     return "\n".join(lines)
+
+
+def _explained_call(function: Any, operands: Any, words: Any) -> str:
+    """What a function exchanges that is not elementwise."""
+    lines, result = explained(lambda: function(*operands, **words))
+    name = getattr(function, "__name__", str(function))
+    made = [one.layout for one in (result if isinstance(result, tuple) else (result,))
+            if isinstance(one, Distributed)]  # fmt: skip
+    found = [f"the result is {layout}" for layout in made] or ["the rest shows when it is done"]
+    return "\n".join([f"{name}: {', '.join(found)}", *(lines or ["nothing moves"])])
 
 
 def _operand(x: Distributed) -> Operand:

@@ -20,6 +20,7 @@ from shardmath.base.collective_call import collective_call
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
+from shardmath.distributed import parts
 from shardmath.distributed.layouts import layout_of, places, selector, unbound
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Pattern, Spans, bytes_received, classify
@@ -30,6 +31,7 @@ from shardmath.program.performing import Arguments, Names
 T = TypeVar("T")
 
 _MODES = ("forbid", "warn", "allow")
+_explained: ContextVar[list[str] | None] = ContextVar("shardmath_explained", default=None)
 _mode: ContextVar[str] = ContextVar("shardmath_communication", default="allow")
 
 
@@ -56,8 +58,47 @@ class communication:  # noqa: N801  (it reads as a statement)
         _mode.reset(self._before)
 
 
+class Explained(Exception):
+    """The end of what can be said of a call before it is made."""
+
+
+def explained(call: Callable[[], Any]) -> tuple[list[str], Any]:
+    """What `call` would exchange, a line each, and its result, of zeros where it would have moved;
+    None where the rest shows only when it is made. Local.
+    """
+    lines: list[str] = []
+    before = _explained.set(lines)
+    try:
+        return lines, call()
+    except Explained:
+        return lines, None
+    finally:
+        _explained.reset(before)
+
+
+def in_place_of(
+    describe: Callable[[], str], x: Distributed, shape: Sequence[int], dtype: Any = None
+) -> Any:
+    """Zeros for what an exchange would give, where a call is explained only; otherwise None."""
+    lines = _explained.get()
+    if lines is None:
+        return None
+    lines.append(describe())
+    kind = x.library.spec(x.local).dtype if dtype is None else dtype
+    return parts.full(shape, 0, x.local, kind, x.library)
+
+
+def end_explanation(describe: Callable[[], str]) -> None:
+    """End the explanation of a call that is explained only: the rest shows when it is made."""
+    lines = _explained.get()
+    if lines is not None:
+        lines.append(describe())
+        raise Explained
+
+
 def permit(describe: Callable[[], str]) -> None:
     """Raise RuntimeError, or warn, where the thread's mode says so; `describe` says what moves."""
+    end_explanation(describe)
     mode = _mode.get()
     if mode == "allow":
         return
@@ -111,9 +152,12 @@ REARRANGE = Rearrangement()
 
 
 @collective_call
-def rearranged(x: Distributed, layout: Layout, out: Any = None) -> Any:
+def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "the array") -> Any:
     """This rank's part of `x` in another layout: `out`, or a new array. Collective."""
     rank = x.context.rank
+    zeros = in_place_of(lambda: f"{purpose}: {described(x, layout)}", x, layout.local_shape(rank))
+    if zeros is not None:
+        return zeros
     words = (layout.global_shape, x.layout.spans(rank), layout.spans(rank))
     arguments = Arguments((x.local,), (out,), words, None, None)
     return within(x.context, lambda: call(REARRANGE, arguments))
@@ -155,8 +199,9 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
     if layout == x.layout:
         return x.local
     if not stays(x.layout, layout):
-        permit(lambda: f"{purpose}: {described(x, layout)}")
-        return rearranged(x, layout)
+        if _explained.get() is None:
+            permit(lambda: f"{purpose}: {described(x, layout)}")
+        return rearranged(x, layout, purpose=purpose)
     held, needed = x.layout.spans(x.context.rank), layout.spans(x.context.rank)
     if not all(spans.block for spans in needed):  # of which a part may lack what is not there
         spec = x.library.spec(x.local)

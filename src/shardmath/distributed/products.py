@@ -24,7 +24,7 @@ from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
 from shardmath.distributed.manipulation import first_of, one_axis, permute_dims, reshape
-from shardmath.distributed.movement import brought
+from shardmath.distributed.movement import brought, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
 from shardmath.operators.matmul import matmul as product_of_parts
@@ -148,6 +148,10 @@ def _multiplied(a: Distributed, b: Distributed, plan: Plan, *c: Any, **words: An
     """The product by this package's `matmul`; with the outputs of an epilog, if there are any."""
     distribution, layout, distributions = plan
     locals_ = a.local, b.local, *c
+    shape = layout.local_shape(a.context.rank)
+    local = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, shape)
+    if local is not None:
+        return a.like(local, distribution, layout)
     if current.get() is a.context:
         local = product_of_parts(*locals_, distributions=distributions, **words)
     else:

@@ -31,7 +31,7 @@ from shardmath.distributed.manipulation import (
     reshape,
     take,
 )
-from shardmath.distributed.movement import brought, permit, rearranged
+from shardmath.distributed.movement import brought, end_explanation, permit, rearranged
 from shardmath.distributed.scans import diff
 from shardmath.geometry import Layout, Replicated, Slab, Spans
 
@@ -51,7 +51,7 @@ def sort(
     Collective where the axis is split. NaN come last, or first where it is `descending`. Every
     `kind` is stable. Raises TypeError for complex numbers.
     """
-    return _in_order(x, axis, descending)[0]
+    return _in_order(x, axis, descending, _VALUES)[0]
 
 
 def argsort(
@@ -63,18 +63,22 @@ def argsort(
     stable: bool | None = None,
 ) -> Any:
     """The indices that sort an axis, of equal elements the least first; otherwise as `sort`."""
-    return _in_order(x, axis, descending)[1]
+    return _in_order(x, axis, descending, _NUMBERS)[0]
 
 
-def _in_order(x: Any, axis: int | None, descending: bool) -> tuple[Any, Any]:
-    """The elements in order along an axis, and their indices."""
+_VALUES, _NUMBERS = 0, 1
+
+
+def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[Any]:
+    """What is asked for of an axis in order: the elements, their indices."""
     reductions.require_ordered(x, "sort")
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
     if descending:  # so that of equal elements the least index comes first
-        values, numbers = _in_order(flip(x, axis), axis, False)
-        return flip(values, axis), x.shape[axis] - 1 - flip(numbers, axis)
+        back = [flip(line, axis) for line in _in_order(flip(x, axis), axis, False, *which)]
+        last = x.shape[axis] - 1
+        return [last - line if n == _NUMBERS else line for n, line in zip(which, back, strict=True)]
     if x.ndim == 1 and x.layout.partitioned_axes:
         lines = _sorted_line(x)
     else:
@@ -82,10 +86,7 @@ def _in_order(x: Any, axis: int | None, descending: bool) -> tuple[Any, Any]:
         order = parts.order(held.local, axis, x.library)
         values = parts.taken_along(held.local, order, axis, x.library)
         lines = wrapped(held, values), wrapped(held, order)
-    values, numbers = (
-        x.like(brought(line, x.layout, "sort"), x.distribution, x.layout) for line in lines
-    )
-    return values, numbers
+    return [x.like(brought(lines[n], x.layout, "sort"), x.distribution, x.layout) for n in which]
 
 
 def _whole_along(x: Any, axis: int) -> Any:
@@ -123,6 +124,7 @@ def _sorted_line(x: Any) -> tuple[Any, Any]:
 
 def _in_boxes(x: Any, part: Any) -> Any:
     """The array whose parts follow each other along the first axis, as long as each rank's is."""
+    end_explanation(lambda: "all_gather of how many elements each rank has")
     counts = all_gather(np.asarray([len(part)]), context=x.context).tolist()
     ends = np.cumsum([0, *counts]).tolist()
     column = [Spans.interval(lo, hi) for lo, hi in pairwise(ends)]
@@ -293,10 +295,11 @@ def unique_inverse(x: Any) -> UniqueInverse:
 
 def unique_all(x: Any, only: str = "") -> UniqueAll:
     """All of that, as numpy.unique_all; or `only` "values", "indices", "inverse" or "counts"."""
-    line, order = _in_order(reshape(x, (-1,)), 0, False)
+    asked = [_VALUES, _NUMBERS] if only in ("", "indices") else [_VALUES]
+    line, *order = _in_order(reshape(x, (-1,)), 0, False, *asked)
     changes = concat([np.ones(min(x.size, 1), bool), line[1:] != line[:-1]])
     values = selected(line, changes)
-    first = selected(order, changes) if only in ("", "indices") else None
+    first = selected(order[0], changes) if order else None
     inverse = searchsorted(values, x) if only in ("", "inverse") else None
     counts = diff(nonzero(changes)[0], append=x.size) if only in ("", "counts") else None
     return UniqueAll(values, first, inverse, counts)

@@ -14,7 +14,7 @@ from shardmath.arrays import dtypes
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import concat, roll
-from shardmath.distributed.movement import agreed_layout, within
+from shardmath.distributed.movement import agreed_layout, end_explanation, within
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Slab
@@ -156,6 +156,7 @@ def transform(
         changes = function in (own_rfft, own_irfft)
         target = Slab(0) if changes and x.distribution.per_rank else x.distribution
     pair, into = (x.distribution, target), None if out is None else out.local
+    end_explanation(lambda: f"{function.__name__} of {x.layout}, along axes {axes}, to {target}")
     local = within(
         x.context,
         lambda: function(x.local, distribution=pair, axes=axes, options=known, out=into, **words),
