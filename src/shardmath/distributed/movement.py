@@ -77,15 +77,15 @@ def explained(call: Callable[[], Any]) -> tuple[list[str], Any]:
 
 
 def in_place_of(
-    describe: Callable[[], str], x: Distributed, shape: Sequence[int], dtype: Any = None
+    describe: Callable[[], str], x: Distributed, layout: Layout, dtype: Any = None
 ) -> Any:
-    """Zeros for what an exchange would give, where a call is explained only; otherwise None."""
+    """Zeros for the part that an exchange would give, where a call is explained only; else None."""
     lines = _explained.get()
     if lines is None:
         return None
     lines.append(describe())
     kind = x.library.spec(x.local).dtype if dtype is None else dtype
-    return parts.full(shape, 0, x.local, kind, x.library)
+    return parts.full(layout.local_shape(x.context.rank), 0, x.local, kind, x.library)
 
 
 def end_explanation(describe: Callable[[], str]) -> None:
@@ -155,7 +155,7 @@ REARRANGE = Rearrangement()
 def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "the array") -> Any:
     """This rank's part of `x` in another layout: `out`, or a new array. Collective."""
     rank = x.context.rank
-    zeros = in_place_of(lambda: f"{purpose}: {described(x, layout)}", x, layout.local_shape(rank))
+    zeros = in_place_of(lambda: f"{purpose}: {described(x, layout)}", x, layout)
     if zeros is not None:
         return zeros
     words = (layout.global_shape, x.layout.spans(rank), layout.spans(rank))

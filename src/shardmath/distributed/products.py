@@ -148,8 +148,7 @@ def _multiplied(a: Distributed, b: Distributed, plan: Plan, *c: Any, **words: An
     """The product by this package's `matmul`; with the outputs of an epilog, if there are any."""
     distribution, layout, distributions = plan
     locals_ = a.local, b.local, *c
-    shape = layout.local_shape(a.context.rank)
-    local = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, shape)
+    local = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
     if local is not None:
         return a.like(local, distribution, layout)
     if current.get() is a.context:

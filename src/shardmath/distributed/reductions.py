@@ -205,7 +205,7 @@ def _together(
     """The array of all ranks' partial results: combined where the axes are split."""
     kept, everywhere = _kept(x.layout, axes)
     if everywhere is not None:
-        zeros = _instead(x, part, part.shape)
+        zeros = _instead(x, part, everywhere)
         whole = all_reduce(part, op=reduction.op, context=x.context) if zeros is None else zeros
         made: Distributed | None = x.like(whole, _EVERYWHERE, everywhere)
     else:
@@ -232,16 +232,17 @@ def _combined(x: Distributed, part: Any, reduction: Reduction, kept: Sequence[in
     if math.prod(x.local.shape):
         spans = x.layout.spans(x.context.rank)
         whole[selector([placed_part(spans[axis]) for axis in kept])] = part
-    if _instead(x, part, shape) is None:
+    everywhere = layout_of(_EVERYWHERE, shape, x.context.size)
+    if _instead(x, part, everywhere) is None:
         all_reduce(whole, op=reduction.op, out=whole, context=x.context)
-    return x.like(whole, _EVERYWHERE, layout_of(_EVERYWHERE, shape, x.context.size))
+    return x.like(whole, _EVERYWHERE, everywhere)
 
 
-def _instead(x: Distributed, part: Any, shape: Sequence[int]) -> Any:
+def _instead(x: Distributed, part: Any, layout: Layout) -> Any:
     """Zeros for what all_reduce gives, where a call is explained only; otherwise None."""
     spec = x.library.spec(part)
-    size = math.prod(shape) * spec.itemsize
-    return in_place_of(lambda: f"all_reduce of {size} bytes", x, shape, spec.dtype)
+    moved = lambda: f"all_reduce of {layout.elements * spec.itemsize} bytes"  # noqa: E731
+    return in_place_of(moved, x, layout, spec.dtype)
 
 
 @lru_cache(maxsize=1024)
