@@ -195,8 +195,8 @@ def _explained_call(function: Any, operands: Any, words: Any) -> str:
     name = getattr(function, "__name__", str(function))
     made = [one.layout for one in (result if isinstance(result, tuple) else (result,))
             if isinstance(one, Distributed)]  # fmt: skip
-    found = [f"the result is {layout}" for layout in made] or ["the rest shows when it is done"]
-    return "\n".join([f"{name}: {', '.join(found)}", *(lines or ["nothing moves"])])
+    results = [f"the result is {layout}" for layout in made] or ["the rest shows when it is done"]
+    return "\n".join([f"{name}: {', '.join(results)}", *(lines or ["nothing moves"])])
 
 
 def _operand(x: Distributed) -> Operand:

@@ -225,7 +225,7 @@ def roll(x: Any, shift: int | Sequence[int], axis: Axis = None) -> Any:
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, 0), x.shape)
     numbers = np.broadcast_arrays(np.asarray(shift), np.asarray(axis))
-    for step, one in zip(*(each.reshape(-1).tolist() for each in numbers), strict=True):
+    for step, one in zip(*(line.reshape(-1).tolist() for line in numbers), strict=True):
         number = one_axis(one, x.ndim)
         before = (slice(None),) * number
         cut = -step % max(x.shape[number], 1)

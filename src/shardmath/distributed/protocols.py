@@ -130,9 +130,9 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
     if module == "numpy" and name in _RENAMED:
         return _RENAMED[name]
     for own in (transforms,) if module == "numpy.fft" else _MODULES:
-        found: Callable[..., Any] | None = getattr(own, name, None)
-        if getattr(found, "__module__", "") == own.__name__:
-            return found
+        ours: Callable[..., Any] | None = getattr(own, name, None)
+        if getattr(ours, "__module__", "") == own.__name__:
+            return ours
     return None
 
 

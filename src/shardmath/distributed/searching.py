@@ -183,12 +183,12 @@ def nonzero(x: Any) -> tuple[Any, ...]:
     if not x.ndim:
         raise ValueError("nonzero of an array of no axes")
     held = _in_rows(x)
-    found = np.nonzero(parts.on_host(held.local, x.library))
+    places = np.nonzero(parts.on_host(held.local, x.library))
     device = x.library.spec(x.local).device
     spans = held.layout.spans(x.context.rank)
     return tuple(
-        _together(held, parts.on_device(indices(along)[places], x.library, device))
-        for along, places in zip(spans, found, strict=True)
+        _together(held, parts.on_device(indices(along)[chosen], x.library, device))
+        for along, chosen in zip(spans, places, strict=True)
     )
 
 
@@ -208,8 +208,8 @@ def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> An
     known = on_all_ranks(x1 if sorter is None else take(whole(x1, first), sorter))
 
     def placed(part: Any) -> Any:
-        found = np.searchsorted(known, parts.on_host(part, first.library), side=side)  # type: ignore[call-overload]
-        return parts.on_device(np.asarray(found), first.library, first.library.spec(part).device)
+        places = np.searchsorted(known, parts.on_host(part, first.library), side=side)  # type: ignore[call-overload]
+        return parts.on_device(np.asarray(places), first.library, first.library.spec(part).device)
 
     return applied(placed, (whole(x2, first),))
 
