@@ -65,7 +65,7 @@ def cut(x):
     return tuple(spans.slice() for spans in x.layout.spans(x.context.rank))
 
 
-@examples(6)
+@examples(4)
 @given(cases=lists_of(halos))
 def test_halos(contexts, cases):
     size, calls = cases

@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 SHORT = 1 << 14  # bytes of a run for which a rank would rather not go to the file
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
+SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
 
 
 def together(context: DistributedContext, operation: str, act: Callable[[], T]) -> T:
@@ -140,9 +141,10 @@ def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
     descriptor, host = together(x.context, operation, begin)
     try:
         turns = _rounds(layout, x.context.rank, host, write)
-        for turn in shown(turns, f"{operation} {file.name}", x.context):
+        for number, turn in enumerate(shown(turns, f"{operation} {file.name}", x.context), 1):
             together(x.context, operation, turn)
-            together(x.context, operation, partial(os.fdatasync, descriptor))
+            if number % SYNCED == 0 or number == len(turns):
+                together(x.context, operation, partial(os.fdatasync, descriptor))
     finally:
         os.close(descriptor)
 
