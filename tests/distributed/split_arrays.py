@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardmath
 from arrangements import distributions, part_of
-from shardmath.arrays import library_named
+from shardmath.arrays import library_named, library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distributed import DistributedArray, parts
 from shardmath.geometry import Box, Replicated, decode
@@ -76,14 +76,15 @@ def placed(context, x, encoded, library="numpy"):
     distribution = decode(encoded[context.rank])
     part = np.array(part_of(x, distribution, context.rank, context.size), x.dtype)
     device = "cpu" if context.team is None else context.team.device.name
-    of_parts = library_named(library if device == "cpu" else ON_GPUS[library])
+    is_there = library_of(part).spec(part).device == device  # also on a pretended GPU
+    of_parts = library_named(library if is_there else ON_GPUS[library])
     with context:
         return shardmath.array(parts.on_device(part, of_parts, device), distribution)
 
 
 def host(x):
     """The part of this rank as NumPy's array."""
-    return parts.on_host(x.local, x.library)
+    return x.local if isinstance(x.local, np.ndarray) else parts.on_host(x.local, x.library)
 
 
 def agree(got, expected, *, close=False, strict=True):
