@@ -22,10 +22,10 @@ demo: $(VENV)/.has-demo
 	@$(RUN) -m shardmath run -n 4 examples/digits.py
 	@$(RUN) -m shardmath run -n 4 examples/photograph.py
 
-# Four processes share out the files: while some wait, or compute alone, others have a core. Where
+# Three processes share out the files: while some wait, or compute alone, others have a core. Where
 # Python is told to keep no bytecode, every process would compile the package and the tests anew.
 test: $(VENV)/.has-test
-	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 4
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 3
 
 # Interrupts at every place take two to three hours of one core; -k part07 is a 32nd of them.
 torture: $(VENV)/.has-test
