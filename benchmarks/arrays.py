@@ -51,7 +51,7 @@ def measure() -> list[dict[str, Any]]:
         for what, pair in pairs.items():
             for call, spent in zip(pair, times[what], strict=True):
                 context.barrier()
-                taken = timed(call)
+                taken = record.timed(call, CALLS)
                 spent.extend(taken if turn else [])
     own = np.percentile(list(times.values()), [50, 0], axis=2)  # of rows and ways
     (medians, least) = 1e6 * all_reduce(own, op="max")
@@ -61,16 +61,6 @@ def measure() -> list[dict[str, Any]]:
          "us_undisturbed": float(low[0]), "more_us": float(low[0] - low[1])}
         for what, one, low in zip(pairs, medians, least, strict=True)
     ]  # fmt: skip
-
-
-def timed(call: Callable[[], object]) -> list[float]:
-    """Seconds of calls in a row."""
-    times = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def ways() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:

@@ -9,7 +9,6 @@ and gloo's all_reduce and barrier in the same run.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +60,7 @@ def measure(store: str) -> list[dict[str, Any]]:
     for turn in range(TURNS):
         for what, call in ways.items():
             context.barrier()
-            found = timed(call)
+            found = record.timed(call, CALLS)
             times[what] += found if turn else []
     own = np.percentile(list(times.values()), [50, 10], axis=1)
     slowest = 1e6 * all_reduce(own, op="max")
@@ -74,16 +73,6 @@ def measure(store: str) -> list[dict[str, Any]]:
         {"what": what, "us": float(median), "us_undisturbed": float(least)}
         for what, median, least in zip(ways, *slowest, strict=True)
     ]
-
-
-def timed(call: Callable[[], object]) -> list[float]:
-    """Seconds of calls in a row."""
-    times = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def calls(context: Any) -> tuple[dict[str, Callable[[], object]], list[Any]]:

@@ -17,10 +17,10 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def median_seconds(
-    call: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
-) -> float:
-    """The median time of `call` over `repeats`; `before` (such as a barrier) is not counted."""
+def timed(
+    call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
+) -> list[float]:
+    """Seconds of calls in a row; `before` each (such as a barrier) is not counted."""
     times = []
     for _ in range(repeats):
         if before is not None:
@@ -28,7 +28,14 @@ def median_seconds(
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
+
+
+def median_seconds(
+    call: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    """The median time of `call` over `repeats`; `before` as in `timed`."""
+    return statistics.median(timed(call, repeats, before))
 
 
 def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
