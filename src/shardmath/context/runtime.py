@@ -190,12 +190,10 @@ class Runtime:
         ]
         shares_device = [uuid for *_, uuid in places].count(device.uuid) > 1
         if all(map(self.mesh.same_host, ranks)):
-            team = Team(device, board, pads[0], addresses)
+            team = Team(device, board, pads[0], addresses, shares_device=shares_device)
             team.meets = any(check for _, _, check, _ in places)
-            team.shares_device = shares_device
             return team
-        far_team = FarTeam(device, board, pads[0], addresses)
-        far_team.shares_device = shares_device
+        far_team = FarTeam(device, board, pads[0], addresses, shares_device=shares_device)
         far = [rank for rank, peer in enumerate(ranks) if not self.mesh.same_host(peer)]
         far_team.locate(transport, ranks, {rank: Location(*places[rank][:2]) for rank in far})
         return far_team

@@ -58,7 +58,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """What tells it from every other GPU, on any host."""
+        """The identifier that no other GPU has, on any host: 32 hexadecimal digits."""
         return bytes(call("cuDeviceGetUuid", self.handle).bytes).hex()
 
     def activate(self) -> None:

@@ -74,6 +74,7 @@ class Team:
         *,
         channels: int = CHANNELS,
         departures: Departures | None = None,
+        shares_device: bool = False,
     ) -> None:
         self.device = device
         self.channels = channels
@@ -82,7 +83,7 @@ class Team:
         self.pads = tuple(pads)
         self.timeout = board.policy.timeout
         self.broken = ""  # why what collectives count is in no known state
-        self.shares_device = False  # with a peer, which computes on the same GPU
+        self.shares_device = shares_device  # with a peer, which computes on the same GPU
         self.meets = False  # hosts meet at each call: SHARDMATH_CHECK on some rank
         # What all ranks raise where kernels found these tags of their calls, by rank, to differ.
         self.explain: Callable[[Mapping[int, int]], Exception] | None = None
@@ -105,7 +106,13 @@ class Team:
     def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
         return type(self)(
-            self.device, self._board, own, pads, channels=channels, departures=self._departures
+            self.device,
+            self._board,
+            own,
+            pads,
+            channels=channels,
+            departures=self._departures,
+            shares_device=self.shares_device,
         )
 
     @property
