@@ -78,6 +78,7 @@ def placed(context, x, encoded, library="numpy"):
     device = "cpu" if context.team is None else context.team.device.name
     is_there = library_of(part).spec(part).device == device  # also on a pretended GPU
     of_parts = library_named(library if is_there else ON_GPUS[library])
+    importlib.import_module(of_parts.name)  # as whoever has an array of it has done
     with context:
         return shardmath.array(parts.on_device(part, of_parts, device), distribution)
 

@@ -71,8 +71,9 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
     """The array `x`, split by `distribution`. Collective.
 
     Every rank has `x`, and takes its part; or rank `root` has it, and sends the others theirs,
-    which pass None. The parts are copies. Raises the same on all ranks: ValueError where the
-    distribution does not fit, for a `root` that is no rank, or whose `x` is no array.
+    which pass None. The parts are copies, in host memory where `x` is. Raises the same on all
+    ranks: ValueError where the distribution does not fit, for a `root` that is no rank, or whose
+    `x` is no array.
     """
     context = require_context()
     x = array_of(x)
@@ -85,7 +86,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
         facts = None
         if has:
             _, spec = library_and_spec(x, "x")
-            facts = spec.library, spec.dtype, spec.shape
+            facts = spec.library, spec.space, spec.dtype, spec.shape
         return root, facts, unbound(distribution).encode()
 
     def bound(specs: list[Any]) -> tuple[Layout, Any]:
@@ -93,10 +94,10 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
         require_equal("root", roots)
         kind = facts[0 if root is None else root]
         if root is None:
-            require_equal("the library, the dtype and the shape of x", facts)
-        return bind_layout("distribution", encoded, kind[2]), kind
+            require_equal("the library, the memory space, the dtype and the shape of x", facts)
+        return bind_layout("distribution", encoded, kind[3]), kind
 
-    layout, (name, dtype, shape) = context.agree("from_global", described, bound)
+    layout, (name, space, dtype, shape) = context.agree("from_global", described, bound)
     rank = context.rank
     if root is None:
         along = [placed_part(spans) for spans in layout.spans(rank)]
@@ -108,7 +109,8 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
         return DistributedArray.of(whole, unbound(distribution), layout, context)
     source = Layout.on_one_rank(shape, context.size, rank=root)
     if rank != root:
-        x = library_named(name).empty(source.local_shape(rank), dtype, "C", device_of(context))
+        device = "cpu" if space == "cpu" else device_of(context)
+        x = library_named(name).empty(source.local_shape(rank), dtype, "C", device)
     held = DistributedArray.of(x, distribution, source, context)
     return DistributedArray.of(rearranged(held, layout), unbound(distribution), layout, context)
 

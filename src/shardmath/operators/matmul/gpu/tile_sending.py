@@ -159,18 +159,16 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         )
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
         made = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
+        # Loaded before the first runs: the driver may wait, to load, for kernels that wait for peers.
+        rest = self.team.kernel(
+            "remaining_sums", "remaining_sums", self._defines(sums, pitch, bool(copies))
+        )
         argument = self._argument(self._of_product, a, b, sums, pitch, copies)
         made.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
-        self._reduce_rest(sums, pitch, copies, stream)
-
-    def _reduce_rest(self, sums: int, pitch: int, copies: bytes, stream: int) -> None:
-        """Put on `stream` what adds up all that is left, and ends the launch."""
-        defines = self._defines(sums, pitch, bool(copies))
-        kernel = self.team.kernel("remaining_sums", "remaining_sums", defines)
         blocks = max(1, self.tile_order.tiles(self.team.rank) * _BLOCKS_OF_TILE)
         most = 2 * self.team.device.processors
         argument = self._argument(self._of_rest, sums, pitch, copies)
-        kernel.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
+        rest.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
 
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         """What tile_sums.cuh is compiled with."""
