@@ -18,6 +18,7 @@ from shardmath.geometry import Box, Replicated, decode
 
 __all__ = [
     "agree",
+    "array_of",
     "elements",
     "examples",
     "host",
@@ -75,12 +76,17 @@ def placed(context, x, encoded, library="numpy"):
     """The array `x` of all ranks, split, of which this rank passes its part."""
     distribution = decode(encoded[context.rank])
     part = np.array(part_of(x, distribution, context.rank, context.size), x.dtype)
+    with context:
+        return shardmath.array(array_of(context, part, library), distribution)
+
+
+def array_of(context, part, library):
+    """An array of the library in the memory where ranks of the context compute."""
     device = "cpu" if context.team is None else context.team.device.name
     is_there = library_of(part).spec(part).device == device  # also on a pretended GPU
     of_parts = library_named(library if is_there else ON_GPUS[library])
     importlib.import_module(of_parts.name)  # as whoever has an array of it has done
-    with context:
-        return shardmath.array(parts.on_device(part, of_parts, device), distribution)
+    return parts.on_device(part, of_parts, device)
 
 
 def host(x):

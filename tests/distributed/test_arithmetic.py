@@ -79,13 +79,14 @@ def updates(draw, size):
     """An array and one that is brought into its split: in place, and by out."""
     shape = draw(shapes(1))
     kept = shape[draw(st.integers(0, len(shape))) :]
-    return shape, draw(splits(shape, size)), kept, draw(splits(kept, size))
+    library = draw(st.sampled_from(("numpy", "torch")))
+    return shape, draw(splits(shape, size)), kept, draw(splits(kept, size)), library
 
 
 def update(context, cases):
-    for shape, split, kept, other in cases:
+    for shape, split, kept, other, library in cases:
         a, b = elements(shape, "float64"), elements(kept, "float64", 1)
-        x, y = placed(context, a, split), placed(context, b, other)
+        x, y = placed(context, a, split, library), placed(context, b, other, library)
         before = x.local
         x += y
         x *= 3

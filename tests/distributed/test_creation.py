@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, elements, examples, host, lists_of, placed, shapes, splits
 
 import shardmath
 from shardmath import distributed
@@ -41,7 +41,7 @@ def whole(context, cases):
         target = decode(other[context.rank])
         agree(x.to(target), a)
         agree(x.T, a.T)
-        given_ = x.library.from_host(a.copy()) if root in (None, context.rank) else None
+        given_ = array_of(context, a.copy(), library) if root in (None, context.rank) else None
         with context:
             agree(shardmath.from_global(given_, target, root=root), a)
         if dtype != "bfloat16":

@@ -109,8 +109,9 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
         return DistributedArray.of(whole, unbound(distribution), layout, context)
     source = Layout.on_one_rank(shape, context.size, rank=root)
     if rank != root:
-        device = "cpu" if space == "cpu" else device_of(context)
-        x = library_named(name).empty(source.local_shape(rank), dtype, "C", device)
+        library = library_named(name)
+        device = "cpu" if space == "cpu" else device_of(context, library)
+        x = library.empty(source.local_shape(rank), dtype, "C", device)
     held = DistributedArray.of(x, distribution, source, context)
     return DistributedArray.of(rearranged(held, layout), unbound(distribution), layout, context)
 
@@ -182,7 +183,7 @@ def empty(
     """
     context, library, layout = placed(shape, distribution, package, device)
     kind = library.default_dtype() if dtype is None else dtypes.of(dtype)
-    local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context))
+    local = library.empty(layout.local_shape(context.rank), kind, "C", device_of(context, library))
     return DistributedArray.of(local, unbound(distribution), layout, context)
 
 
@@ -291,10 +292,11 @@ def placed(
     """The current context, the library of the parts and the layout of a new array."""
     context = require_context()
     require_distribution(distribution)
-    if device is not None and str(device) != device_of(context).partition(":")[0]:
-        raise ValueError(f"new arrays lie on {device_of(context)}, not on {device!r}")
-    extents = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
     library = library_named("numpy") if package is None else library_of_package(package)
+    lies_on = device_of(context, library)
+    if device is not None and str(device) != lies_on.partition(":")[0]:
+        raise ValueError(f"new arrays of {library.name} lie on {lies_on}, not on {device!r}")
+    extents = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
     return context, library, agreed_layout(distribution, extents, context)
 
 
@@ -303,13 +305,14 @@ def of_host(
 ) -> DistributedArray:
     """The array of which `host` has the elements of this rank's part."""
     context = require_context()
-    local = parts.on_device(host, library, device_of(context))
+    local = parts.on_device(host, library, device_of(context, library))
     return DistributedArray.of(local, unbound(distribution), layout, context)
 
 
-def device_of(context: DistributedContext) -> str:
-    """Where the parts of new arrays lie."""
-    return "cpu" if context.device_id == "cpu" else f"cuda:{context.device_id}"
+def device_of(context: DistributedContext, library: Library) -> str:
+    """Where parts of new arrays lie: those of NumPy in host memory, whatever ranks compute on."""
+    on_host = context.device_id == "cpu" or library.name == "numpy"
+    return "cpu" if on_host else f"cuda:{context.device_id}"
 
 
 def fftfreq(

@@ -123,7 +123,7 @@ def load(
         wanted = _by_name(distribution, stored, place)
         for name in wanted:
             native = dtypes.to_numpy(stored[name].dtype)
-            parts.on_device(np.empty(0, native), library, device_of(context))
+            parts.on_device(np.empty(0, native), library, device_of(context, library))
         facts = {name: stored[name].facts for name in wanted}
         encoded = {name: unbound(one).encode() for name, one in wanted.items()}
         return str(place), library.name, facts, values, encoded
@@ -167,7 +167,9 @@ def _loaded(
         host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()
-    local = together(context, _LOAD, partial(parts.on_device, host, library, device_of(context)))
+    local = together(
+        context, _LOAD, partial(parts.on_device, host, library, device_of(context, library))
+    )
     made = DistributedArray.of(local, unbound(distribution), held, context)
     if held == layout:
         return made

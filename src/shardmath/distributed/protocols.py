@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import (
     elementwise,
     manipulation,
@@ -22,6 +23,7 @@ from shardmath.distributed.state import Distributed
 
 _CALL = "__call__"
 _PLAIN = {"initial": np._NoValue, "where": np._NoValue, "out": None}  # what is not given
+_WIDENING = "buifc"  # the kinds of elements: each is cast to those that follow
 _REDUCTIONS: dict[np.ufunc, Callable[..., Any]] = {
     np.add: reductions.sum,
     np.multiply: reductions.prod,
@@ -70,11 +72,22 @@ def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: A
 def written(
     function: np.ufunc, operands: Sequence[Any], out: Distributed, words: Mapping[str, Any]
 ) -> Any:
-    """`out`, into whose part `function` of other parts is written; NumPy's are cast as it does."""
+    """`out`, into whose part `function` of other parts is written; elements are cast as NumPy does.
+
+    Raises TypeError, on all ranks, where the type of `out` is not of the result's kind or a wider.
+    """
     if isinstance(out.local, np.ndarray):
         function(*operands, out=out.local, **words)
-    else:
-        out.local[...] = parts.elementwise(out.library, function)(*operands, **words)
+        return out
+    library = out.library
+    result = parts.elementwise(library, function)(*operands, **words)
+    made, taken = (dtypes.of(library.spec(array_of(x)).dtype) for x in (result, out.local))
+    if _WIDENING.index(made.kind) > _WIDENING.index(taken.kind):
+        raise TypeError(
+            f"np.{function.__name__}: its {made} is not cast to the {taken} of out: pass another "
+            "out, or assign its result"
+        )
+    out.local[...] = result
     return out
 
 

@@ -159,7 +159,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         )
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
         made = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
-        # Loaded before the first runs: the driver may wait, to load, for kernels that wait for peers.
+        # Loaded before the first runs: to load, a driver may wait for kernels that wait for peers.
         rest = self.team.kernel(
             "remaining_sums", "remaining_sums", self._defines(sums, pitch, bool(copies))
         )
