@@ -9,15 +9,14 @@ place, and the last ones of these straight in the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
-from shardmath.operators.fft.strategy import Transform as LocalTransforms
 from shardmath.program import blocks
 from shardmath.program.steps import (
     READ,
@@ -32,8 +31,6 @@ from shardmath.program.steps import (
     Transform,
 )
 from shardmath.redistribution import TransferPlan
-
-Order = Literal["C", "F"]
 
 _WRITTEN_AND_READ = Synchronise(
     (Reason.AFTER_WRITING, Reason.BEFORE_READING, Reason.BEFORE_REUSING)
@@ -116,18 +113,17 @@ def _passes(strategy: Strategy) -> list[_Pass]:
     def transfer(layout: Layout) -> TransferPlan:
         return TransferPlan(held, layout, dtypes.of(dtype).itemsize)
 
-    for step in strategy.steps:
-        if not isinstance(step, LocalTransforms):
+    for stage in stages(strategy):
+        if stage.kind is None:
             continue  # an exchange is fused with the transform after it
-        layout = step.layout
-        halving = problem.kind == "R2C" and dtype == problem.dtype
-        doubling = problem.kind == "C2R" and problem.axes[-1] in step.axes
-        itemsize = max(dtypes.of(name).itemsize for name in (dtype, problem.result))
-        groups = _groups(step.axes, layout.global_shape, itemsize, problem.order, halving, doubling)
+        layout = stage.layout
+        groups = _groups(stage, problem)
+        turning = {"R2C": 0, "C2R": len(groups) - 1}.get(stage.kind)  # the group of the real axis
         for index, group in enumerate(groups):
-            real = (halving and index == 0) or (doubling and index == len(groups) - 1)
-            result, made = (step.result, problem.result) if real else (layout, dtype)
-            kind = problem.kind if real else "C2C"
+            kind: Kind = "C2C"
+            result, made = layout, dtype
+            if index == turning:
+                kind, result, made = stage.kind, stage.result, stage.result_dtype
             passes.append(_Pass(transfer(layout), group, kind, result, made))
             held, layout, dtype = result, result, made
     if not held.same_as(problem.target):
@@ -148,22 +144,17 @@ def _memories(passes: Sequence[_Pass]) -> list[str]:
     return memories
 
 
-def _groups(
-    axes: Sequence[int],
-    shape: Sequence[int],
-    itemsize: int,
-    order: Order,
-    halving: bool,
-    doubling: bool,
-) -> list[tuple[int, ...]]:
+def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
     """Axes that are transformed in one pass, since a block of all of them fits in the cache.
 
     The fastest in memory come first; but a real axis is the first to be halved, and the last to be
     completed. Within a group the real axis is last, as the transforms of libraries have it.
     """
-    real = axes[0] if halving else axes[-1] if doubling else None
-    rest = sorted((axis for axis in axes if axis != real), reverse=order == "C")
-    ordered = rest if real is None else [real, *rest]
+    shape = stage.layout.global_shape
+    itemsize = max(dtypes.of(name).itemsize for name in (stage.dtype, problem.result))
+    ordered = sorted(stage.axes, reverse=problem.order == "C")
+    if stage.kind != "C2C":
+        ordered.sort(key=lambda axis: axis != stage.axes[-1])
     groups: list[tuple[int, ...]] = []
     held = 0
     for axis in ordered:
@@ -173,4 +164,4 @@ def _groups(
         else:
             held = itemsize * shape[axis]
             groups.append((axis,))
-    return groups[::-1] if doubling else groups
+    return groups[::-1] if stage.kind == "C2R" else groups
