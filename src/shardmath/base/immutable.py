@@ -21,16 +21,19 @@ class Immutable:
     that is made for each object, and for a value that is not shown, or not compared.
 
     Objects of the same class with equal values are equal; with `eq=False` in the line of the class,
-    one equals itself alone. `__post_init__`, if there is one, may refuse the values.
+    one equals itself alone. They print as `words` there say, a format of their values, if there are
+    any. `__post_init__`, if there is one, may refuse the values.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {}  # `dataclasses.replace` reads them
     _defaults: ClassVar[dict[str, Any]] = {}  # MISSING: to be given, or made for each object
     _without_default: ClassVar[list[str]] = []
     _compared: ClassVar[attrgetter[Any]]
+    _printed: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, eq: bool = True) -> None:
+    def __init_subclass__(cls, *, eq: bool = True, words: str = "") -> None:
         super().__init_subclass__()
+        cls._printed = words or cls._printed
         fields = cls.__dataclass_fields__ = {**cls.__dataclass_fields__}
         for name, kind in get_annotations(cls).items():
             if str(kind).startswith(("ClassVar", "typing.ClassVar")):
@@ -94,6 +97,9 @@ class Immutable:
         shown = [name for name, x in self.__dataclass_fields__.items() if x.repr]
         values = ", ".join([f"{name}={getattr(self, name)!r}" for name in shown])
         return f"{type(self).__qualname__}({values})"
+
+    def __str__(self) -> str:
+        return self._printed.format_map(self.__dict__) if self._printed else repr(self)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(f"{type(self).__name__} is immutable: its {name} stays")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 
-class _Moved(Immutable):
+class _Moved(Immutable, words="{dtype}, {transfer}"):
     """A collective on which all ranks have agreed: sections that move, of elements of `dtype`.
 
     `library` is that of the first rank's result; `root` is -1 where there is none.
@@ -51,9 +51,6 @@ class _Moved(Immutable):
     def shape(self) -> Shape:
         """The shape of the first rank's result, which in a broadcast is that of all."""
         return self.transfer.result_shape(0)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}, {self.transfer}"
 
 
 def _fitting(

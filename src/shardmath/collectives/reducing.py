@@ -60,7 +60,7 @@ def all_reduce(
     return perform(context, ALL_REDUCE, (op,), x, out)
 
 
-class _Combined(Immutable):
+class _Combined(Immutable, words="{reduction.op} of {reduction.dtype}, {needed}"):
     """A collective on which all ranks have agreed: what all have is combined, and each gets what is
     `needed`: all of it, or `counts` indices of the axis.
 
@@ -72,9 +72,6 @@ class _Combined(Immutable):
     new: bool
     axis: int = 0
     counts: Shape = ()
-
-    def __str__(self) -> str:
-        return f"{self.reduction.op} of {self.reduction.dtype}, {self.needed}"
 
 
 def _steps(plan: _Combined, rank: int) -> Program:

@@ -23,7 +23,7 @@ from shardmath.program.steps import Memory
 USERS = ("operand", "out")  # memories; they begin at the element with index 0 along every axis
 
 
-class View(Immutable):
+class View(Immutable, words="{memory} {dtype} {shape}"):
     """An array in a memory: strides in bytes from the element with index 0 along every axis.
 
     That element is `offset` bytes into the memory, and `misalignment` is its address modulo 16;
@@ -76,9 +76,6 @@ class View(Immutable):
         """The bytes of a memory of the lane that this array, which has no gaps, needs."""
         return self.offset + self.size * self.itemsize
 
-    def __str__(self) -> str:
-        return f"{self.memory} {self.dtype} {self.shape}"
-
 
 def packed(
     memory: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
@@ -89,14 +86,11 @@ def packed(
     return View(memory, tuple(shape), strides, dtype)
 
 
-class Copy(Immutable):
+class Copy(Immutable, words="copy {source} to {target.memory}"):
     """Copy the bits of one array to another of the same shape, both on this rank."""
 
     source: View
     target: View
-
-    def __str__(self) -> str:
-        return f"copy {self.source} to {self.target.memory}"
 
 
 class Peer(Immutable):

@@ -47,7 +47,7 @@ TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 
-class Move(Immutable):
+class Move(Immutable, words="move {source} to {target}: {transfer.kind}"):
     """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
     Between the `Synchronise` before it and the one behind it peers may read the source and write
@@ -58,11 +58,8 @@ class Move(Immutable):
     source: str
     target: str
 
-    def __str__(self) -> str:
-        return f"move {self.source} to {self.target}: {self.transfer.kind}"
 
-
-class Multiply(Immutable):
+class Multiply(Immutable, words="multiply {left} by {right} into {target}"):
     """The matrix product of two of this rank's buffers, summed in the type of `target`.
 
     `conjugate` says of each factor whether its complex conjugate is multiplied.
@@ -72,9 +69,6 @@ class Multiply(Immutable):
     right: str
     target: str
     conjugate: tuple[bool, bool] = (False, False)
-
-    def __str__(self) -> str:
-        return f"multiply {self.left} by {self.right} into {self.target}"
 
 
 class Product(Immutable):
@@ -166,17 +160,14 @@ class SumLines(Immutable):
         return f"sum the {'columns' if self.columns else 'rows'} of {self.source} in {self.target}"
 
 
-class Convert(Immutable):
+class Convert(Immutable, words="convert {source} to {target}"):
     """The values of `source` in the type of `target`."""
 
     source: str
     target: str
 
-    def __str__(self) -> str:
-        return f"convert {self.source} to {self.target}"
 
-
-class Dequantize(Immutable):
+class Dequantize(Immutable, words="dequantize {source} by {scale} to {target}"):
     """The numbers that the eight-bit elements of `source` stand for.
 
     `scale` is a buffer with a scale for each of the `blocks`, or a number for the whole matrix.
@@ -187,11 +178,8 @@ class Dequantize(Immutable):
     blocks: Blocks
     target: str
 
-    def __str__(self) -> str:
-        return f"dequantize {self.source} by {self.scale} to {self.target}"
 
-
-class Quantize(Immutable):
+class Quantize(Immutable, words="quantize {source} by {scale} to {target}"):
     """`source` times the number `scale`, rounded to the eight-bit type of `target`.
 
     On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
@@ -203,20 +191,14 @@ class Quantize(Immutable):
     target: str
     largest: str = ""
 
-    def __str__(self) -> str:
-        return f"quantize {self.source} by {self.scale} to {self.target}"
 
-
-class Largest(Immutable):
+class Largest(Immutable, words="the largest of {source} to {target}"):
     """The greatest absolute value in `source`, 0 where that is empty, to the one element of
     `target`.
     """
 
     source: str
     target: str
-
-    def __str__(self) -> str:
-        return f"the largest of {self.source} to {self.target}"
 
 
 class Transform(Immutable):
@@ -254,29 +236,23 @@ class Fused(Immutable):
         return str(self.plan)
 
 
-class Pack(Immutable):
+class Pack(Immutable, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
     """What peers take of `source`, copied into this rank's `outbox`."""
 
     delivery: Delivery
     source: str
     outbox: str
 
-    def __str__(self) -> str:
-        return f"pack {self.source} into {self.outbox}: {self.delivery.outbox.nbytes:,} bytes"
 
-
-class Get(Immutable):
+class Get(Immutable, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
     """This rank's parcels in the outboxes of ranks on other hosts, fetched into `target`."""
 
     delivery: Delivery
     outbox: str
     target: str
 
-    def __str__(self) -> str:
-        return f"get {self.delivery.room:,} bytes from the {self.outbox} of other hosts"
 
-
-class Unpack(Immutable):
+class Unpack(Immutable, words="unpack into {target}"):
     """Parcels to where they belong in `target`: from `fetched`, and from outboxes on this host.
 
     What stays on this rank comes from `source`.
@@ -287,9 +263,6 @@ class Unpack(Immutable):
     outbox: str
     fetched: str
     target: str
-
-    def __str__(self) -> str:
-        return f"unpack into {self.target}"
 
 
 # -- streams of GPUs -------------------------------------------------------------------------------
@@ -302,23 +275,17 @@ class Memory(NamedTuple):
     shared: bool = False
 
 
-class On(Immutable):
+class On(Immutable, words="beside, on {stream}: {step}"):
     """A step on a stream of the lane's, by name, in place of the user's."""
 
     stream: str
     step: Any
 
-    def __str__(self) -> str:
-        return f"beside, on {self.stream}: {self.step}"
 
-
-class Record(Immutable):
+class Record(Immutable, words="record {event!r}"):
     """All that is on the stream so far is known by the name of an event."""
 
     event: str
-
-    def __str__(self) -> str:
-        return f"record {self.event!r}"
 
 
 class Await(Immutable):

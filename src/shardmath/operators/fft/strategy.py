@@ -90,7 +90,7 @@ class Transform(Immutable):
         return f"transform {'axis' if len(self.axes) == 1 else 'axes'} {axes}: {self.layout}"
 
 
-class Exchange(Immutable):
+class Exchange(Immutable, words="exchange: {src} -> {dst}"):
     """Elements move between ranks: the layout `src` becomes `dst`."""
 
     src: Layout
@@ -104,9 +104,6 @@ class Exchange(Immutable):
         """Predicted for the rank that receives most."""
         received = max(bytes_received(self.src, self.dst, itemsize))
         return received / model.rates.link + model.rates.latency
-
-    def __str__(self) -> str:
-        return f"exchange: {self.src} -> {self.dst}"
 
 
 Step = Transform | Exchange

@@ -20,13 +20,10 @@ Name = str  # of a buffer; "" for none
 # -- moves -----------------------------------------------------------------------------------------
 
 
-class Clear(Immutable):
+class Clear(Immutable, words="clear {target}"):
     """Zeros in all bytes of a buffer."""
 
     target: Name
-
-    def __str__(self) -> str:
-        return f"clear {self.target}"
 
 
 class Push(Immutable):
@@ -129,27 +126,18 @@ class Greatest(Immutable):
 # -- what several steps are done by ----------------------------------------------------------------
 
 
-class OneKernel(Immutable):
+class OneKernel(Immutable, words="{kind}, by one kernel"):
     """A product that one kernel can do, of the kind that a pattern has: see `patterns`."""
 
     kind: str
 
-    def __str__(self) -> str:
-        return f"{self.kind}, by one kernel"
 
-
-class ByEngines(Immutable):
+class ByEngines(Immutable, words="move by the copy engines"):
     """A move beside a product, by the copy engines where they can: they take no multiprocessor."""
 
-    def __str__(self) -> str:
-        return "move by the copy engines"
 
-
-class PanelProduct(Immutable):
+class PanelProduct(Immutable, words="multiply panels as they come, by one kernel"):
     """A product of factors that come while it runs: see `panel_gemm`."""
-
-    def __str__(self) -> str:
-        return "multiply panels as they come, by one kernel"
 
 
 class EpilogProduct(Immutable):
