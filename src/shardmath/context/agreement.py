@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
+from numpy.linalg import LinAlgError
+
 from shardmath import errors
 from shardmath.base import wire
 from shardmath.base.collective_call import settled
@@ -32,6 +34,7 @@ _NAMES = (
 _TRAVELLING: dict[str, type[Exception]] = {
     **{name: getattr(builtins, name) for name in _NAMES.split()},
     **{name: getattr(errors, name) for name in errors.__all__},
+    "LinAlgError": LinAlgError,
 }
 _FACTS = ("need", "have", "ranks")  # what our exceptions carry besides words
 

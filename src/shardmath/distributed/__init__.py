@@ -7,7 +7,7 @@ where they are found when they are used.
 
 from typing import Any
 
-from shardmath.distributed import fft, standard
+from shardmath.distributed import fft, linalg, standard
 from shardmath.distributed.conversions import from_dtensor, from_jax, to_dtensor
 from shardmath.distributed.creation import (
     arange,
@@ -147,6 +147,7 @@ __all__ = [
     "full_like",
     "iinfo",
     "isdtype",
+    "linalg",
     "linspace",
     "load",
     "matmul",

@@ -10,8 +10,10 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import (
+    decompositions,
     elementwise,
     manipulation,
+    norms,
     parts,
     products,
     reductions,
@@ -138,18 +140,24 @@ def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
 @lru_cache(maxsize=256)
 def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
-    if module not in ("numpy", "numpy.fft"):
+    if module not in _NAMESPACES:
         return None
     if module == "numpy" and name in _RENAMED:
         return _RENAMED[name]
-    for own in (transforms,) if module == "numpy.fft" else _MODULES:
+    if module == "numpy.linalg" and name == "svd":
+        return _svd  # whose factors are square unless it is told otherwise
+    for own in _NAMESPACES[module]:
         ours: Callable[..., Any] | None = getattr(own, name, None)
         if getattr(ours, "__module__", "") == own.__name__:
             return ours
     return None
 
 
-_MODULES = (elementwise, manipulation, products, reductions, scans, searching)
+_NAMESPACES = {
+    "numpy": (elementwise, manipulation, norms, products, reductions, scans, searching),
+    "numpy.fft": (transforms,),
+    "numpy.linalg": (decompositions, norms, products, manipulation),
+}
 
 
 def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,6 +166,16 @@ def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(x: Any, axis: Any = None, dtype: Any = None, ddof: float = 0, **words: Any) -> Any:
         words["correction"] = words.get("correction", ddof)
         return function(x, axis, dtype, **words)
+
+    return called
+
+
+def _of_two_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`diagonal` or `trace` with NumPy's older arguments: of the first two axes, or of others."""
+
+    def called(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, **words: Any) -> Any:
+        moved = manipulation.moveaxis(x, (axis1, axis2), (-2, -1))
+        return function(moved, offset=offset, **words)
 
     return called
 
@@ -173,6 +191,12 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _svd(
+    a: Any, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False
+) -> Any:
+    return decompositions.svd(a, full_matrices, compute_uv)
+
+
 # NumPy's functions that have another name here, or other arguments.
 _RENAMED: dict[str, Callable[..., Any]] = {
     "amin": reductions.min,
@@ -182,6 +206,7 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "cumprod": _flat(scans.cumulative_prod),
     "cumsum": _flat(scans.cumulative_sum),
+    "diagonal": _of_two_axes(norms.diagonal),
     "dot": products.matmul,
     "imag": lambda x: x.imag,
     "ndim": lambda x: x.ndim,
@@ -190,6 +215,7 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "shape": lambda x: x.shape,
     "size": lambda x: x.size,
     "std": _spread(reductions.std),
+    "trace": _of_two_axes(norms.trace),
     "transpose": manipulation.permute_dims,
     "var": _spread(reductions.var),
 }

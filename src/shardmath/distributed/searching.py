@@ -82,14 +82,14 @@ def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[A
     if x.ndim == 1 and x.layout.partitioned_axes:
         lines = _sorted_line(x)
     else:
-        held = _whole_along(x, axis)
+        held = whole_along(x, axis)
         order = parts.order(held.local, axis, x.library)
         values = parts.taken_along(held.local, order, axis, x.library)
         lines = wrapped(held, values), wrapped(held, order)
     return [x.like(brought(lines[n], x.layout, "sort"), x.distribution, x.layout) for n in which]
 
 
-def _whole_along(x: Any, axis: int) -> Any:
+def whole_along(x: Any, axis: int) -> Any:
     """The array itself, where each rank has the axis whole; else in slabs of another axis."""
     if axis not in x.layout.partitioned_axes:
         return x
@@ -154,7 +154,7 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
         list(np.broadcast_shapes(*(_without(z.shape, axis) for z in (x, numbers)))),
         x.shape[axis],
     )
-    x = _whole_along(broadcast_to(x, [*shape[:axis], extent, *shape[axis:]]), axis)
+    x = whole_along(broadcast_to(x, [*shape[:axis], extent, *shape[axis:]]), axis)
     numbers = broadcast_to(numbers, [*shape[:axis], numbers.shape[axis], *shape[axis:]])
     if reductions.any((numbers < -extent) | (numbers >= extent)).item():
         raise IndexError(f"an index of axis {axis}, which has {extent}, is beyond it")

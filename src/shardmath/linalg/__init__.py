@@ -1,9 +1,36 @@
-"""Linear algebra on distributed arrays: `advanced`, and `ComputeType`, its MatmulComputeType.
+"""Linear algebra on distributed arrays and on parts: products in `advanced`, factorisations, norms.
 
-Names are those of nvmath.distributed.linalg.
+Names are NumPy's and SciPy's. `advanced`, and `ComputeType`, its MatmulComputeType, are those of
+nvmath.distributed.linalg.
 """
 
+from shardmath.distributed import decompositions, norms
+from shardmath.distributed.given_parts import of_parts_too
 from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
 
-__all__ = ["ComputeType", "advanced"]
+cond = of_parts_too(norms.cond)
+eigh = of_parts_too(decompositions.eigh)
+eigvalsh = of_parts_too(decompositions.eigvalsh)
+lstsq = of_parts_too(decompositions.lstsq, operands=2)
+matrix_rank = of_parts_too(norms.matrix_rank)
+norm = of_parts_too(norms.norm)
+pinv = of_parts_too(norms.pinv)
+qr = of_parts_too(decompositions.qr)
+svd = of_parts_too(decompositions.svd)
+svdvals = of_parts_too(decompositions.svdvals)
+
+__all__ = [
+    "ComputeType",
+    "advanced",
+    "cond",
+    "eigh",
+    "eigvalsh",
+    "lstsq",
+    "matrix_rank",
+    "norm",
+    "pinv",
+    "qr",
+    "svd",
+    "svdvals",
+]

@@ -1,0 +1,471 @@
+"""QR, singular values, eigenvalues and least squares of matrices that are split over the ranks.
+
+QR is computed where the rows are (`factorisations.qr`). All else is small once a matrix is a
+triangle R, which every rank gets: its singular values are the matrix's. Eigenvalues are those of
+the gathered matrix. Of stacks each rank has whole matrices, and NumPy decomposes them.
+
+    svd     A (m, n) Slab.X ── QR ──► Q Slab.X, R everywhere ── LAPACK ──► U = Q U', S, V^H
+    lstsq   A, b ── QR ──► R, Q^H b ── svd of R ──► x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.linalg import LinAlgError
+
+from shardmath.arrays import array_of, dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.base.collective_call import collective_call
+from shardmath.collectives import all_reduce, broadcast
+from shardmath.context.agreement import require_equal
+from shardmath.distributed import parts
+from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
+from shardmath.distributed.movement import end_explanation, rearranged, refuse
+from shardmath.distributed.state import Distributed
+from shardmath.factorisations.qr import QR, require_lapack
+from shardmath.geometry import Layout, Replicated, Slab, Spans
+
+_EVERYWHERE = Replicated()
+_NUMPY: Any = np.linalg  # whose overloads are of fewer arguments than its functions take
+
+
+class QRResult(NamedTuple):
+    """The factors of a matrix: Q with orthonormal columns, R an upper triangle."""
+
+    Q: Any
+    R: Any
+
+
+class SVDResult(NamedTuple):
+    """The factors of a matrix: U and Vh with singular vectors, S with singular values."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
+class EighResult(NamedTuple):
+    """The eigenvalues of a Hermitian matrix, ascending, and its eigenvectors, the columns."""
+
+    eigenvalues: Any
+    eigenvectors: Any
+
+
+class LstsqResult(NamedTuple):
+    """A solution of least squares, as numpy.linalg.lstsq has it: the sums of squared residuals
+    where the rank is full and there are more equations than unknowns, the rank, and the singular
+    values.
+    """
+
+    x: Any
+    residuals: Any
+    rank: int
+    singular_values: Any
+
+
+# -- QR --------------------------------------------------------------------------------------------
+
+_MODES = {
+    "economic": "economic", "reduced": "economic", "complete": "complete", "full": "complete",
+    "r": "r",
+}  # fmt: skip
+
+
+@collective_call
+def qr(a: Any, mode: str = "economic") -> Any:
+    """The factors Q and R of a matrix, A = Q R. Collective.
+
+    `mode` is "economic" (or "reduced"): Q is m x k and R k x n, k = min(m, n); "complete": Q is
+    m x m and R m x n; "r": R alone. The diagonal of R is real and not negative, so that Q and R do
+    not depend on the number of ranks, but for rounding, where A has full rank. Q is split by rows
+    as A is, or as Slab.X; R is on every rank.
+
+    Raises on all ranks ValueError for elements that are not finite and for another mode,
+    LinAlgError for less than two axes, NotImplementedError for arrays on GPUs.
+    """
+    kind = _described("qr", [a], words=(mode,), modes=_MODES)
+    if a.ndim > 2:
+        numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
+        made = of_stacks("qr", [a], lambda x: _positive_qr(x, numpy_mode), kind)
+        return made[0] if len(made) == 1 else QRResult(*made)
+    rows, factors = _factorised(a, kind)
+    chosen = _MODES[mode]
+    complete = chosen == "complete"
+    (m, n), rank = a.shape, factors.rank
+    r = factors.r()
+    share = Layout.slab((rank, n), a.context.size, axis=0)
+    upper = _everywhere(_of_host(a, r, share))
+    if complete and m > rank:
+        whole = np.zeros((m, n), kind)
+        whole[:rank] = parts.on_host(upper.local, upper.library)
+        upper = _replicated(a, whole)
+    if chosen == "r":
+        return upper
+    q = factors.q(complete=complete)
+    return QRResult(_of_rows(a, q, rows, m if complete else rank), upper)
+
+
+def _positive_qr(x: HostArray, mode: str) -> tuple[HostArray, ...]:
+    """The factors of each matrix of a stack, with a diagonal of R that is not negative."""
+    made = _NUMPY.qr(x, mode=mode)
+    q, r = (None, made) if mode == "r" else made
+    diagonal = np.diagonal(r, axis1=-2, axis2=-1)
+    size = np.abs(diagonal)
+    phases = np.ones(diagonal.shape, r.dtype)
+    np.divide(diagonal, size, out=phases, where=size > 0)
+    count = phases.shape[-1]
+    r[..., :count, :] *= phases[..., :, None].conj()
+    if q is None:
+        return (r,)
+    q[..., :count] *= phases[..., None, :]
+    return q, r
+
+
+def _factorised(a: Any, kind: np.dtype[Any]) -> tuple[Layout, QR]:
+    """The factors of a matrix, and which rows each rank has of it, all columns."""
+    rows, part = by_rows(a, kind)
+    counts = [along[0].length for along in rows.parts]
+    return rows, QR(a.context, counts, part)
+
+
+def by_rows(a: Any, kind: np.dtype[Any]) -> tuple[Layout, HostArray]:
+    """A copy of this rank's rows of a matrix, and which those are: as `a` is split, if whole rows
+    are split, each to one rank; else slabs.
+    """
+    layout = a.layout
+    held = sum(part[0].length for part in layout.parts)
+    if any(axis for axis in layout.partitioned_axes) or held != a.shape[0]:
+        layout = Layout.slab(a.shape, a.context.size, axis=0)
+    part = a.local if layout == a.layout else rearranged(a, layout)
+    return layout, np.array(parts.on_host(part, a.library), kind, order="C")
+
+
+def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
+    """The array of so many columns of which `host` has this rank's rows, split as `a` is."""
+    column = rows.column(0)
+    layout = Layout.product((rows.global_shape[0], columns), [column, None], size=a.context.size)
+    return _of_host(a, host, layout)
+
+
+# -- singular values -------------------------------------------------------------------------------
+
+
+@collective_call
+def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
+    """The singular value decomposition A = U diag(S) V^H, S descending. Collective.
+
+    U is m x k, S has k elements and Vh is k x n, k = min(m, n); with `full_matrices` U is m x m and
+    Vh n x n. Without `compute_uv` it is S alone. The longer of U and Vh is split as A is, or as
+    slabs of rows, of columns; the other and S are on every rank, as LAPACK's gesdd of the k x k
+    triangle is: k is to be moderate. Raises as `qr`, and LinAlgError where it does not converge.
+    """
+    kind = _described("svd", [a], words=(bool(full_matrices), bool(compute_uv)))
+    if a.ndim > 2:
+        made = of_stacks("svd", [a], lambda x: _svd(x, full_matrices, compute_uv), kind)
+        return SVDResult(*made) if compute_uv else made[0]
+    if a.shape[0] < a.shape[1]:
+        made = svd(a.T.conj(), full_matrices, compute_uv)
+        return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
+    rows, factors = _factorised(a, kind)
+    r = _whole(a, factors, factors.r(), a.shape[1])
+    of_r = together("svd", a, lambda: _svd(r, False, compute_uv))
+    if not compute_uv:
+        return _replicated(a, of_r[0])
+    u, s, vh = of_r
+    if full_matrices:
+        local = factors.q(complete=True)
+        local[:, : len(s)] = local[:, : len(s)] @ u
+    else:
+        local = factors.times(u)
+    left = _of_rows(a, local, rows, local.shape[1])
+    return SVDResult(left, _replicated(a, s), _replicated(a, vh))
+
+
+def svdvals(a: Any) -> Any:
+    """The singular values of a matrix, descending, on every rank. Otherwise as `svd`."""
+    return svd(a, compute_uv=False)
+
+
+def _svd(x: HostArray, full: bool, vectors: bool) -> tuple[HostArray, ...]:
+    """NumPy's decomposition, or the singular values alone."""
+    made = _NUMPY.svd(x, full_matrices=full, compute_uv=vectors)
+    return tuple(made) if vectors else (made,)
+
+
+def _whole(a: Any, factors: QR, share: HostArray, columns: int) -> HostArray:
+    """All rows of what each rank has an even share of, as many as R has."""
+    layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
+    upper = _everywhere(_of_host(a, share, layout))
+    return parts.on_host(upper.local, upper.library)
+
+
+# -- least squares ---------------------------------------------------------------------------------
+
+
+@collective_call
+def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
+    """The x of least norm among those of least ||b - A x||, of each column of b. Collective.
+
+    By QR and the singular values of R, of which those not above `rcond` times the largest count as
+    0; None is max(m, n) times the type's epsilon. x is on every rank if m >= n, otherwise split by
+    rows as the columns of A are. Raises as `svd`, and LinAlgError where the shapes do not fit.
+    """
+    kind = _described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
+    vector = b.ndim == 1
+    if vector:
+        b = b[:, None]
+    (m, n), count = a.shape, b.shape[1]
+    given = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
+    wide = m < n
+    rows, factors = _factorised(a.T.conj() if wide else a, kind)
+    r = _whole(a, factors, factors.r(), min(m, n))
+    u, s, vh = together("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
+    kept = s > given * (s[0] if len(s) else 0)
+    inverse = np.divide(1, s, out=np.zeros_like(s), where=kept)
+    squares = np.zeros(0, s.dtype)
+    if wide:
+        whole = Layout.replicated(b.shape, a.context.size)
+        right = parts.on_host(b.local if b.layout == whole else rearranged(b, whole), b.library)
+        least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right.astype(kind)))
+        x = _of_rows(a, factors.times(least), rows, count)
+    else:
+        held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
+        part = b.local if b.layout == held else rearranged(b, held)
+        right = np.array(parts.on_host(part, b.library), kind, order="C")
+        top, below = factors.adjoint_times(right)
+        top = _whole(a, factors, top, count)
+        x = _replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
+        if kept.all() and m > n:
+            squares = (below.real**2 + below.imag**2).sum(axis=0)
+            squares = all_reduce(np.ascontiguousarray(squares), context=a.context)
+    x = x[:, 0] if vector else x
+    return LstsqResult(x, _replicated(a, squares), int(kept.sum()), _replicated(a, s))
+
+
+def _require_equations(a: Any, b: Any) -> None:
+    if a.ndim != 2 or b.ndim not in (1, 2) or a.shape[0] != b.shape[0]:
+        raise LinAlgError(
+            f"lstsq takes a matrix, and a vector or matrix of as many rows, not arrays of shapes "
+            f"{a.shape} and {b.shape}"
+        )
+
+
+# -- eigenvalues -----------------------------------------------------------------------------------
+
+
+@collective_call
+def eigh(a: Any, UPLO: str = "L") -> EighResult:
+    """The eigenvalues of a Hermitian matrix, ascending, and its eigenvectors. Collective.
+
+    Only the triangle `UPLO` is read, "L" or "U". Every rank gathers the matrix, whose order is to
+    be moderate, and decomposes it by LAPACK's heevd: eigenvalues are on every rank, eigenvectors
+    split as A is. Raises as `qr`, and LinAlgError where A is not square, or it does not converge.
+    """
+    values, vectors = _eigen("eigh", a, UPLO)
+    return EighResult(values, vectors)
+
+
+@collective_call
+def eigvalsh(a: Any, UPLO: str = "L") -> Any:
+    """The eigenvalues of a Hermitian matrix, ascending, on every rank. Otherwise as `eigh`."""
+    return _eigen("eigvalsh", a, UPLO)[0]
+
+
+def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
+    kind = _described(name, [a], words=(triangle,), modes=("L", "U"), fit=require_square)
+    wants_vectors = name == "eigh"
+
+    def compute(x: HostArray) -> tuple[HostArray, ...]:
+        if wants_vectors:
+            return tuple(_NUMPY.eigh(x, triangle))
+        return (_NUMPY.eigvalsh(x, triangle),)
+
+    if a.ndim > 2:
+        return of_stacks(name, [a], compute, kind)
+    whole = Layout.replicated(a.shape, a.context.size)
+    part = a.local if a.layout == whole else rearranged(a, whole)
+    host = parts.on_host(part, a.library).astype(kind)
+    values, *vectors = together(name, a, lambda: compute(host))
+    return _replicated(a, values), *(_cut(a, x) for x in vectors)
+
+
+def _cut(a: Any, host: HostArray) -> Any:
+    """The array that every rank has whole in `host`, split as `a`, whose shape it has."""
+    along = [placed_part(spans) for spans in a.layout.spans(a.context.rank)]
+    part = np.ascontiguousarray(host[selector(along)])
+    local = parts.on_device(part, a.library, a.library.spec(a.local).device)
+    return a.like(local, a.distribution, a.layout)
+
+
+# -- what all have in common -----------------------------------------------------------------------
+
+
+def require_square(*arrays: Any) -> None:
+    """Raise LinAlgError where the last two axes of the first array are not of one extent."""
+    shape = arrays[0].shape
+    if shape[-1] != shape[-2]:
+        raise LinAlgError(f"the matrix is to be square, and is {shape[-2]} x {shape[-1]}")
+
+
+def _described(
+    name: str,
+    arrays: Sequence[Any],
+    *,
+    words: tuple[Any, ...] = (),
+    modes: Any = None,
+    fit: Callable[..., None] | None = None,
+) -> np.dtype[Any]:
+    """The type in which all ranks compute, when they agree on the call. Collective.
+
+    Raises on all ranks what is wrong with the arrays, as one rank sees it: see `qr`.
+    """
+    first = arrays[0]
+    end_explanation(lambda: f"{name} of {first.layout}: rows to their ranks, then LAPACK")
+
+    def describe() -> Any:
+        if modes is not None and words[0] not in modes:
+            raise ValueError(f"{name} takes one of {', '.join(modes)}, not {words[0]!r}")
+        if first.ndim < 2:
+            raise LinAlgError(f"{name} of an array of shape {first.shape}: it takes matrices")
+        if fit is not None:
+            fit(*arrays)
+        require_lapack()
+        kinds = []
+        for x in arrays:
+            spec = x.library.spec(x.local)
+            if spec.space != "cpu":
+                raise NotImplementedError(
+                    f"{name} of arrays on GPUs: move the parts to the host first, with "
+                    "shardmath.array(part, distribution) in a context of device 'cpu'"
+                )
+            own = dtypes.of(spec.dtype)
+            if own.kind not in "biufc" or (
+                own.kind in "fc" and own.itemsize < 4 * (1 + (own.kind == "c"))
+            ):
+                raise TypeError(f"{name} of {spec.dtype}: convert it, x.astype('float32')")
+            require_finite(parts.on_host(x.local, x.library), name)
+            kinds.append(own.name)
+        return words, tuple(kinds), [x.shape for x in arrays]
+
+    def check(specs: list[Any]) -> np.dtype[Any]:
+        for what, values in zip(
+            ("arguments", "dtype", "shape"), zip(*specs, strict=True), strict=True
+        ):
+            require_equal(f"the {what} of {name}", values)
+        names = [dtypes.to_numpy(kind) for kind in specs[0][1]]
+        return np.result_type(*names, *(np.float64 for x in names if x.kind in "biu"))
+
+    made: np.dtype[Any] = first.context.agree(name, describe, check)
+    return made
+
+
+def require_finite(part: HostArray, name: str) -> None:
+    """Raise ValueError where an element is NaN or infinite."""
+    if part.dtype.kind not in "fc":
+        return
+    with np.errstate(all="ignore"):
+        total = part.sum()  # finite unless an element is not, or it overflows: no temporary
+    if not (np.isfinite(total) or np.isfinite(part).all()):
+        raise ValueError(f"{name} of elements that are NaN or infinite")
+
+
+def together(
+    name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]
+) -> tuple[HostArray, ...]:
+    """What every rank computes from equal arrays. Collective.
+
+    Raises on all ranks the LinAlgError that one raises. Between hosts, whose processors may differ
+    in the last bit, the results are those of rank 0.
+    """
+    made, context = _accepted(name, a, compute), a.context
+    if len({*context.hosts}) == 1:
+        return made
+    return tuple(broadcast(np.ascontiguousarray(x), context=context) for x in made)
+
+
+def _accepted(
+    name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]
+) -> tuple[HostArray, ...]:
+    """The results of a computation that no rank has failed in. Collective."""
+    made: tuple[HostArray, ...] = ()
+    mistake: Exception | None = None
+    try:
+        made = compute()
+    except (LinAlgError, MemoryError) as error:
+        mistake = error
+
+    def describe() -> None:
+        if mistake is not None:
+            raise mistake
+
+    a.context.agree(name, describe, lambda _: None)
+    return made
+
+
+def of_stacks(
+    name: str,
+    arrays: Sequence[Any],
+    compute: Callable[..., tuple[HostArray, ...]],
+    kind: Any = None,
+) -> list[Any]:
+    """The results of a function of NumPy's of stacks of matrices. Collective.
+
+    The arrays have the same stack; each rank gets whole matrices of them: as the first array is
+    split, where its matrices are not, else of the longest axis of the stack.
+    """
+    first, size = arrays[0], arrays[0].context.size
+    count = first.ndim - 2
+    stack = first.shape[:count]
+    columns: list[Any] = [first.layout.column(axis) for axis in range(count)]
+    split = first.layout.partitioned_axes
+    if any(axis >= count for axis in split) or not first.layout.disjoint():
+        columns = [None] * count
+        axis = int(np.argmax(stack))
+        columns[axis] = [Spans.even(stack[axis], size, rank) for rank in range(size)]
+    hosts = []
+    for x in arrays:
+        inner = [None] * (x.ndim - count)
+        layout = Layout.product(x.shape, [*columns, *inner], size=size)
+        part = x.local if layout == x.layout else rearranged(x, layout)
+        hosts.append(parts.on_host(part, x.library).astype(kind or part.dtype))
+    results = []
+    for made in _accepted(name, first, lambda: compute(*hosts)):
+        shape = (*stack, *made.shape[count:])
+        inner = [None] * (made.ndim - count)
+        results.append(_of_host(first, made, Layout.product(shape, [*columns, *inner], size=size)))
+    return results
+
+
+def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
+    """The array of which `host` is this rank's part; slabs of rows where no distribution fits."""
+    library = a.library
+    host = np.ascontiguousarray(host) if host.ndim else host
+    local = array_of(parts.on_device(host, library, library.spec(a.local).device))
+    like = unbound(a.distribution) if a.ndim == layout.ndim else None
+    distribution = distribution_of(layout, a.context.rank, like)
+    if distribution is not None:
+        return a.like(local, distribution, layout)
+    slab = Layout.slab(layout.global_shape, layout.size, axis=0)
+    return a.like(rearranged(a.like(local, Slab(0), layout), slab), Slab(0), slab)
+
+
+def _everywhere(x: Any) -> Any:
+    """The array on every rank."""
+    layout = Layout.replicated(x.shape, x.context.size)
+    local = x.local if x.layout == layout else rearranged(x, layout)
+    return x.like(local, _EVERYWHERE, layout)
+
+
+def _replicated(a: Any, host: HostArray) -> Any:
+    """The array that every rank has in `host`."""
+    local = parts.on_device(np.asarray(host), a.library, a.library.spec(a.local).device)
+    layout = Layout.replicated(np.shape(host), a.context.size)
+    return a.like(array_of(local), _EVERYWHERE, layout)
+
+
+def refused(a: Distributed, name: str, mistake: Exception) -> NoReturn:
+    """Raise a mistake on all ranks, which make it, too, or call `name`. Collective."""
+    refuse(a.context, name, mistake)

@@ -1,0 +1,312 @@
+"""Norms, and small functions of matrices: what the array API standard's `linalg` has beside
+factorisations, on arrays that are split.
+
+Sums over elements are reductions of each rank's part; norms of singular values go through `svd`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.linalg import LinAlgError
+
+from shardmath.arrays import array_of, dtypes
+from shardmath.base.collective_call import collective_call
+from shardmath.distributed import decompositions, elementwise, parts, reductions
+from shardmath.distributed.layouts import indices
+from shardmath.distributed.manipulation import (
+    broadcast_to,
+    expand_dims,
+    first_of,
+    matrix_transpose,
+    moveaxis,
+    one_axis,
+    stack,
+    unstack,
+)
+from shardmath.distributed.movement import brought
+from shardmath.distributed.products import matmul
+from shardmath.distributed.searching import whole_along
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Layout, Replicated
+
+Axis = int | Sequence[int] | None
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+@collective_call
+def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> Any:
+    """A norm of vectors or matrices, as numpy.linalg.norm. Collective where what it sums is split.
+
+    Without `ord` it is the 2-norm of all elements along `axis`, by default of the array. Of one
+    axis `ord` is any number, inf or -inf; of two it is "fro", "nuc", 1, -1, 2, -2, inf or -inf. The
+    last, 2, -2 and "nuc", are of singular values. Raises ValueError for another `ord`, or for one
+    of more axes.
+    """
+    if axis is None:
+        if ord is None or (ord in ("f", "fro") and x.ndim == 2) or (ord == 2 and x.ndim == 1):
+            return vector_norm(x, axis=None, keepdims=keepdims)
+        if x.ndim not in (1, 2):
+            raise ValueError(f"a norm of ord {ord!r} is of vectors and matrices: name the axes")
+        axis = tuple(range(x.ndim))
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if len(axes) == 1:
+        return vector_norm(x, axis=axes, keepdims=keepdims, ord=2 if ord is None else ord)
+    if len(axes) != 2:
+        raise ValueError(f"a norm is of vectors or matrices, not along {len(axes)} axes")
+    rows, columns = (one_axis(one, x.ndim) for one in axes)
+    if rows == columns:
+        raise ValueError(f"axes {axis!r} name an axis twice")
+    if ord is None or ord in ("f", "fro"):
+        return vector_norm(x, axis=(rows, columns), keepdims=keepdims)
+    made = matrix_norm(moveaxis(x, (rows, columns), (-2, -1)), ord=ord)
+    return expand_dims(made, sorted((rows, columns))) if keepdims else made
+
+
+@collective_call
+def vector_norm(
+    x: Any,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    ord: float = 2,
+) -> Any:
+    """The norm of the elements along axes, by default all, as numpy.linalg.vector_norm.
+
+    `ord` is any number, inf or -inf. Collective where the axes are split. Raises ValueError for
+    another `ord`.
+    """
+    if isinstance(ord, str):
+        raise ValueError(f"a norm of vectors is of a number, not of ord {ord!r}")
+    x = _floating(x)
+    if ord == 2:
+        squares = _like(x, _squares(x))
+        return np.sqrt(reductions.sum(squares, axis, None, keepdims))
+    size = abs(x)
+    if ord == np.inf:
+        return reductions.max(size, axis, keepdims)
+    if ord == -np.inf:
+        return reductions.min(size, axis, keepdims)
+    if ord == 0:
+        return _of_type(reductions.sum(_of_type(x != 0, size), axis, None, keepdims), size)
+    if ord == 1:
+        return reductions.sum(size, axis, None, keepdims)
+    return reductions.sum(size**ord, axis, None, keepdims) ** (1 / ord)
+
+
+@collective_call
+def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
+    """The norm of the matrices of the last two axes, as numpy.linalg.matrix_norm; see `norm`."""
+    _require_matrices(x, "matrix_norm")
+    if ord in ("fro", "f", None):
+        return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
+    if ord in (2, -2, "nuc"):
+        values = decompositions.svdvals(_floating(x))
+        norms: dict[Any, Any] = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}
+        made = norms[ord](values, axis=-1)
+        return expand_dims(made, (-2, -1)) if keepdims else made
+    if ord not in (1, -1, np.inf, -np.inf):
+        raise ValueError(f"a norm of matrices is not of ord {ord!r}")
+    axis = -2 if ord in (1, -1) else -1  # sums of columns, of rows
+    sums = reductions.sum(abs(_floating(x)), axis, None, True)
+    reduce = reductions.max if ord > 0 else reductions.min
+    return reduce(sums, (-2, -1), keepdims)
+
+
+@collective_call
+def cond(x: Any, p: Any = None) -> Any:
+    """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
+    singular values. Collective. inf where a matrix is singular.
+
+    Raises NotImplementedError for another `p`, of which norm(x, p) * norm(inv(x), p) is the number.
+    """
+    _require_matrices(x, "cond")
+    if p not in (None, 2, -2):
+        raise NotImplementedError(
+            f"cond of p={p!r}: norm(x, p) * norm(inv(x), p); of singular values it is p=2"
+        )
+    values = decompositions.svdvals(x)
+    first, last = values[..., 0], values[..., -1]
+    top, bottom = (last, first) if p == -2 else (first, last)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = top / bottom
+    return elementwise.where(np.isnan(ratio), np.asarray(np.inf, _native(ratio)), ratio)
+
+
+@collective_call
+def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
+    """The number of singular values above `rtol` times the largest, as numpy.linalg.matrix_rank.
+
+    `rtol` is by default max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
+    """
+    _require_matrices(x, "matrix_rank")
+    values = decompositions.svdvals(x)
+    if not values.shape[-1]:
+        return reductions.sum(values != 0, -1)
+    limit = reductions.max(values, -1, True) * _relative(x, values, rtol)
+    return reductions.sum(values > limit, -1)
+
+
+@collective_call
+def pinv(x: Any, *, rtol: Any = None) -> Any:
+    """The pseudo-inverse, as numpy.linalg.pinv: singular values not above `rtol` times the largest
+    count as 0, by default max(m, n) times the type's epsilon. Collective; otherwise as `svd`.
+    """
+    _require_matrices(x, "pinv")
+    u, s, vh = decompositions.svd(x)
+    if s.shape[-1]:
+        limit = reductions.max(s, -1, True) * _relative(x, s, rtol)
+        kept = s > limit
+        inverse = elementwise.where(kept, 1 / elementwise.where(kept, s, 1), 0 * s)
+        vh = vh * expand_dims(_of_type(inverse, vh), -1)
+    made: Any = matmul(matrix_transpose(vh.conj()), matrix_transpose(u.conj()))
+    return made
+
+
+def _relative(x: Any, values: Any, rtol: Any) -> Any:
+    """What the largest singular value is multiplied by, beside which others count as 0."""
+    if rtol is None:
+        return float(np.finfo(_native(values)).eps * max(x.shape[-2:]))
+    return expand_dims(rtol, -1) if isinstance(rtol, Distributed) and rtol.ndim else rtol
+
+
+# -- diagonals -------------------------------------------------------------------------------------
+
+
+@collective_call
+def diagonal(x: Any, /, *, offset: int = 0) -> Any:
+    """The diagonals of matrices of the last two axes, as numpy.linalg.diagonal. Collective where
+    columns are split; the diagonal is then on every rank.
+    """
+    _require_matrices(x, "diagonal")
+    k = operator.index(offset)
+    rows, columns = x.shape[-2:]
+    first = max(0, -k)
+    count = max(0, min(rows - first, columns - max(0, k)))
+    along_rows = _along_diagonal(x, k, -1)
+    return along_rows[..., first : first + count]
+
+
+@collective_call
+def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
+    """The sums of diagonals, as numpy.linalg.trace. Collective where the matrices are split."""
+    _require_matrices(x, "trace")
+    return _along_diagonal(x, operator.index(offset), (-2, -1), dtype, narrow=False)
+
+
+def _along_diagonal(
+    x: Any, offset: int, axis: Axis, dtype: Any = None, *, narrow: bool = True
+) -> Any:
+    """The sum along axes of what is on a diagonal; `narrow`: in the type of the elements."""
+    rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
+    library = x.library
+    chosen = parts.on_device(columns == rows[:, None] + offset, library, x.device)
+    kind = library.spec(x.local).dtype
+    zero = parts.full((), 0, x.local, kind, library)
+    only = parts.chosen(chosen, x.local, zero, library)
+    made = reductions.sum(_like(x, only), axis, dtype)
+    return made.astype(kind) if narrow and dtypes.of(kind).kind in "biu" else made
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@collective_call
+def outer(x1: Any, x2: Any, /) -> Any:
+    """The products of all pairs of elements of two vectors, split by rows as x1 is, as
+    numpy.linalg.outer. Collective. Raises ValueError for other arrays than vectors.
+    """
+    first = first_of((x1, x2))
+    x1, x2 = (elementwise.whole(x, first) for x in (x1, x2))
+    if x1.ndim != 1 or x2.ndim != 1:
+        raise ValueError(f"outer takes vectors, not arrays of {x1.ndim} and {x2.ndim} axes")
+    column = expand_dims(x1, 1)
+    return broadcast_to(column, (x1.shape[0], x2.shape[0])) * expand_dims(x2, 0)
+
+
+@collective_call
+def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+    """The cross products of vectors of three elements along an axis, as numpy.linalg.cross.
+
+    Both are brought to parts that have the axis whole. Collective where it is split. Raises
+    ValueError where it has another extent.
+    """
+    first = first_of((x1, x2))
+    pair = [elementwise.whole(x, first) for x in (x1, x2)]
+    for x in pair:
+        if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
+            raise ValueError(f"cross takes vectors of 3 elements along axis {axis}, not {x.shape}")
+    a, b = (unstack(_in_whole(x, one_axis(axis, x.ndim)), axis) for x in pair)
+    return stack([a[i] * b[j] - a[j] * b[i] for i, j in ((1, 2), (2, 0), (0, 1))], axis)
+
+
+def _in_whole(x: Any, axis: int) -> Any:
+    """The array, of which every rank has an axis whole."""
+    if x.ndim > 1 or not x.layout.partitioned_axes:
+        return whole_along(x, axis)
+    everywhere = Layout.replicated(x.shape, x.context.size)
+    return x.like(brought(x, everywhere, "a vector"), Replicated(), everywhere)
+
+
+@collective_call
+def matrix_power(x: Any, n: int, /) -> Any:
+    """The matrix, or each of a stack, multiplied by itself `n` times, as numpy.linalg.matrix_power.
+
+    By squares. Collective. Raises LinAlgError where it is not square, NotImplementedError for a
+    negative `n`, for which the inverse is to be passed.
+    """
+    count = operator.index(n)
+    _require_matrices(x, "matrix_power")
+    decompositions.require_square(x)
+    if count < 0:
+        raise NotImplementedError(f"matrix_power to {count}: matrix_power(inv(x), {-count})")
+    if not count:
+        rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
+        made = elementwise.zeros_like(x)
+        made.local[...] = parts.on_device(columns == rows[:, None], x.library, x.device)
+        return made
+    power, square = None, x
+    while True:
+        if count & 1:
+            power = square if power is None else matmul(power, square)
+        count >>= 1
+        if not count:
+            return power.copy() if power is x else power
+        square = matmul(square, square)
+
+
+# -- elements --------------------------------------------------------------------------------------
+
+
+def _require_matrices(x: Any, name: str) -> None:
+    if x.ndim < 2:
+        raise LinAlgError(f"{name} of an array of shape {x.shape}: it takes matrices")
+
+
+def _floating(x: Any) -> Any:
+    """The array in float64 where its elements are integers or bool."""
+    return x.astype("float64") if _native(x).kind in "biu" else x
+
+
+def _native(x: Any) -> np.dtype[Any]:
+    """The type of the elements, as NumPy's."""
+    return dtypes.to_numpy(x.library.spec(x.local).dtype)
+
+
+def _of_type(x: Any, like: Any) -> Any:
+    return x.astype(_native(like))
+
+
+def _like(x: Any, local: Any) -> Any:
+    """The array of other elements, split as `x`."""
+    return x.like(array_of(local), x.distribution, x.layout)
+
+
+def _squares(x: Any) -> Any:
+    """The squared absolute value of each element of this rank's part."""
+    part = x.local
+    return part.real**2 + part.imag**2 if _native(x).kind == "c" else part * part

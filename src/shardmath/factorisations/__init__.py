@@ -1,0 +1,1 @@
+"""Factorisations of dense matrices that are split over the ranks."""

@@ -1,0 +1,308 @@
+"""QR of a matrix whose rows are split over the ranks: panels by a tree, all else by products.
+
+A panel of columns is factorised by blocks of rows, its leaves. The triangles that these leave are
+factorised one on the other, first those of a rank, then those of all ranks; what each stage did to
+the panel is then done to the columns to its right.
+
+    rank 0   leaf ── R ┐
+             leaf ── R ┴ R ┐
+    rank 1   leaf ── R ┐   ├── R of the panel, which every rank computes
+             leaf ── R ┴ R ┘
+
+Which rows R comes from does not matter, as long as Q has the same: a panel takes those of the rank
+that has the most left. So the rows may be split in any way, and no row changes its rank.
+
+Source: Demmel, Grigori, Hoemmen, Langou, "Communication-optimal parallel and sequential QR and LU
+factorizations", SIAM J. Sci. Comput. 34 (2012). Reflectors are those of LAPACK's geqrt, in the
+compact form I - V T V^H of Schreiber and Van Loan (1989).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.collectives import all_gather, all_reduce, all_to_all
+from shardmath.context.context import DistributedContext
+from shardmath.errors import BackendUnavailable
+from shardmath.geometry.integers import slices
+
+# Wide enough for products at BLAS's speed, narrow enough for reflectors to take a few per cent.
+PANEL = 128
+_LEAF_BYTES = 2 << 20  # of a leaf: reflectors pass over it many times, so it is to stay in a cache
+_TILE = 512  # of an update, whose product is added where the cache still has it
+
+
+class Panel(NamedTuple):
+    """Columns `first` and so on, `width` of them, whose rows of R are of rank `owner`.
+
+    Rank r has its rows from `starts[r]` on in the panel: those before are rows of R already.
+    """
+
+    first: int
+    width: int
+    owner: int
+    starts: tuple[int, ...]
+
+
+def panels(rows: Sequence[int], columns: int, width: int = PANEL) -> list[Panel]:
+    """The panels of a matrix of which each rank has so many `rows`. Pure.
+
+    The rank that has the most rows left gives those of R, so that all have about as many.
+    """
+    starts, planned, first = [0] * len(rows), [], 0
+    while first < min(columns, sum(rows)):
+        left = [count - start for count, start in zip(rows, starts, strict=True)]
+        owner = left.index(max(left))
+        taken = min(width, columns - first, left[owner])
+        planned.append(Panel(first, taken, owner, tuple(starts)))
+        starts[owner] += taken
+        first += taken
+    return planned
+
+
+class Stage(NamedTuple):
+    """Reflectors I - V T V^H of some of this rank's `rows`; `everywhere`: of rows of all ranks."""
+
+    rows: tuple[slice, ...]
+    v: HostArray
+    t: HostArray
+    everywhere: bool = False
+
+
+class QR:
+    """The factors of a matrix; all of its functions that return arrays are collective.
+
+    `a` is this rank's rows, which are overwritten, and `rows` the number that each rank has.
+    `phases` are those of R's diagonal as the reflectors leave it: the R returned has a real
+    diagonal that is not negative, which makes the factors of a matrix of full rank unique.
+    """
+
+    def __init__(self, context: DistributedContext, rows: Sequence[int], a: HostArray) -> None:
+        self.context = context
+        self.rows = tuple(rows)
+        self.columns = a.shape[1]
+        self.panels = panels(self.rows, self.columns)
+        self.rank = min(sum(rows), self.columns)
+        self.phases = np.ones(self.rank, a.dtype)
+        self._a = a
+        self._stages: list[list[Stage]] = []
+        for panel in self.panels:
+            stages, r = self._factorised(panel)
+            self._stages.append(stages)
+            diagonal = np.diagonal(r)
+            size = np.abs(diagonal)
+            known = self.phases[panel.first : panel.first + panel.width]
+            np.divide(diagonal, size, out=known, where=size > 0)
+            end = panel.first + panel.width
+            if panel.owner == context.rank:
+                start = panel.starts[context.rank]
+                a[start : start + panel.width, panel.first : end] = r
+            if end < self.columns:
+                for stage in stages:
+                    self._apply(stage, a[:, end:], adjoint=True)
+
+    def r(self) -> HostArray:
+        """This rank's rows of R, of which it has an even share: those of a slab of axis 0."""
+        a = self._a
+        for panel, rows in self._own():
+            a[rows, : panel.first] = 0
+            end = panel.first + panel.width
+            block = a[rows, panel.first : end]
+            block[...] = np.triu(block)
+            a[rows, panel.first :] *= self.phases[panel.first : end, None].conj()
+            diagonal = np.einsum("ii->i", block)
+            diagonal[...] = np.abs(diagonal)
+        return self._top(a)
+
+    def q(self, *, complete: bool = False) -> HostArray:
+        """This rank's rows of Q: of as many columns as R has rows, or, `complete`, of all."""
+        ends = [self.panels[-1].starts[rank] if self.panels else 0 for rank in self._ranks]
+        if self.panels:
+            ends[self.panels[-1].owner] += self.panels[-1].width
+        rest = [count - end for count, end in zip(self.rows, ends, strict=True)]
+        width = self.rank + sum(rest) * complete
+        c = np.zeros((len(self._a), width), self._a.dtype)
+        for panel, rows in self._own():
+            end = panel.first + panel.width
+            np.fill_diagonal(c[rows, panel.first : end], self.phases[panel.first : end])
+        if complete:
+            own, before = self.context.rank, sum(rest[: self.context.rank])
+            np.fill_diagonal(c[ends[own] :, self.rank + before :][:, : rest[own]], 1)
+        for number in reversed(range(len(self.panels))):
+            first = self.panels[number].first  # the columns before are 0 in the rows of this panel
+            is_last = number == len(self.panels) - 1 and not complete
+            for stage in reversed(self._stages[number]):
+                self._apply(stage, c[:, first:], adjoint=False, only_top=is_last)
+        return c
+
+    def times(self, top: HostArray) -> HostArray:
+        """This rank's rows of Q @ top, where every rank has `top`, of as many rows as R has."""
+        c = np.zeros((len(self._a), top.shape[1]), self._a.dtype)
+        for panel, rows in self._own():
+            end = panel.first + panel.width
+            c[rows] = self.phases[panel.first : end, None] * top[panel.first : end]
+        for number in reversed(range(len(self.panels))):
+            only_top = number == len(self.panels) - 1
+            for stage in reversed(self._stages[number]):
+                self._apply(stage, c, adjoint=False, only_top=only_top)
+        return c
+
+    def adjoint_times(self, c: HostArray) -> tuple[HostArray, HostArray]:
+        """Q^H @ c of this rank's rows of c, which are overwritten.
+
+        Its first rows, as many as R has, of which this rank gets an even share; and those below,
+        of which it has some.
+        """
+        for stages in self._stages:
+            for stage in stages:
+                self._apply(stage, c, adjoint=True)
+        below = np.ones(len(c), bool)
+        for panel, rows in self._own():
+            c[rows] *= self.phases[panel.first : panel.first + panel.width, None].conj()
+            below[rows] = False
+        return self._top(c), c[below]
+
+    # -- a panel -----------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.context.size)
+
+    def _own(self) -> list[tuple[Panel, slice]]:
+        """The panels whose rows of R are of this rank, and which of its rows these are."""
+        rank = self.context.rank
+        return [
+            (panel, slice(panel.starts[rank], panel.starts[rank] + panel.width))
+            for panel in self.panels
+            if panel.owner == rank
+        ]
+
+    def _factorised(self, panel: Panel) -> tuple[list[Stage], HostArray]:
+        """What makes a panel a triangle, in order, and the triangle."""
+        start, width = panel.starts[self.context.rank], panel.width
+        columns = self._a[start:, panel.first : panel.first + width]
+        stages, r = tree(columns, start)
+        size = self.context.size
+        if size == 1:
+            return stages, r
+        heights = [
+            min(count - begin, width) for count, begin in zip(self.rows, panel.starts, strict=True)
+        ]
+        ends = list(accumulate(heights, initial=0))
+        gathered = all_gather(np.ascontiguousarray(r), context=self.context)
+        order = sorted(self._ranks, key=lambda rank: rank != panel.owner)  # whose rows R is left in
+        stacked = np.concatenate([gathered[ends[rank] : ends[rank + 1]] for rank in order])
+        v, t, r = reflected(stacked)
+        own = order.index(self.context.rank)
+        before = sum(heights[rank] for rank in order[:own])
+        height = heights[self.context.rank]
+        part = np.ascontiguousarray(v[before : before + height])
+        return [*stages, Stage((slice(start, start + height),), part, t, everywhere=True)], r
+
+    def _apply(self, stage: Stage, c: HostArray, *, adjoint: bool, only_top: bool = False) -> None:
+        """Multiply rows of c by a stage's reflectors, or by their adjoint, in place.
+
+        `only_top`: of the rows of c as many as there are reflectors are not 0.
+        """
+        rows, v, t, everywhere = stage
+        x = c[rows[0]] if len(rows) == 1 else np.concatenate([c[part] for part in rows])
+        known = v.shape[1] if only_top and not everywhere else len(v)
+        w = v[:known].conj().T @ x[:known]
+        if everywhere:
+            w = all_reduce(w, context=self.context)
+        w = (t.conj().T if adjoint else t) @ w
+        for part in slices(len(x), _TILE):
+            for columns in slices(x.shape[1], _TILE):
+                x[part, columns] -= v[part] @ w[:, columns]
+        if len(rows) > 1:
+            ends = accumulate(part.stop - part.start for part in rows)
+            for part, end in zip(rows, ends, strict=True):
+                c[part] = x[end - (part.stop - part.start) : end]
+
+    def _top(self, c: HostArray) -> HostArray:
+        """This rank's even share of the rows of c that R's rows are, in the order of R."""
+        size = self.context.size
+        ends = [*accumulate(_even(self.rank, size), initial=0)]
+        held = [
+            [panel.first + n for panel in self.panels if panel.owner == rank
+             for n in range(panel.width)]
+            for rank in self._ranks
+        ]  # fmt: skip
+        pieces = [c[rows] for _, rows in self._own()]
+        sent = np.concatenate([np.zeros((0, c.shape[1]), c.dtype), *pieces])
+        if size == 1:
+            return sent
+        cut = np.searchsorted(held[self.context.rank], ends)
+        counts = np.diff(cut).tolist()
+        received = all_to_all(sent, send_counts=counts, context=self.context)
+        low, high = ends[self.context.rank], ends[self.context.rank + 1]
+        places = [n - low for rank in self._ranks for n in held[rank] if low <= n < high]
+        share: HostArray = np.empty_like(received)
+        share[places] = received
+        return share
+
+
+def _even(extent: int, size: int) -> list[int]:
+    """How many indices each rank has of a slab."""
+    return [extent // size + (rank < extent % size) for rank in range(size)]
+
+
+def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
+    """The stages that make a rank's columns a triangle, and that. Pure.
+
+    The rows of `a` are those from `start` on; the triangle is left in the first of them.
+    """
+    rows, width = a.shape
+    leaf = max(2 * width, _LEAF_BYTES // (a.itemsize * max(width, 1)))
+    places = [slice(part.start + start, part.stop + start) for part in slices(rows, leaf)]
+    heights = [min(place.stop - place.start, width) for place in places]
+    stages, triangles = [], []
+    for place in places:
+        v, t, r = reflected(a[place.start - start : place.stop - start])
+        stages.append(Stage((place,), v, t))
+        triangles.append(r)
+    tops = [slice(p.start, p.start + height) for p, height in zip(places, heights, strict=True)]
+    fan = max(2, leaf // max(width, 1))  # triangles one on the other are no higher than a leaf
+    while len(tops) > 1:
+        above, joined = [], []
+        for group in slices(len(tops), fan):
+            v, t, r = reflected(np.concatenate(triangles[group]))
+            stages.append(Stage(tuple(tops[group]), v, t))
+            above.append(slice(tops[group][0].start, tops[group][0].start + len(r)))
+            joined.append(r)
+        tops, triangles = above, joined
+    return stages, triangles[0] if triangles else a[:0]
+
+
+def reflected(a: HostArray) -> tuple[HostArray, HostArray, HostArray]:
+    """V, T and R of a matrix: (I - V T V^H)^H a = [R; 0]. V has min(a.shape) columns."""
+    count = min(a.shape)
+    if not count:
+        return np.zeros((len(a), 0), a.dtype), np.zeros((0, 0), a.dtype), a[:0]
+    factors, t, _ = _geqrt(a.dtype.name)(count, a)
+    v = np.tril(factors[:, :count], -1)
+    np.fill_diagonal(v, 1)
+    return v, np.triu(t), np.triu(factors[:count])
+
+
+def require_lapack() -> None:
+    """Raise BackendUnavailable where SciPy is not installed, whose LAPACK factorises."""
+    if importlib.util.find_spec("scipy") is None:
+        raise BackendUnavailable(
+            "factorisations on cores use SciPy's LAPACK: pip install 'shardmath[linalg]'"
+        )
+
+
+@lru_cache(maxsize=8)
+def _geqrt(dtype: str) -> Any:
+    """LAPACK's geqrt of a type: (columns of a block, A) -> (V and R in one, T, 0)."""
+    lapack: Any = importlib.import_module("scipy.linalg.lapack")
+    return lapack.get_lapack_funcs("geqrt", dtype=dtype)

@@ -1,0 +1,284 @@
+"""Decompositions of matrices split at random, against NumPy on the whole and the usual bounds."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.linalg import LinAlgError
+from split_arrays import examples, lists_of, placed, splits
+
+import shardmath
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+from shardmath.errors import CollectiveMismatch
+
+DTYPES = ("float32", "float64", "complex64", "complex128")
+KINDS = ("random", "random", "deficient", "graded", "hilbert", "zero")
+EXTENT = st.one_of(st.integers(0, 12), st.integers(0, 200))
+BOUND = 40  # times the larger extent and the type's epsilon
+
+
+def matrix(shape, dtype, kind, seed=0):
+    """A matrix of that kind: of full rank, of a third of it, with columns of many sizes."""
+    rng = np.random.default_rng(seed)
+    m, n = shape
+    if kind == "zero":
+        made = np.zeros(shape)
+    elif kind == "hilbert":
+        made = 1 / (1 + np.arange(m)[:, None] + np.arange(n))
+    else:
+        made = rng.standard_normal(shape)
+        if np.dtype(dtype).kind == "c":
+            made = made + 1j * rng.standard_normal(shape)
+        if kind == "deficient":
+            made[:, n // 3 :] = made[:, : n - n // 3]
+        if kind == "graded":
+            made *= np.logspace(0, -12, n)
+    return made.astype(dtype)
+
+
+@st.composite
+def matrices(draw, size):
+    shape = draw(EXTENT), draw(EXTENT)
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    kind, dtype = draw(st.sampled_from(KINDS)), draw(st.sampled_from(DTYPES))
+    return matrix(shape, dtype, kind), draw(splits(shape, size)), library
+
+
+def bound(a):
+    return BOUND * max(*a.shape, 1) * np.finfo(a.dtype).eps
+
+
+def require_orthonormal(q):
+    assert np.linalg.norm(q.conj().T @ q - np.eye(q.shape[1])) <= bound(q)
+
+
+def require_product(a, *factors):
+    product = np.linalg.multi_dot(factors) if len(factors) > 2 else factors[0] @ factors[1]
+    assert np.linalg.norm(product - a) <= bound(a) * np.linalg.norm(a)
+
+
+def whole(x, like, shape):
+    """The array as NumPy's, of the operand's library, and of this shape."""
+    assert x.shape == shape
+    assert type(x.local) is type(like.local)
+    return x.numpy()
+
+
+def take_apart(context, cases):
+    for a, split, library in cases:
+        x, before = placed(context, a, split, library), a.copy()
+        m, n = a.shape
+        count = min(m, n)
+        for mode, rows in (("economic", count), ("complete", m)):
+            q, r = shardmath.linalg.qr(x, mode)
+            q, r = whole(q, x, (m, rows)), whole(r, x, (rows, n))
+            assert q.dtype == r.dtype == a.dtype
+            require_orthonormal(q)
+            require_product(a, q, r)
+            assert not np.tril(r, -1).any()
+            diagonal = np.diagonal(r)
+            assert not diagonal.imag.any()
+            assert (diagonal.real >= 0).all()
+        np.testing.assert_array_equal(shardmath.linalg.qr(x, "r").numpy(), r[:count])
+        expected = np.linalg.svd(a, compute_uv=False)
+        largest = expected.max(initial=0)
+        for full in (False, True):
+            u, s, vh = shardmath.linalg.svd(x, full)
+            u = whole(u, x, (m, m if full else count))
+            vh = whole(vh, x, (n if full else count, n))
+            values = whole(s, x, (count,))
+            np.testing.assert_allclose(values, expected, atol=bound(a) * largest)
+            require_orthonormal(u)
+            require_orthonormal(vh.conj().T)
+            require_product(a, u[:, :count] * values, vh[:count])
+        np.testing.assert_allclose(
+            shardmath.linalg.svdvals(x).numpy(), expected, atol=bound(a) * largest
+        )
+        np.testing.assert_array_equal(x.numpy(), before)
+
+
+@examples(5)
+@given(cases=lists_of(matrices, most=5))
+def test_factors_of_any_matrix(contexts, cases):
+    size, calls = cases
+    contexts.run(take_apart, calls, ranks=size)
+
+
+@st.composite
+def hermitian(draw, size):
+    order = draw(st.integers(0, 60))
+    a = matrix((order, order), draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS)))
+    return a + a.conj().T, draw(splits(a.shape, size)), draw(st.sampled_from("LU"))
+
+
+def eigenvalues(context, cases):
+    for a, split, triangle in cases:
+        x = placed(context, np.tril(a) if triangle == "L" else np.triu(a), split)
+        values, vectors = shardmath.linalg.eigh(x, triangle)
+        assert vectors.distribution == x.distribution
+        v, w = vectors.numpy(), values.numpy()
+        require_orthonormal(v)
+        require_product(a, v * w, v.conj().T)
+        expected, size = np.linalg.eigvalsh(a), bound(a) * np.linalg.norm(a)
+        np.testing.assert_allclose(w, expected, atol=size)
+        got = shardmath.linalg.eigvalsh(x, triangle).numpy()
+        np.testing.assert_allclose(got, expected, atol=size)
+
+
+@examples(4)
+@given(cases=lists_of(hermitian, most=6))
+def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
+    size, calls = cases
+    contexts.run(eigenvalues, calls, ranks=size)
+
+
+@st.composite
+def equations(draw, size):
+    m, n, count = draw(st.integers(0, 80)), draw(st.integers(0, 80)), draw(st.integers(0, 4))
+    dtype = draw(st.sampled_from(("float64", "complex128")))
+    a = matrix((m, n), dtype, draw(st.sampled_from(("random", "deficient", "zero"))))
+    b = matrix((m, count), dtype, "random", seed=1)
+    if draw(st.booleans()):
+        b = b[:, 0] if count else np.zeros(m, dtype)
+    return a, b, draw(splits(a.shape, size)), draw(splits(b.shape, size))
+
+
+def least_squares(context, cases):
+    for a, b, split, other in cases:
+        x, y = placed(context, a, split), placed(context, b, other)
+        got, expected = shardmath.linalg.lstsq(x, y), np.linalg.lstsq(a, b, rcond=None)
+        size = 1e-9 * (1 + np.linalg.norm(expected[0]))
+        np.testing.assert_allclose(got.x.numpy(), expected[0], atol=size)
+        np.testing.assert_allclose(got.residuals.numpy(), expected[1], atol=1e-9)
+        assert got.rank == expected[2]
+        np.testing.assert_allclose(got.singular_values.numpy(), expected[3], atol=1e-9)
+        np.testing.assert_array_equal(y.numpy(), b)
+
+
+@examples(4)
+@given(cases=lists_of(equations, most=5))
+def test_least_squares_of_any_equations(contexts, cases):
+    size, calls = cases
+    contexts.run(least_squares, calls, ranks=size)
+
+
+def the_same_bits(context):
+    """Of repeated calls; and, but for rounding, of any number of ranks."""
+    a = matrix((500, 200), "float64", "random")
+    with context:
+        digests = set()
+        for _ in range(3):
+            x = shardmath.from_global(a, Slab.X)
+            results = [*shardmath.linalg.qr(x), *shardmath.linalg.svd(x)]
+            digests.add(hashlib.sha256(b"".join(z.numpy().tobytes() for z in results)).digest())
+        assert len(digests) == 1
+        q, r = np.linalg.qr(a)
+        signs = np.sign(np.diagonal(r))
+        np.testing.assert_allclose(results[1].numpy(), r * signs[:, None], atol=1e-11)
+        np.testing.assert_allclose(results[0].numpy(), q * signs, atol=1e-12)
+        assert results[0].distribution == Slab.X
+        assert results[1].distribution == Replicated()
+        cyclic = BlockCyclic(ProcessGrid(shape=(context.size, 1)), (3, 5))
+        y = x.to(cyclic)
+        assert shardmath.linalg.qr(y).Q.distribution == cyclic
+        assert shardmath.linalg.eigh((x.T @ x).to(Slab.Y)).eigenvectors.distribution == Slab.Y
+        left, _, right = shardmath.linalg.svd(x.T)
+        assert (left.distribution, right.distribution) == (Replicated(), Slab.Y)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_repeated_runs_give_the_same_bits(contexts, ranks):
+    contexts.run(the_same_bits, ranks=ranks)
+
+
+def refused(context):
+    linalg = shardmath.linalg
+    with context:
+        x = shardmath.ones((6, 4), distribution=Slab.X)
+        square = shardmath.ones((4, 4), distribution=Slab.X)
+        for wrong in (np.nan, np.inf):
+            x[4, 2] = wrong
+            for function in (linalg.qr, linalg.svd, linalg.svdvals):
+                with pytest.raises(ValueError, match="NaN or infinite"):
+                    function(x)
+            with pytest.raises(ValueError, match="NaN or infinite"):
+                linalg.lstsq(x, x[:, 0])
+            square[3, 0] = wrong
+            with pytest.raises(ValueError, match="NaN or infinite"):
+                linalg.eigh(square)
+        for call in (
+            lambda: linalg.qr(x[:, 0]),
+            lambda: linalg.svd(x[0]),
+            lambda: linalg.eigh(x),
+            lambda: linalg.lstsq(x, square),
+        ):
+            with pytest.raises(LinAlgError):
+                call()
+        with pytest.raises(ValueError, match="takes one of economic"):
+            linalg.qr(x, "raw")
+        with pytest.raises(ValueError, match="takes one of L, U"):
+            linalg.eigh(square, "x")
+        with pytest.raises(TypeError, match=r"convert it, x\.astype"):
+            linalg.qr(x.astype("float16"))
+        x[4, 2] = 1
+        mode = "r" if context.rank else "complete"
+        with pytest.raises(CollectiveMismatch, match="arguments of qr"):
+            linalg.qr(x, mode)
+        # and the ranks are still in step
+        assert linalg.qr(shardmath.ones((6, 4), distribution=Slab.X)).R.shape == (4, 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_refused_is_refused_by_all_ranks(contexts, ranks):
+    contexts.run(refused, ranks=ranks)
+
+
+def of_parts(context):
+    a = matrix((9, 5), "float64", "random")
+    linalg, rank = shardmath.linalg, context.rank
+    with context:
+        rows = shardmath.from_global(a, Slab.X).local
+        whole = Replicated()
+        q, r = linalg.qr(rows, distributions=[Slab.X, whole, Slab.Y])
+        assert isinstance(q, np.ndarray)
+        assert (q.shape, r.shape[0]) == ((9, 5), 5)
+        assert r.shape == Slab.Y.shape(rank, (5, 5))
+        joined = shardmath.array(r, Slab.Y).numpy()
+        np.testing.assert_allclose(q @ joined, a, atol=1e-13)
+        u, s, _ = linalg.svd(torch.from_numpy(rows), distributions=[Slab.X])
+        assert (type(u), tuple(u.shape)) == (torch.Tensor, rows.shape)
+        np.testing.assert_allclose(s.numpy(), np.linalg.svd(a)[1])
+        assert linalg.norm(rows, distributions=[Slab.X]) == pytest.approx(np.linalg.norm(a))
+        b = a[:, 0] + 1
+        x, _, full, _ = linalg.lstsq(
+            rows, shardmath.from_global(b, Slab.X).local, distributions=[Slab.X, Slab.X]
+        )
+        np.testing.assert_allclose(x, np.linalg.lstsq(a, b, rcond=None)[0])
+        assert full == 5
+        r = linalg.qr(shardmath.from_global(a, Slab.X), "r", distributions=[Slab.X])
+        assert r.distribution == Slab.X
+        for wrong in ({}, {"distributions": []}, {"distributions": [Slab.X] * 4}):
+            with pytest.raises(TypeError, match=r"distributions=|result"):
+                linalg.qr(rows, **wrong)
+        with pytest.raises(TypeError, match="takes 2 array"):
+            linalg.lstsq(rows, "b", distributions=[Slab.X, Slab.X])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parts_with_distributions(contexts, ranks):
+    contexts.run(of_parts, ranks=ranks)
+
+
+def explained(context):
+    with context:
+        x = shardmath.ones((6, 4), distribution=Slab.X, package=torch)
+        assert "qr of 6 x 4" in shardmath.explain(shardmath.linalg.qr, x)
+
+
+def test_an_explanation_needs_no_other_rank(contexts):
+    contexts.run(explained, ranks=2)

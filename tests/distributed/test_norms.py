@@ -1,0 +1,142 @@
+"""Norms and small functions of matrices split at random, against NumPy's on the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.linalg import LinAlgError
+from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+
+import shardmath
+from shardmath import distributed
+from shardmath.distribution import Slab
+
+linalg = np.linalg
+EXTENT = st.sampled_from([1, 2, 3, 5, 8])
+VECTORS = (None, 0, 1, 2, 3, 0.5, np.inf, -np.inf)
+MATRICES = (None, "fro", "nuc", 1, -1, 2, -2, np.inf, -np.inf)
+
+
+@st.composite
+def normed(draw, size):
+    shape = draw(st.lists(EXTENT, min_size=1, max_size=3).map(tuple))
+    dtype = draw(st.sampled_from(("int16", "float32", "float64", "complex128")))
+    axes = draw(st.permutations(range(len(shape))))
+    split = draw(splits(shape, size))
+    return (
+        shape,
+        dtype,
+        split,
+        axes[:2],
+        draw(st.booleans()),
+        draw(st.sampled_from(VECTORS)),
+        draw(st.sampled_from(MATRICES)),
+    )
+
+
+def norms_of(context, cases):
+    for shape, dtype, split, axes, kept, of_vectors, of_matrices in cases:
+        a = elements(shape, dtype)
+        x = placed(context, a, split)
+        calls = [((), {}), ((of_vectors, axes[0], kept), {})]
+        if len(shape) > 1:
+            calls.append(((of_matrices, tuple(axes), kept), {}))
+        for given_, words in calls:
+            expected = linalg.norm(a, *given_, **words)
+            agree(linalg.norm(x, *given_, **words), expected, close=True)
+        words = {"ord": 2 if of_vectors is None else of_vectors, "keepdims": kept}
+        agree(linalg.vector_norm(x, **words), linalg.vector_norm(a, **words), close=True)
+        if len(shape) > 1 and of_matrices is not None:
+            words["ord"] = of_matrices
+            agree(linalg.matrix_norm(x, **words), linalg.matrix_norm(a, **words), close=True)
+
+
+@examples(6)
+@given(cases=lists_of(normed, most=10))
+def test_norms(contexts, cases):
+    size, calls = cases
+    contexts.run(norms_of, calls, ranks=size)
+
+
+@st.composite
+def stacks(draw, size):
+    shape = (*draw(shapes(0, 1)), draw(EXTENT), draw(EXTENT))
+    dtype = draw(st.sampled_from(("int16", "float32", "float64", "complex128")))
+    return shape, dtype, draw(splits(shape, size)), draw(st.integers(-4, 4))
+
+
+def small_functions(context, cases):
+    names = distributed.linalg
+    for shape, dtype, split, number in cases:
+        a = elements(shape, dtype)
+        x = placed(context, a, split)
+        agree(names.diagonal(x, offset=number), linalg.diagonal(a, offset=number), close=True)
+        agree(linalg.trace(x, offset=number), linalg.trace(a, offset=number), close=True)
+        agree(np.trace(x, number), np.trace(a, number), close=True)
+        agree(names.matrix_transpose(x), linalg.matrix_transpose(a))
+        agree(linalg.matrix_rank(x), linalg.matrix_rank(a))
+        values = linalg.svdvals(a.astype(np.result_type(a, np.float32)))
+        if values.size and values.min() > 1e-3:
+            agree(linalg.cond(x), linalg.cond(a), close=True)
+            agree(linalg.cond(x, -2), linalg.cond(a, -2), close=True)
+            agree(names.pinv(x), linalg.pinv(a), close=True)
+        if shape[-1] == shape[-2] and a.dtype.kind in "fc":
+            power = abs(number) % 4
+            agree(linalg.matrix_power(x, power), linalg.matrix_power(a, power), close=True)
+        q, r = linalg.qr(x)
+        agree(q @ r, a, close=True, strict=False)
+        u, s, vh = names.svd(x, full_matrices=False)
+        made = (u * s[..., None, :].astype(u.dtype)) @ vh
+        agree(made, a, close=True, strict=False)
+        assert linalg.svd(x).U.shape == linalg.svd(a).U.shape
+
+
+@examples(4)
+@given(cases=lists_of(stacks, most=5))
+def test_functions_of_matrices_and_stacks(contexts, cases):
+    size, calls = cases
+    contexts.run(small_functions, calls, ranks=size)
+
+
+def vectors(context):
+    rng = np.random.default_rng(0)
+    with context:
+        a, b = rng.standard_normal((2, 5, 3))
+        for split in (Slab.X, Slab.Y):
+            x, y = (shardmath.from_global(z, split) for z in (a, b))
+            agree(linalg.cross(x, y), np.cross(a, b), close=True)
+            agree(linalg.cross(x.T, y.T, axis=0), np.cross(a, b).T, close=True)
+            agree(linalg.cross(x, b[0]), np.cross(a, b[0]), close=True)
+            agree(linalg.cross(x[0], y[0]), np.cross(a[0], b[0]), close=True)
+            agree(linalg.outer(x[:, 0], y[:, 1]), np.outer(a[:, 0], b[:, 1]))
+        assert linalg.outer(x[:, 0].to(Slab.X), y[0]).distribution == Slab.X
+        assert x.__array_namespace__().linalg is distributed.linalg
+        deficient = shardmath.from_global(np.outer(a[:, 0], b[0]), Slab.X)
+        assert int(linalg.matrix_rank(deficient)) == 1
+        assert float(linalg.cond(0 * x)) == np.inf
+        for call in (
+            lambda: linalg.norm(x, "x"),
+            lambda: linalg.norm(x, 3),
+            lambda: linalg.norm(x, "fro", axis=0),
+            lambda: linalg.norm(x, axis=(0, 0)),
+            lambda: linalg.matrix_norm(x, ord=3),
+            lambda: linalg.cross(x.T, y.T),
+            lambda: linalg.outer(x, y),
+        ):
+            with pytest.raises(ValueError):
+                call()
+        for call in (
+            lambda: linalg.matrix_norm(x[0]),
+            lambda: linalg.matrix_power(x, 2),
+            lambda: distributed.linalg.pinv(x[0]),
+        ):
+            with pytest.raises(LinAlgError):
+                call()
+        with pytest.raises(NotImplementedError, match=r"inv\(x\)"):
+            linalg.cond(x[:3], 1)
+
+
+def test_vectors_and_what_is_refused(contexts):
+    contexts.run(vectors, ranks=2)
