@@ -1,6 +1,7 @@
 """Fourier transforms of distributed arrays: four functions, and `FFT` to plan once.
 
-Names and arguments are those of nvmath.distributed.fft, which has `Slab` too.
+Names and arguments are those of nvmath.distributed.fft, which has `Slab` too; cosine and sine
+transforms have those of scipy.fft.
 """
 
 from shardmath.geometry import Slab
@@ -9,7 +10,15 @@ from shardmath.operators.fft import (
     FFTDirection,
     FFTOptions,
     allocate_operand,
+    dct,
+    dctn,
+    dst,
+    dstn,
     fft,
+    idct,
+    idctn,
+    idst,
+    idstn,
     ifft,
     irfft,
     rfft,
@@ -21,7 +30,15 @@ __all__ = [
     "FFTOptions",
     "Slab",
     "allocate_operand",
+    "dct",
+    "dctn",
+    "dst",
+    "dstn",
     "fft",
+    "idct",
+    "idctn",
+    "idst",
+    "idstn",
     "ifft",
     "irfft",
     "rfft",

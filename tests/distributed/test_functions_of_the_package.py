@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.fft
 from split_arrays import agree, elements, host
 
 import shardmath
@@ -68,6 +69,22 @@ def moves(context):
         assert host(every).tolist() == [size] * 3
 
 
+def by_keyword(context):
+    a = elements((6, 5), "f8")
+    with context:
+        x = shardmath.from_global(a, Slab.X)
+        whole = shardmath.ones(3, distribution=Replicated())
+        agree(collectives.all_reduce(x=whole), np.full(3, context.size, "f8"))
+        assert collectives.all_reduce(op="max", x=whole, out=whole) is whole
+        agree(collectives.all_gather(axis=0, x=x), a)
+        agree(collectives.broadcast(x=whole), np.ones(3))
+        assert collectives.reduce_scatter(x=whole, axis=0).distribution == Slab.X
+        agree(redistribute(x, distribution=Slab.Y), a)
+        agree(redistribute(x, output_distribution=Slab.Y), a)
+        agree(fft.dct(axis=0, x=x, type=3), scipy.fft.dct(a, 3, axis=0), close=True)
+        agree(matmul(x, x.T, c=x @ x.T, beta=1), 2 * a @ a.T, close=True)
+
+
 def mistakes(context):
     with context:
         x = shardmath.ones((4, 4), distribution=Slab.X)
@@ -77,6 +94,8 @@ def mistakes(context):
             lambda: matmul(x, part, distributions=[Slab.X] * 3),
             lambda: matmul(x, x) if arrays_first else matmul(x, part),
             lambda: collectives.all_reduce(x, out=part),
+            lambda: collectives.all_reduce(part, out=x),
+            lambda: collectives.all_reduce(x=part if arrays_first else x, out=x),
             lambda: redistribute(x, Slab.Y, out=part),
             lambda: fft.rfft(x, out=part.astype(complex)),
         ):
@@ -92,6 +111,10 @@ def mistakes(context):
             matmul(x, x, qualifiers=[(False, False)] * 3)
         with pytest.raises(TypeError, match=r"redistribute\(x, Slab\.Y\)"):
             redistribute(x, Slab.X, Slab.Y)
+        with pytest.raises(TypeError, match=r"redistribute\(x, Slab\.Y\)"):
+            redistribute(x, Slab.X, output_distribution=Slab.Y)
+        with pytest.raises(TypeError, match="positional"):
+            redistribute(operand=x, output_distribution=Slab.Y)
         with pytest.raises(NotImplementedError, match=r"call it with x\.local"):
             collectives.all_to_all(x)
         with pytest.raises(ValueError, match="every rank: norm is"):
@@ -100,7 +123,7 @@ def mistakes(context):
 
 
 def body(context):
-    for check in (products, transforms, moves):
+    for check in (products, transforms, moves, by_keyword):
         check(context)
     if context.size == 2:
         mistakes(context)

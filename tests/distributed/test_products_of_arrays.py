@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.fft
 from hypothesis import given
 from hypothesis import strategies as st
 from split_arrays import agree, elements, examples, lists_of, placed, splits
 
 import shardmath
-from shardmath import distributed
+from shardmath import distributed, fft
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
 EXTENT = st.sampled_from([0, 1, 2, 3, 5, 8])
@@ -78,6 +79,71 @@ def transform(context, cases):
 def test_transforms(contexts, cases):
     size, calls = cases
     contexts.run(transform, calls, ranks=size)
+
+
+NAMES = ("dct", "idct", "dst", "idst")
+
+
+@st.composite
+def series(draw, size):
+    """An array, and the arguments of a cosine or sine transform that may pad or cut it."""
+    shape = tuple(draw(st.lists(st.sampled_from([2, 3, 5, 8]), min_size=1, max_size=3)))
+    axes = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
+    extents = draw(st.none() | st.tuples(*[st.integers(2, 9)] * len(axes)))
+    dtype = draw(st.sampled_from(("int16", "float16", "float32", "float64", "complex128")))
+    words = {
+        "type": draw(st.sampled_from((1, 2, 3, 4))),
+        "norm": draw(st.sampled_from((None, "ortho", "forward"))),
+    }
+    library = draw(st.sampled_from(("numpy", "torch")))
+    return library, shape, dtype, draw(splits(shape, size)), axes, extents, words
+
+
+def transform_series(context, cases):
+    for library, shape, dtype, split, axes, s, words in cases:
+        a = elements(shape, dtype)
+        x = placed(context, a, split, library)
+        for name in NAMES:
+            own, scipys = getattr(fft, f"{name}n"), getattr(scipy.fft, f"{name}n")
+            want = scipys(a, s=s, axes=axes, **words)
+            agree(own(x, s=s, axes=axes, **words), want, close=True)
+            own, scipys = getattr(fft, name), getattr(scipy.fft, name)
+            n = None if s is None else s[0]
+            agree(own(x=x, n=n, axis=axes[0], **words), scipys(a, n=n, axis=axes[0], **words),
+                  close=True)  # fmt: skip
+
+
+@examples(6)
+@given(cases=lists_of(series, most=8))
+def test_cosines_and_sines(contexts, cases):
+    size, calls = cases
+    contexts.run(transform_series, calls, ranks=size)
+
+
+def splits_of_series(context):
+    with context:
+        a = elements((4, 6), "f8")
+        x = shardmath.from_global(a, Slab.X)
+        y = fft.dctn(x, distribution=Slab.Y)
+        assert y.distribution == Slab.Y
+        agree(y, scipy.fft.dctn(a), close=True)
+        out = shardmath.empty((4, 6), distribution=Slab.Y)
+        assert fft.idct(x, 3, out=out, axis=0) is out
+        agree(out, scipy.fft.idct(a, 3, axis=0), close=True)
+        agree(fft.dst(x[1:], 4), scipy.fft.dst(a[1:], 4), close=True)
+        assert "dctn of" in str(shardmath.explain(fft.dct, x))
+        with pytest.raises(ValueError, match="each is 1 at least"):
+            fft.dct(x, n=0)
+        with pytest.raises(ValueError, match="extents"):
+            fft.dctn(x, s=(3,), axes=(0, 1))
+        with pytest.raises(ValueError, match="norm is None"):
+            fft.dct(x, norm="none")
+        with pytest.raises(TypeError, match="make arrays of the parts"):
+            fft.dct(x, out=x.local)
+
+
+def test_cosines_and_sines_are_split_as_asked(contexts):
+    contexts.run(splits_of_series, ranks=3)
 
 
 def follows(context):

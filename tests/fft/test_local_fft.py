@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch  # noqa: F401  (the engine of that name takes it from the loaded mo
 
 from shardmath.local import fft as local
 from shardmath.local.fft import bound_transform, engine_for
+from shardmath.local.trigonometric import SERIES
 
 ENGINES = ("ducc0", "scipy", "scipy, what is public", "numpy", "torch")
 SHAPE = (7, 8, 9)
@@ -102,6 +104,29 @@ def test_real_and_back(engine, how, dtype):
         assert np.abs(back - x).max() <= 10 * tolerance
 
 
+@pytest.mark.parametrize("how", ["C", "F", "reversed", "padded", "unaligned"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("name", ["ducc0", "scipy", "numpy"])
+def test_cosines_and_sines(name, dtype, how):
+    for (kind, series), axes in itertools.product(SERIES.items(), AXES):
+        for scale in ("backward", "ortho", "forward"):
+            x = numbers(dtype, how)
+            function = getattr(scipy.fft, f"{series.function}n")
+            words = {"orthogonalize": series.orthogonal, "axes": axes, "norm": scale}
+            want = function(x.real.astype("f8"), series.type, **words)
+            if x.dtype.kind == "c":
+                want = want + 1j * function(x.imag.astype("f8"), series.type, **words)
+            kept, out = x.copy(), like(want, dtype)
+            how_to = {"kind": kind, "forward": True, "norm": scale, "engine": name}
+            transform(x, axes, out=out, **how_to)
+            assert (x == kept).all()
+            assert untouched(out)
+            tolerance = 1e-5 if dtype in ("float32", "complex64") else 1e-13
+            assert np.abs(out - want).max() <= tolerance * np.abs(want).max()
+            transform(x, axes, out=x, **how_to)
+            assert np.abs(x - want).max() <= tolerance * np.abs(want).max()
+
+
 @pytest.mark.parametrize("engine", ["ducc0", "scipy"])
 def test_written_where_they_are_told(monkeypatch, engine):
     monkeypatch.setattr(local._Transform, "_made", lambda _: pytest.fail("a result of its own"))
@@ -125,8 +150,8 @@ def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch, installed):
     monkeypatch.setattr(local.importlib, "import_module", found)
     local._installed.cache_clear()
     try:
-        assert engine_for("torch") == "torch"
-        assert engine_for("numpy") == installed
+        assert engine_for("torch", "C2C") == "torch"
+        assert engine_for("torch", "DCT2") == engine_for("numpy", "C2C") == installed
     finally:
         local._installed.cache_clear()
 

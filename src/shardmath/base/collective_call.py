@@ -109,7 +109,8 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             given: R | None = again(function, args, kwargs)
             if given is not None:
                 return given
-        for operand in args:  # an array that knows how it is split has functions of its own
+        # An array that knows how it is split has functions of its own.
+        for operand in (*args, *kwargs.values()) if kwargs else args:
             ours = getattr(operand, "__shardmath_functions__", None)
             if ours is not None and function in ours:
                 return cast(R, ours[function](*args, **kwargs))

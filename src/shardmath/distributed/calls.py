@@ -18,8 +18,21 @@ from shardmath.distributed import parts, products, transforms
 from shardmath.distributed.layouts import layout_of, unbound
 from shardmath.distributed.movement import agreed_layout, refuse, within
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Replicated, Slab
-from shardmath.operators.fft import fft, ifft, irfft, rfft
+from shardmath.geometry import Replicated, Slab
+from shardmath.operators.fft import (
+    dct,
+    dctn,
+    dst,
+    dstn,
+    fft,
+    idct,
+    idctn,
+    idst,
+    idstn,
+    ifft,
+    irfft,
+    rfft,
+)
 from shardmath.operators.matmul import matmul
 from shardmath.operators.redistribute import redistribute
 
@@ -47,9 +60,43 @@ def _transform(function: Function) -> Function:
     return transformed
 
 
-def _redistribute(x: Any, distribution: Distribution, *more: Any, **words: Any) -> Any:
+def _along_one(along_several: Function) -> Function:
+    """A cosine or sine transform along one axis; `along_several` is that along several."""
+    transform = _along_several(along_several)
+
+    def transformed(
+        x: Distributed, type: int = 2, n: Any = None, axis: int = -1, norm: Any = None, **words: Any
+    ) -> Distributed:
+        extents = None if n is None else [n]
+        made: Distributed = transform(x, type, extents, [axis], norm, **words)
+        return made
+
+    return transformed
+
+
+def _along_several(function: Function) -> Function:
+    """A cosine or sine transform along several axes."""
+
+    def transformed(
+        x: Distributed,
+        type: int = 2,
+        s: Any = None,
+        axes: Any = None,
+        norm: Any = None,
+        **words: Any,
+    ) -> Distributed:
+        if words.get("out") is not None:
+            words["distribution"] = words["out"].distribution
+        return transforms.trigonometric(function, x, s, axes, type=type, norm=norm, **words)
+
+    return transformed
+
+
+def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) -> Any:
     """The array split by `distribution`, as `x.to` has it; or `out`."""
-    if more or "input_distribution" in words:
+    if distribution is None:
+        distribution = words.pop("output_distribution", None)
+    if more or "input_distribution" in words or "output_distribution" in words:
         raise TypeError("this array knows its distribution: redistribute(x, Slab.Y)")
     out = words.pop("out", None)
     if not words and out is None:
@@ -115,6 +162,11 @@ _OURS: dict[Function, Function] = {
     matmul: _matmul,
     redistribute: _redistribute,
     **{function: _transform(function) for function in (fft, ifft, rfft, irfft)},
+    **{function: _along_several(function) for function in (dctn, idctn, dstn, idstn)},
+    dct: _along_one(dctn),
+    idct: _along_one(idctn),
+    dst: _along_one(dstn),
+    idst: _along_one(idstn),
     **{
         function: _of_parts(function)
         for function in (all_gather, all_reduce, all_to_all, broadcast, reduce_scatter)

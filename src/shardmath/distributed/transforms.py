@@ -1,10 +1,11 @@
-"""Fourier transforms of arrays, by the names and the scaling of numpy.fft, through our own.
+"""Transforms of arrays, by the names and the scaling of numpy.fft and scipy.fft, through our own.
 
 The result is split as the operand is; boxes, whose extents a real transform changes, become slabs.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,22 +59,22 @@ def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -
 
 def fft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The Fourier transform along one axis, as numpy.fft.fft. Collective."""
-    return fftn(x, n and [n], [axis], norm)
+    return fftn(x, _one(n), [axis], norm)
 
 
 def ifft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The inverse of `fft`, as numpy.fft.ifft. Collective."""
-    return ifftn(x, n and [n], [axis], norm)
+    return ifftn(x, _one(n), [axis], norm)
 
 
 def rfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The transform of a real array along one axis, as numpy.fft.rfft. Collective."""
-    return rfftn(x, n and [n], [axis], norm)
+    return rfftn(x, _one(n), [axis], norm)
 
 
 def irfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The inverse of `rfft`, as numpy.fft.irfft. Collective."""
-    return irfftn(x, n and [n], [axis], norm)
+    return irfftn(x, _one(n), [axis], norm)
 
 
 def hfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
@@ -105,25 +106,48 @@ def _shifted(x: Any, axes: Any, shift: Callable[[int], int]) -> Any:
     return roll(x, [shift(x.shape[axis]) for axis in numbers], numbers)
 
 
+def _one(n: int | None) -> list[int] | None:
+    return None if n is None else [n]
+
+
 def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> Distributed:
     """The transform of an array that is padded or cut to the extents `s`."""
-    given = range(x.ndim) if axes is None else axes
+    numbers, wanted = _extents(x, s, axes)
+    options = None
+    if function is own_irfft:
+        last = wanted[-1] if s is not None else 2 * (wanted[-1] - 1)
+        wanted[-1], options = last // 2 + 1, {"last_axis_parity": "odd" if last % 2 else "even"}
+    x = _of_extents(x, numbers, wanted)
+    return transform(x, function, axes=numbers, norm=norm or _NORM, options=options)
+
+
+def trigonometric(function: Any, x: Any, s: Any, axes: Any, **words: Any) -> Distributed:
+    """The cosine or sine transform of an array that is padded or cut to the extents `s`."""
+    numbers, wanted = _extents(x, s, axes)
+    return transform(_of_extents(_floating(x), numbers, wanted), function, axes=numbers, **words)
+
+
+def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
+    """The axes of a transform, none negative, and how long they are to be."""
+    given = range(x.ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
     if axes is None and s is not None:
         given = range(x.ndim - len(s), x.ndim)
     axes_of(tuple(given), x.ndim)  # raises for one that there is not
     numbers = [axis % x.ndim for axis in given]
     if not numbers:
         raise ValueError("a transform wants an axis")
-    extents = [x.shape[axis] for axis in numbers]
-    if s is not None and len(s) != len(extents):
-        raise ValueError(f"extents {tuple(s)} for {len(extents)} axes")
-    wanted, options = list(extents if s is None else s), None
-    if function is own_irfft:
-        last = wanted[-1] if s is not None else 2 * (wanted[-1] - 1)
-        wanted[-1], options = last // 2 + 1, {"last_axis_parity": "odd" if last % 2 else "even"}
-    for axis, extent, target in zip(numbers, extents, wanted, strict=True):
-        x = _resized(x, axis, extent, target)
-    return transform(x, function, axes=numbers, norm=norm or _NORM, options=options)
+    if s is not None and len(s) != len(numbers):
+        raise ValueError(f"extents {tuple(s)} for {len(numbers)} axes")
+    wanted = [x.shape[axis] for axis in numbers] if s is None else [*map(operator.index, s)]
+    if min(wanted) < 1:
+        raise ValueError(f"a transform of extents {tuple(wanted)}: each is 1 at least")
+    return numbers, wanted
+
+
+def _of_extents(x: Distributed, axes: Sequence[int], wanted: Sequence[int]) -> Distributed:
+    for axis, target in zip(axes, wanted, strict=True):
+        x = _resized(x, axis, x.shape[axis], target)
+    return x
 
 
 def _resized(x: Any, axis: int, extent: int, target: int) -> Any:

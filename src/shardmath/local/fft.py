@@ -1,4 +1,4 @@
-"""One rank's Fourier transforms, along axes that it holds whole.
+"""One rank's transforms, along axes that it holds whole: Fourier's, and those of cosines and sines.
 
 ducc0's where it is installed, else scipy's, else NumPy's; a library's own, such as torch's, for
 those who brought its arrays. All keep single precision and take any strides. Results are written
@@ -19,8 +19,9 @@ import numpy as np
 from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
+from shardmath.local.trigonometric import SERIES, bound_series
 
-Kind = Literal["C2C", "R2C", "C2R"]
+Kind = str  # "C2C", "R2C", "C2R", or a name in SERIES
 Norm = Literal["backward", "ortho", "forward"] | None
 
 
@@ -38,9 +39,12 @@ def bound_transform(
 
     `out` may for C2C be `x` itself. R2C halves the last of `axes`, C2R makes it as long as `out`
     is, as numpy.fft.rfftn and irfftn do; C2R may overwrite `x`. `norm` None scales neither
-    direction. Halves are transformed as float32.
+    direction. Halves are transformed as float32. The kinds of SERIES, which are forward, take
+    float32, float64 and complex numbers.
     """
     scale = norm or ("backward" if forward else "forward")
+    if kind in SERIES:
+        return bound_series(x, tuple(axes), out, SERIES[kind], scale, engine)
     return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
 
 
@@ -112,9 +116,15 @@ class _Transform(Immutable, eq=False):
         return np.asarray(made)
 
 
-def engine_for(library: str) -> str:
+def keeps_shape(kind: Kind) -> bool:
+    """Whether such a transform has as many elements along its last axis as before."""
+    return kind not in ("R2C", "C2R")
+
+
+def engine_for(library: str, kind: Kind) -> str:
     """Which transforms arrays of this library get: its own, "ducc0", "scipy" or "numpy"."""
-    return library if libraries()[library].transforms else _installed()
+    has_own = libraries()[library].transforms and kind not in SERIES
+    return library if has_own else _installed()
 
 
 def starts_threads(engine: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
-from shardmath.local.fft import Kind
+from shardmath.local.fft import Kind, keeps_shape
 from shardmath.program.panels import clip
 from shardmath.redistribution import StridedCopy, Transfer
 from shardmath.redistribution.copies import own_first
@@ -60,7 +60,7 @@ class Blocks:
 
     def whole(self, block: Block) -> Block:
         """The block after the transform, which may have changed the length of an axis."""
-        if self.kind == "C2C":
+        if keeps_shape(self.kind):
             return block
         last = self.axes[-1]
         return tuple(slice(None) if axis == last else cut for axis, cut in enumerate(block))

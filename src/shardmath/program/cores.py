@@ -692,7 +692,7 @@ def _pass(
     arrays = array_at(source or target), array_at(target)
     if isinstance(step, Move):
         return Pass(context, blocks, *arrays, windows).bound()
-    engine = engine_for(library.name)
+    engine = engine_for(library.name, step.kind)
     return Pass(context, blocks, *arrays, windows, engine, step.forward, step.norm).bound()
 
 

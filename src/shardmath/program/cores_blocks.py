@@ -17,7 +17,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
-from shardmath.local.fft import Norm, bound_transform, starts_threads
+from shardmath.local.fft import Norm, bound_transform, keeps_shape, starts_threads
 from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window
 from shardmath.redistribution.bound_copies import bind, bind_array
@@ -93,12 +93,12 @@ class Pass(Immutable):
                 small = (
                     len(blocks) == 1 and target.nbytes <= _CACHED
                 )  # and stays in the first cache
-                if not (blocks.kind == "C2C" and (large or small)):
+                if not (keeps_shape(blocks.kind) and (large or small)):
                     shape = tuple(cut.stop - cut.start for cut in blocks[number])
                     taken = self._scratch(scratch, "taken", shape, self.source.dtype)
                 yield from self._gathering(number, taken)
             out = taken
-            if blocks.kind != "C2C":
+            if not keeps_shape(blocks.kind):
                 out = target
                 if not large:
                     out = self._scratch(scratch, "made", target.shape, target.dtype)

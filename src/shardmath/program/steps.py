@@ -202,11 +202,11 @@ class Largest(Immutable, words="the largest of {source} to {target}"):
 
 
 class Transform(Immutable):
-    """The Fourier transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
+    """The transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
 
     Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
-    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft.transform`: R2C and
-    C2R change the length of the last of `axes`.
+    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R
+    change the length of the last of `axes`.
     """
 
     transfer: TransferPlan

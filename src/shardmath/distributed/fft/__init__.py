@@ -1,4 +1,6 @@
-"""The standard's `fft` extension: transforms of arrays, and the frequencies that they give."""
+"""The standard's `fft` extension: transforms of arrays, and the frequencies that they give; cosine
+and sine transforms as scipy.fft has them.
+"""
 
 from shardmath.distributed.creation import fftfreq, rfftfreq
 from shardmath.distributed.transforms import (
@@ -15,13 +17,22 @@ from shardmath.distributed.transforms import (
     rfft,
     rfftn,
 )
+from shardmath.operators.fft import dct, dctn, dst, dstn, idct, idctn, idst, idstn
 
 __all__ = [
+    "dct",
+    "dctn",
+    "dst",
+    "dstn",
     "fft",
     "fftfreq",
     "fftn",
     "fftshift",
     "hfft",
+    "idct",
+    "idctn",
+    "idst",
+    "idstn",
     "ifft",
     "ifftn",
     "ifftshift",

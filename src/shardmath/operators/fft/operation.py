@@ -11,10 +11,18 @@ from typing import Any
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.context.context import Context
 from shardmath.local.fft import Kind
+from shardmath.local.trigonometric import SERIES, Series
 from shardmath.machine import Machine
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of
 from shardmath.operators.fft.passes import cores_program
-from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
+from shardmath.operators.fft.problem import (
+    Description,
+    Problem,
+    check,
+    describe,
+    kind_of,
+    require_transformed,
+)
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
 from shardmath.program.performing import Names, Performer
@@ -56,6 +64,12 @@ class FourierTransform:
         """
         if machine.kind == "cpu":
             return cores_program(choose(problem.widened), problem)
+        if problem.kind in SERIES:
+            raise NotImplementedError(
+                f"{problem.kind} on GPUs: make it of a Fourier transform of the array and its "
+                "mirror image, np.concatenate([x, np.flip(x, axis)], axis), or compute on cores, "
+                'after shardmath.initialize("cpu")'
+            )
         from shardmath.operators.fft.lowering import GPUPlan
 
         model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS
@@ -99,10 +113,51 @@ class FourierTransform:
         return given
 
 
+class TrigonometricTransform(FourierTransform):
+    """The operation of `dct`, `dst` or an inverse, also along several axes.
+
+    Its words are (distribution or pair of them, axes, norm, type, orthogonalize, extents). An
+    inverse is the transform of type III where the type is II, and the other way round, that is
+    scaled where this is not.
+    """
+
+    def describe(
+        self, arrays: Mapping[str, ArraySpec | None], words: tuple[Any, ...], options: FFTOptions
+    ) -> Description:
+        """See `problem.describe`. Raises NotImplementedError for extents other than the array's."""
+        operand, (distribution, axes, norm, number, orthogonalize, extents) = (
+            arrays["operand"],
+            words,
+        )
+        assert operand is not None, "required"
+        name = self.names.operation
+        if type(number) is not int or not 1 <= number <= 4:
+            raise ValueError(f"type of {name} is 1, 2, 3 or 4, not {number!r}")
+        if orthogonalize not in (None, True, False):
+            raise ValueError(f"orthogonalize is None, True or False, not {orthogonalize!r}")
+        if extents is not None:
+            raise NotImplementedError(
+                f"{name} of parts that are padded or cut: make an array of them, "
+                "shardmath.array(part, distribution), of which it takes n and s"
+            )
+        if options.fft_type or options.halves:
+            raise ValueError(f"options.fft_type and options.halves are not of {name}")
+        require_transformed(operand.dtype)
+        orthogonal = norm == "ortho" if orthogonalize is None else bool(orthogonalize)
+        scale: Any = "backward" if norm is None else norm
+        if name.startswith("i"):
+            number = {2: 3, 3: 2}.get(number, number)
+            scale = {"backward": "forward", "forward": "backward"}.get(scale, scale)
+        kind = Series(name.removeprefix("i"), number, orthogonal).kind
+        given = operand, distribution, axes, scale, kind, FFTDirection.FORWARD, options
+        return describe(*given, arrays["out"])
+
+
 FFT_OF_ANY_KIND = FourierTransform("FFT")
 OPERATIONS = {
     "fft": FourierTransform("fft", "C2C", FFTDirection.FORWARD),
     "ifft": FourierTransform("ifft", "C2C", FFTDirection.INVERSE),
     "rfft": FourierTransform("rfft", "R2C", FFTDirection.FORWARD),
     "irfft": FourierTransform("irfft", "C2R", FFTDirection.INVERSE),
+    **{name: TrigonometricTransform(name) for name in ("dct", "idct", "dst", "idst")},
 }

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind
+from shardmath.local.fft import Kind, keeps_shape
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
@@ -81,7 +81,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
 class _Pass(Immutable):
     """Take the array of `source` to `transfer.dst`, and transform `axes` there.
 
-    `kind` is not C2C where the last of `axes` turns from real to hermitian or back; `result` and
+    `kind` is R2C or C2R where the last of `axes` turns from real to hermitian or back; `result` and
     `made` are the layout and the type afterwards.
     """
 
@@ -120,7 +120,7 @@ def _passes(strategy: Strategy) -> list[_Pass]:
         groups = _groups(stage, problem)
         turning = {"R2C": 0, "C2R": len(groups) - 1}.get(stage.kind)  # the group of the real axis
         for index, group in enumerate(groups):
-            kind: Kind = "C2C"
+            kind: Kind = stage.kind if keeps_shape(stage.kind) else "C2C"
             result, made = layout, dtype
             if index == turning:
                 kind, result, made = stage.kind, stage.result, stage.result_dtype
@@ -135,9 +135,9 @@ def _memories(passes: Sequence[_Pass]) -> list[str]:
     """Where each pass writes: the memory of one of two buffers, or "" for the result."""
     memories: list[str] = []
     for number, one in enumerate(passes):
-        if all(later.stays and later.kind == "C2C" for later in passes[number + 1 :]):
+        if all(later.stays and keeps_shape(later.kind) for later in passes[number + 1 :]):
             memories.append("")
-        elif number and one.stays and one.kind == "C2C":
+        elif number and one.stays and keeps_shape(one.kind):
             memories.append(memories[-1])
         else:
             memories.append("passes 1" if memories and memories[-1] == "passes 0" else "passes 0")
@@ -153,7 +153,7 @@ def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
     shape = stage.layout.global_shape
     itemsize = max(dtypes.of(name).itemsize for name in (stage.dtype, problem.result))
     ordered = sorted(stage.axes, reverse=problem.order == "C")
-    if stage.kind != "C2C":
+    if stage.kind in ("R2C", "C2R"):
         ordered.sort(key=lambda axis: axis != stage.axes[-1])
     groups: list[tuple[int, ...]] = []
     held = 0

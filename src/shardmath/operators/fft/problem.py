@@ -18,7 +18,8 @@ from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
-from shardmath.local.fft import Kind, Norm
+from shardmath.local.fft import Kind, Norm, keeps_shape
+from shardmath.local.trigonometric import SERIES
 from shardmath.operators.fft.options import (
     COMPARED,
     FFTDirection,
@@ -33,7 +34,8 @@ class Problem(Immutable):
     """The transform that all ranks have agreed on.
 
     `source` and `target` are the layouts of operand and result; `axes` are the transformed axes:
-    R2C and C2R change the length of the last one. `order` is the memory order of results, `device`
+    R2C and C2R change the length of the last one, and transforms of cosines and sines no axis.
+    `order` is the memory order of results, `device`
     the memory of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32.
     `blocking`: a call returns when the result is there.
     """
@@ -57,11 +59,15 @@ class Problem(Immutable):
         """The name of the result's type."""
         if self.kind == "R2C":
             return "complex32" if self.half_precision else dtypes.of(self.dtype).complex
+        if self.kind in SERIES:
+            return dtypes.accumulator(self.dtype).name
         return dtypes.of(self.dtype).real if self.kind == "C2R" else self.dtype
 
     @property
     def widened(self) -> Problem:
         """The problem that cores compute: the same, from and to types that their libraries know."""
+        if self.kind in SERIES:
+            return replace(self, dtype=self.result)
         if "complex32" not in (self.dtype, self.result):
             return self
         dtype = "complex64" if self.dtype == "complex32" else self.dtype
@@ -69,8 +75,9 @@ class Problem(Immutable):
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
+        fourier = f"fft {self.kind} {self.direction.name.lower()}"
         return (
-            f"fft {self.kind} {self.direction.name.lower()}, norm {self.norm}, axes {axes}, "
+            f"{self.kind if self.kind in SERIES else fourier}, norm {self.norm}, axes {axes}, "
             f"{self.library} {self.dtype} -> {self.result}\n"
             f"  from {self.source.describe()}\n"
             f"    to {self.target.describe()}"
@@ -143,12 +150,7 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
 
     Raises ValueError when there is none, or when it is not the one asked for.
     """
-    known = dtypes.of(dtype)
-    if not (known.complex or known.real):
-        names = ", ".join(dtypes.names(lambda row: row.complex or row.real))
-        raise ValueError(
-            f"the operand has dtype {dtype}; transforms take {names}{dtypes.advice(dtype)}"
-        )
+    known = require_transformed(dtype)
     natural: Kind = "R2C" if known.complex else "C2C"
     if asked is None:
         return natural
@@ -157,8 +159,18 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
         raise ValueError(
             f"the operand has dtype {dtype}, which a {asked} transform does not take: {instead}"
         )
-    kinds: dict[str, Kind] = {"C2C": "C2C", "R2C": "R2C", "C2R": "C2R"}
-    return kinds[asked]
+    return asked
+
+
+def require_transformed(dtype: str) -> dtypes.DType:
+    """The type of that name. Raises ValueError where there are no transforms of it."""
+    known = dtypes.of(dtype)
+    if not (known.complex or known.real):
+        names = ", ".join(dtypes.names(lambda row: row.complex or row.real))
+        raise ValueError(
+            f"the operand has dtype {dtype}; transforms take {names}{dtypes.advice(dtype)}"
+        )
+    return known
 
 
 def check(descriptions: Sequence[Description]) -> Problem:
@@ -261,6 +273,10 @@ def _result_shape(
     for axis in axes:
         if shape[axis] == 0:
             raise ValueError(f"axis {axis} of the global shape {shape} is empty: no transform")
+        if kind in SERIES and not SERIES[kind].period(shape[axis]):
+            raise ValueError(
+                f"axis {axis} of the global shape {shape} has extent 1: a DCT of type 1 takes 2"
+            )
     last, made = axes[-1], list(shape)
     if kind == "R2C":
         made[last] = shape[last] // 2 + 1
@@ -280,7 +296,7 @@ def _default_output(
     """The output's distributions where only the input's are given, encoded."""
     given = [geometry.decode(distribution) for distribution in inputs]
     if any(distribution.per_rank for distribution in given):
-        if kind != "C2C":
+        if not keeps_shape(kind):
             raise BindDistributionError(
                 f"distribution: a box of the operand does not fit a {kind} result; give a pair of "
                 "boxes (input, output)"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans
+from shardmath.local.fft import keeps_shape
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import (
     ON_CORES,
@@ -28,7 +29,7 @@ _Node = tuple[int, frozenset[int], bool]  # see _Search
 
 def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
     """The strategy with the smallest predicted time. Pure: every rank finds the same."""
-    real = problem.kind != "C2C"
+    real = not keeps_shape(problem.kind)
     if problem.kind == "C2R":
         backwards = _Search(
             problem.target, problem.source, problem.axes, real, model.mirrored()

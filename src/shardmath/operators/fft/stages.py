@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind
+from shardmath.local.fft import Kind, keeps_shape
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 from shardmath.redistribution import TransferPlan
@@ -57,7 +57,7 @@ def stages(strategy: Strategy) -> tuple[Stage, ...]:
         kind, result_dtype = _kind(problem, step, dtype)
         if last:
             memory = "out"
-        elif memory == "operand" or kind != "C2C":
+        elif memory == "operand" or not keeps_shape(kind):
             memory = "work 1" if memory == "work" else "work"
         axes = _axes(step.axes, problem.axes[-1])
         factor = _factor(problem, axes, first=all(stage.kind is None for stage in sequence))
@@ -73,7 +73,7 @@ def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
         return "R2C", problem.result
     if problem.kind == "C2R" and problem.axes[-1] in step.axes:
         return "C2R", problem.result
-    return "C2C", dtype
+    return (problem.kind if keeps_shape(problem.kind) else "C2C"), dtype
 
 
 def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:

@@ -1,0 +1,148 @@
+"""One rank's cosine and sine transforms of types I to IV, along axes that it holds whole.
+
+ducc0's where it is installed, else scipy's; where neither is, they are made of NumPy's Fourier
+transforms. Definitions, scaling and `orthogonalize` are those of scipy.fft: type I of a cosine has
+n - 1 intervals, of a sine n + 1, and all others n.
+
+    DCT   y[k] = 2 sum over j of w[j] x[j] cos(pi (j + a) (k + b) / m)      DST: sin
+    type      I         II        III       IV
+    a, b      0, 0      1/2, 0    0, 1/2    1/2, 1/2                        DST: 1 in place of 0
+
+w[j] is 1/2 where the series is its own mirror image, at an end that lies on a whole place, else 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+
+
+class Series(NamedTuple):
+    """A kind of transform: "dct" or "dst", its type from 1 to 4, and whether it is orthogonalized,
+    which makes its matrix orthogonal but for a factor.
+    """
+
+    function: str
+    type: int
+    orthogonal: bool
+
+    @property
+    def kind(self) -> str:
+        """Its name, such as "DCT2"."""
+        return f"{'orthogonal ' * self.orthogonal}{self.function.upper()}{self.type}"
+
+    def period(self, extent: int) -> int:
+        """The length of the Fourier transform that stands behind one of `extent` numbers."""
+        return 2 * (extent + {"dct": -1, "dst": 1}[self.function] * (self.type == 1))
+
+
+SERIES = {
+    series.kind: series
+    for series in (
+        Series(function, number, orthogonal)
+        for function in ("dct", "dst")
+        for number in (1, 2, 3, 4)
+        for orthogonal in (False, True)
+    )
+}
+
+
+def bound_series(
+    x: HostArray, axes: tuple[int, ...], out: HostArray, series: Series, scale: str, engine: str
+) -> Callable[[], object]:
+    """A call that writes the transform of `x` along `axes` to `out`, which may be `x` itself.
+
+    `scale` is NumPy's norm of a forward transform: "backward" none, "ortho" one over the root of
+    the periods, "forward" one over them. `engine` is "ducc0", "scipy" or "numpy".
+    """
+    if engine == "ducc0" and x.flags.aligned and out.flags.aligned:
+        return _by_ducc0(x, axes, out, series, scale)
+    made = _by_numpy if engine == "numpy" else _by_scipy if engine == "scipy" else _aligned
+
+    def copied() -> None:
+        np.copyto(out, made(x, axes, series, scale))
+
+    return copied
+
+
+def _by_ducc0(
+    x: HostArray, axes: tuple[int, ...], out: HostArray, series: Series, scale: str
+) -> Callable[[], object]:
+    """ducc0 takes real numbers, and orthogonalizes just where it scales by the root."""
+    transform = getattr(importlib.import_module("ducc0.fft"), series.function)
+    root = math.sqrt(math.prod(series.period(x.shape[axis]) for axis in axes))
+    divisor = 1 if series.orthogonal else 2 if scale == "forward" else 0
+    left = {"backward": 1.0, "ortho": 1 / root, "forward": 1 / root**2}[scale]
+    left *= {0: 1.0, 1: root, 2: root**2}[divisor]
+    is_complex = x.dtype.kind == "c"
+    pairs = [(x.real, out.real), (x.imag, out.imag)] if is_complex else [(x, out)]
+
+    def written() -> None:
+        for source, target in pairs:
+            transform(source, series.type, axes, divisor, target, 1)
+        if not math.isclose(left, 1.0):
+            np.multiply(out, left, out=out)
+
+    return written
+
+
+def _aligned(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
+    made = np.array(x)
+    _by_ducc0(made, axes, made, series, scale)()
+    return made
+
+
+def _by_scipy(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
+    if x.dtype.kind == "c":  # which scipy does not orthogonalize when it is told to
+        return _of_both(_by_scipy, x, axes, series, scale)
+    transform = getattr(importlib.import_module("scipy.fft"), f"{series.function}n")
+    words = {"type": series.type, "axes": axes, "norm": scale, "orthogonalize": series.orthogonal}
+    return np.asarray(transform(x, **words))
+
+
+def _by_numpy(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
+    if x.dtype.kind == "c":
+        return _of_both(_by_numpy, x, axes, series, scale)
+    for axis in axes:
+        lines = _lines_by_numpy(np.moveaxis(x, axis, -1), series, scale)
+        x = np.moveaxis(lines, -1, axis)
+    return x
+
+
+def _of_both(transform: Callable[..., HostArray], x: HostArray, *arguments: Any) -> HostArray:
+    made = np.empty_like(x)
+    made.real, made.imag = transform(x.real, *arguments), transform(x.imag, *arguments)
+    return made
+
+
+def _lines_by_numpy(x: HostArray, series: Series, scale: str) -> HostArray:
+    """The transform of each line: the sum over j is a Fourier transform of as many places as the
+    period has, the rest of them 0, between two turns by the halves of places.
+    """
+    function, number, orthogonal = series
+    n, period = x.shape[-1], series.period(x.shape[-1])
+    sine, places = function == "dst", np.arange(x.shape[-1])
+    a, b = (0.5 if number in halves else float(sine) for halves in ((2, 4), (3, 4)))
+    weights, factors = np.ones(n), np.full(n, 2.0)
+    if number == 1 and not sine:
+        weights[[0, -1]] = 0.5
+    if number == 3:
+        weights[-1 if sine else 0] = 0.5
+    if orthogonal:
+        ends = [-1] if sine else [0] if number in (2, 3) else [0, -1]
+        if number == 3 or (number == 1 and not sine):
+            weights[ends] *= math.sqrt(2)
+        if number == 2 or (number == 1 and not sine):
+            factors[ends] /= math.sqrt(2)
+    factors *= {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[scale]
+    turned = x * (weights * np.exp(-2j * np.pi * places * b / period))
+    sums = np.fft.fft(turned, period, axis=-1)[..., :n]
+    sums *= np.exp(-2j * np.pi * a * (places + b) / period)
+    lines: Any = (-sums.imag if sine else sums.real) * factors
+    return lines.astype(x.dtype)  # type: ignore[no-any-return]
