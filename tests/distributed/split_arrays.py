@@ -81,7 +81,9 @@ def placed(context, x, encoded, library="numpy"):
 
 
 def array_of(context, part, library):
-    """An array of the library in the memory where ranks of the context compute."""
+    """An array of the library in the memory where ranks of the context compute; text is NumPy's."""
+    if part.dtype.kind == "S":
+        return part
     device = "cpu" if context.team is None else context.team.device.name
     is_there = library_of(part).spec(part).device == device  # also on a pretended GPU
     of_parts = library_named(library if is_there else ON_GPUS[library])
