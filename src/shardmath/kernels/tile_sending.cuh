@@ -84,16 +84,19 @@ __device__ inline void load_stage(const Product& a, const Stages& s, const Tile&
     }
 }
 
-// Tiles that ended at the same time would be sent at the same time, with an idle link before. A block that made way for
-// another process may go on where the clock says less: the difference is then huge, and ends the wait.
+// Tiles that ended at the same time would be sent at the same time, with an idle link before.
 __device__ inline void stagger_clusters(const Product& a) {
     const u64 start = clock64(), cycles = (u64)a.apart * first_unit();
-    while ((u64)clock64() - start < cycles) __nanosleep(100);
+    while (clock64() - start < cycles) __nanosleep(100);
 }
 
 // All stages of all tiles. One thread. With kGap a stage follows each tile into which nothing is loaded.
+//
+// Of a rank whose part of k is empty there is nothing to load, and those who multiply never wait for this thread: it
+// must not follow them by barriers, whose phases have come round again when they are two ahead.
 template <bool kGap>
 __device__ inline void load_tiles(const Product& a, const Stages& s) {
+    if (a.steps == 0) return;
     u32 number = 0;
     stagger_clusters(a);
     for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
