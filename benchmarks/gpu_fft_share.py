@@ -28,8 +28,7 @@ from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lower
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.pushes import Signal, Start, started
-from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import ON_GPUS
+from shardmath.operators.fft.strategy import ON_GPUS, choose
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_steps import Memories
 from shardmath.program.rank_program import packed

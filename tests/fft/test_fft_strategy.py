@@ -25,8 +25,7 @@ from shardmath.operators.fft.operation import FFT_OF_ANY_KIND
 from shardmath.operators.fft.options import FFTDirection
 from shardmath.operators.fft.passes import cores_program
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import Exchange, Transform
+from shardmath.operators.fft.strategy import Exchange, Transform, choose
 from shardmath.program import blocks, steps
 from shardmath.program.blocks import Blocks
 from shardmath.program.panels import clip

@@ -9,15 +9,13 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
-from shardmath.operators.fft.chunking import chunking_for
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.push_stream import cluster_size, push_blocks
 from shardmath.operators.fft.pushes import Rows, tables
-from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import ON_GPUS
+from shardmath.operators.fft.stages import chunking_for, stages
+from shardmath.operators.fft.strategy import ON_GPUS, choose
 from shardmath.program.rank_program import packed
 
 LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}

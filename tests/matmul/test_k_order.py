@@ -7,7 +7,7 @@ import pytest
 
 from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
 from shardmath.geometry import Layout, Spans, moves
-from shardmath.operators.matmul.gpu.k_order import OWN, KOrder, OperandSteps
+from shardmath.operators.matmul.gpu.panel_schedule import OWN, KOrder, OperandSteps
 from shardmath.operators.matmul.gpu.panels import OperandPlan
 
 STEP, FIRST_BYTES = 4, 300.0

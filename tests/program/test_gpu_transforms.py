@@ -22,14 +22,13 @@ from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode
 from shardmath.local.plan_many import StridedArray, plan_many
-from shardmath.operators.fft.chunking import Chunking, first_parts
 from shardmath.operators.fft.local_steps import LocalFFT, local_steps, strided
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.pushes import Start, tables
-from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
+from shardmath.operators.fft.stages import Chunking, first_parts
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS, choose
 from shardmath.program.rank_program import RankProgram, View, packed
 from shardmath.program.steps import Fused, Memory
 

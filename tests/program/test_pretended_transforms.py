@@ -21,7 +21,7 @@ from few import few
 from hypothesis import given
 from pretended import pretended_gpu
 
-from shardmath.operators.fft import chunking
+from shardmath.operators.fft import stages
 
 BODIES = {
     body.__name__: body
@@ -35,14 +35,14 @@ BODIES = {
 def on_gpus(context, body, *args):
     """On several hosts all is delivered in parts, however small it is."""
     chunks = context.multi_host
-    usual, chunking._MULTI_HOST = chunking._MULTI_HOST, ((1, chunking.Chunking((1, 2), 2)),)
+    usual, stages._MULTI_HOST = stages._MULTI_HOST, ((1, stages.Chunking((1, 2), 2)),)
     context.barrier()
     try:
         with pretended_gpu(context, chunks=chunks):
             found = BODIES[body](context, *args)
             context.board.barrier("done")
     finally:
-        chunking._MULTI_HOST = usual
+        stages._MULTI_HOST = usual
     return found
 
 

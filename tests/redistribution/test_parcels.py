@@ -15,8 +15,7 @@ from copying import copy_boxes
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.program.panels import clip
 from shardmath.redistribution import TransferPlan, lowered
-from shardmath.redistribution.delivery import Delivery
-from shardmath.redistribution.parcels import Outbox, fetches, room_for
+from shardmath.redistribution.delivery import Delivery, Outbox, fetches, room_for
 
 SENTINEL = 0xA5
 

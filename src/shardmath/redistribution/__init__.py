@@ -6,8 +6,7 @@ memory; executors know no distribution.
 
 from shardmath.redistribution.bound_copies import Window
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.plan import Transfer, TransferPlan
-from shardmath.redistribution.sections import Sections
+from shardmath.redistribution.plan import Sections, Transfer, TransferPlan
 
 __all__ = [
     "Sections",

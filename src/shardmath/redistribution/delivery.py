@@ -4,23 +4,253 @@ A rank packs what its peers take into its outbox, and all ranks wait for each ot
 its own parcel from every outbox: from one on its own host where that lies, from any other by `get`
 into its room. One launch copies from there to where the elements belong; what stays on the rank
 goes there straight from the array before. The outbox may be written again once all ranks have met
-after that. A `Delivery` is pure; `fetch` puts the copies between hosts on a stream.
+after that. Parcels and a `Delivery` are pure; `fetch` puts the copies between hosts on a stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, product
+from math import prod
+from typing import TypeGuard
 
+from shardmath.arrays.spec import packed_strides
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
-from shardmath.geometry import Move
+from shardmath.geometry import Move, Run
+from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of, room_for
-from shardmath.redistribution.plan import Transfer
+from shardmath.redistribution.plan import Transfer, TransferPlan
 from shardmath.symmetric.heap import Location
 from shardmath.transport.base import DeviceBytes
+
+ALIGNMENT = 256  # bytes; of parcels, and of what is fetched
+
+_Taken = tuple[int, int, int, int]  # blocks, their length, the first's start, from one to the next
+Columns = tuple[tuple[_Taken, ...], ...]
+
+
+class Parcel(Immutable):
+    """Every combination of indices that `columns` take of each axis of a local array, in order.
+
+    It begins at byte `offset` of the outbox; `strides` are bytes. Both sides derive from the moves
+    what lies where in an outbox, so nothing needs to be told but where that begins. What one rank
+    takes of another is one parcel, hence one range of bytes; a parcel that several ranks take is
+    there once.
+
+        array of rank 0          its outbox             rank 2
+        [ . a a . a b b ]  pack  [ a a a | b b ]  get   [ a a a ]  unpack  ...
+    """
+
+    columns: Columns
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def packed(cls, offset: int, columns: Columns, itemsize: int, axes: Sequence[int]) -> Parcel:
+        """A parcel without gaps. `axes` are its axes, the slowest first."""
+        shape = tuple(sum(count * length for count, length, _, _ in taken) for taken in columns)
+        return cls(columns, shape, packed_strides(shape, itemsize, axes[::-1]), offset)
+
+    def boxed(self, move: Move) -> list[Move]:
+        """`move`, taken from the parcel in place of the array."""
+        columns = []
+        for run, column in zip(move.runs, self.columns, strict=True):
+            places = _places(column)[_taken(run)]
+            columns.append(
+                [
+                    Run(
+                        count,
+                        run.length,
+                        start,
+                        step,
+                        run.dst_start + first * run.dst_step,
+                        run.dst_step if count > 1 else 0,
+                    )
+                    for first, count, start, step in places
+                ]
+            )
+        return [replace(move, runs=runs) for runs in product(*columns)]
+
+    def span(self, moves: Iterable[Move]) -> tuple[int, int]:
+        """The bytes, from the parcel's start, between the first and the last that boxed moves read.
+
+        They are all that they read where the moves are cut along the slowest axis alone.
+        """
+        lows, highs = [], []
+        for move in moves:
+            ends = [(run.src_start, _last(run)) for run in move.runs]
+            steps = list(zip(ends, self.strides, strict=True))
+            lows.append(sum(first * stride for (first, _), stride in steps))
+            highs.append(sum(last * stride for (_, last), stride in steps))
+        return min(lows), max(highs) + min(self.strides, default=0)
+
+
+class Outbox(Immutable):
+    """Parcels that one rank packs for its peers, by rank, and the bytes of all."""
+
+    parcels: Mapping[int, Parcel]
+    itemsize: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, transfer: Transfer, src: int, axes: Sequence[int]) -> Outbox:
+        """The outbox of `src` for a transfer. `axes` are a parcel's, the slowest first.
+
+        What stays on the rank is not packed, and ranks that take the same have the same parcel. See
+        `parcel_of`, which finds one parcel without the others.
+        """
+        moves_to: dict[int, list[Move]] = {}
+        for move in transfer.out_of(src):
+            if move.dst != src and move.elements:
+                moves_to.setdefault(move.dst, []).append(move)
+        parcels: dict[int, Parcel] = {}
+        packed: dict[Hashable, Parcel] = {}
+        offset, itemsize = 0, transfer.itemsize
+        for dst, moves in sorted(moves_to.items()):
+            columns = _columns(moves)
+            part = transfer.dst.spans(dst) if _goes_by_part(transfer) else columns
+            if part not in packed:
+                packed[part] = Parcel.packed(offset, columns, itemsize, axes)
+                offset += up(prod(packed[part].shape) * itemsize, ALIGNMENT)
+            parcels[dst] = packed[part]
+        return cls(parcels, itemsize, offset)
+
+    def packing(self, strides: Sequence[int]) -> list[StridedCopy]:
+        """The copies from an array of these strides, in bytes, to the outbox."""
+        copies = []
+        for parcel in dict.fromkeys(self.parcels.values()):
+            for runs in product(*map(_into, parcel.columns)):
+                copy = lowered(Move(0, 0, runs), self.itemsize, strides, parcel.strides)
+                copies.append(replace(copy, dst_offset=copy.dst_offset + parcel.offset))
+        return copies
+
+
+def parcel_of(transfer: Transfer, src: int, dst: int, axes: Sequence[int]) -> Parcel:
+    """The parcel that `dst` takes of the outbox of `src`, without the moves to other ranks.
+
+    These are counted: of many ranks each would otherwise work out the moves of all.
+    """
+    if not _goes_by_part(transfer):
+        return Outbox.of(transfer, src, axes).parcels[dst]
+    offsets: dict[Hashable, int] = {}
+    end = 0
+    for peer, elements in transfer.parts_out_of(src):
+        part = transfer.dst.spans(peer)
+        if part not in offsets:
+            offsets[part] = end
+            end += up(elements * transfer.itemsize, ALIGNMENT)
+        if peer == dst:
+            break
+    columns = _columns([move for move in transfer.into(dst) if move.src == src])
+    return Parcel.packed(offsets[transfer.dst.spans(dst)], columns, transfer.itemsize, axes)
+
+
+def _goes_by_part(transfer: Transfer) -> TypeGuard[TransferPlan]:
+    """Whether ranks that own the same part after a transfer take the same of each rank."""
+    return isinstance(transfer, TransferPlan) and transfer.src.groups is not None
+
+
+class Fetch(Immutable):
+    """`nbytes` from `offset` of the outbox of rank `src`, to byte `at` of the room."""
+
+    src: int
+    offset: int
+    nbytes: int
+    at: int
+
+
+def fetches(
+    moves: Iterable[Move], parcel: Callable[[int], Parcel], far: Callable[[int], bool]
+) -> tuple[Fetch, ...]:
+    """The ranges that boxed moves read of the parcels of `far` ranks: one of each rank's."""
+    by_source: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.elements and move.src != move.dst and far(move.src):
+            by_source.setdefault(move.src, []).append(move)
+    ranges, end = [], 0
+    for src, taken in by_source.items():
+        source = parcel(src)
+        low, high = source.span(taken)
+        end += low % ALIGNMENT  # what can be copied in wide words can be so from the room
+        ranges.append(Fetch(src, source.offset + low, high - low, end))
+        end += up(high - low, ALIGNMENT)
+    return tuple(ranges)
+
+
+def room_for(ranges: Sequence[Fetch]) -> int:
+    """The bytes that these fetches need."""
+    return max((part.at + part.nbytes for part in ranges), default=0)
+
+
+def _taken(run: Run) -> _Taken:
+    return run.count, run.length, run.src_start, run.src_step
+
+
+def _last(run: Run) -> int:
+    return run.src_start + (run.count - 1) * run.src_step + run.length - 1
+
+
+def _columns(moves: Sequence[Move]) -> Columns:
+    axes = zip(*(move.runs for move in moves), strict=True)
+    return tuple(
+        tuple(sorted({_taken(run) for run in runs}, key=lambda taken: taken[2])) for runs in axes
+    )
+
+
+def _into(column: tuple[_Taken, ...]) -> list[Run]:
+    """The runs that put a column's indices side by side."""
+    return [
+        Run(count, length, start + first * step, step if count > 1 else 0, place, apart)
+        for (_, length, start, step), places in _places(column).items()
+        for first, count, place, apart in places
+    ]
+
+
+_Place = tuple[int, int, int, int]  # first block, how many, where they go, from one to the next
+
+
+@lru_cache(maxsize=1024)
+def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
+    """Where the blocks of each run of a column come to lie: all indices in their order."""
+    ends = [(start, start + (count - 1) * step + length) for count, length, start, step in column]
+    if all(one[1] <= two[0] for one, two in pairwise(ends)):
+        starts = accumulate((count * length for count, length, _, _ in column), initial=0)
+        return {
+            taken: [(0, taken[0], start, taken[1] if taken[0] > 1 else 0)]
+            for taken, start in zip(column, starts, strict=False)
+        }
+    blocks = sorted(  # the runs interleave
+        (start + number * step, length, taken)
+        for taken in column
+        for count, length, start, step in [taken]
+        for number in range(count)
+    )
+    places: dict[_Taken, list[int]] = {taken: [] for taken in column}
+    end = 0
+    for _, length, taken in blocks:
+        places[taken].append(end)
+        end += length
+    return {taken: _evenly(starts) for taken, starts in places.items()}
+
+
+def _evenly(places: Sequence[int]) -> list[_Place]:
+    """The places of blocks as few ranges in which they are evenly apart."""
+    ranges: list[_Place] = []
+    first = 0
+    while first < len(places):
+        last = first + 1
+        step = places[last] - places[first] if last < len(places) else 0
+        while last < len(places) and places[last] - places[last - 1] == step:
+            last += 1
+        count = last - first
+        ranges.append((first, count, places[first], step if count > 1 else 0))
+        first = last
+    return ranges
+
 
 _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 

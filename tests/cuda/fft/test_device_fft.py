@@ -178,11 +178,11 @@ def check_chunks(context, cases):
 
     import shardmath
     from shardmath.distribution import Slab
-    from shardmath.operators.fft import chunking
+    from shardmath.operators.fft import stages
 
     use(context)
-    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
-    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
+    small = tuple((n, stages.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    stages._ONE_EXCHANGE = stages._TWO_EXCHANGES = stages._MULTI_HOST = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -378,10 +378,10 @@ def test_the_memory_of_an_operand_is_its_own(gpus, size, args):
 
 def check_orders(context, name, where):
     """The host's body, of transforms in chunks, whose results peers write."""
-    from shardmath.operators.fft import chunking
+    from shardmath.operators.fft import stages
 
-    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
-    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
+    small = tuple((n, stages.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    stages._ONE_EXCHANGE = stages._TWO_EXCHANGES = stages._MULTI_HOST = small
     device = "cpu" if where == "cpu" else f"cuda:{context.device_id}"
     return check_allocated(context, "check_orders", name, device, (48, 48, 64))
 

@@ -18,8 +18,8 @@ def check_graphs_outlive_programs(context, back):
     import torch
 
     from shardmath.cuda.allocation import Constant
-    from shardmath.operators.fft import chunking
     from shardmath.operators.fft import gpus as fft_gpus
+    from shardmath.operators.fft import stages
     from shardmath.program import gpu_performing
 
     use(context)
@@ -36,7 +36,7 @@ def check_graphs_outlive_programs(context, back):
 
         def execute(first, out=None):
             for table in ("_ONE_EXCHANGE", "_TWO_EXCHANGES"):
-                patch.setattr(chunking, table, ((1, chunking.Chunking((1,) * first, 2, 1)),))
+                patch.setattr(stages, table, ((1, stages.Chunking((1,) * first, 2, 1)),))
             return transform.execute(out=out)
 
         with transform:

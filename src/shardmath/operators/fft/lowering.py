@@ -21,13 +21,6 @@ from typing import Any, Literal, NamedTuple
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Move, Run
 from shardmath.machine import OnHosts
-from shardmath.operators.fft.chunking import (
-    Chunking,
-    chunking_for,
-    first_parts,
-    second_parts,
-    split_axes,
-)
 from shardmath.operators.fft.local_steps import LocalStep, Scale, local_steps
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.pushes import (
@@ -40,7 +33,15 @@ from shardmath.operators.fft.pushes import (
     ready,
     started,
 )
-from shardmath.operators.fft.stages import Stage, stages
+from shardmath.operators.fft.stages import (
+    Chunking,
+    Stage,
+    chunking_for,
+    first_parts,
+    second_parts,
+    split_axes,
+    stages,
+)
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.program.hosts import delivered
 from shardmath.program.rank_program import USERS, Copy, RankProgram, View, packed

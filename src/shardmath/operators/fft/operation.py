@@ -23,8 +23,7 @@ from shardmath.operators.fft.problem import (
     kind_of,
     require_transformed,
 )
-from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS, choose
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Fused, Program, SplitArray
 

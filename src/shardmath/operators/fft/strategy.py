@@ -1,6 +1,6 @@
 """How an array is transformed: local transforms where axes are whole, and exchanges in between.
 
-A strategy is a list of steps between layouts, each with a predicted cost; `search` finds the
+A strategy is a list of steps between layouts, each with a predicted cost; `choose` finds the
 cheapest. Pure.
 
     slab X            transform y, z    exchange    transform x           exchange
@@ -10,13 +10,17 @@ cheapest. Pure.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
-from shardmath.geometry import Layout, bytes_received
+from shardmath.geometry import Layout, Spans, bytes_received
+from shardmath.local.fft import keeps_shape
 from shardmath.machine import CORES, Rates, h200
 from shardmath.operators.fft.problem import Problem
 
@@ -173,3 +177,190 @@ def _passes(axes: tuple[int, ...], ndim: int) -> int:
         else:
             runs.append([axis])
     return sum(1 if run[0] == 0 or run[-1] == ndim - 1 else 3 for run in runs)
+
+
+# -- the cheapest one ------------------------------------------------------------------------------
+
+_Node = tuple[int, frozenset[int], bool]  # see _Search
+
+
+def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
+    """The strategy with the smallest predicted time. Pure: every rank finds the same.
+
+    It is a shortest path from the operand's layout to the result's, over slabs, grids and these
+    two layouts, until every axis has been whole on all ranks once; each step costs its predicted
+    time. C2R is the path of R2C, reversed.
+    """
+    real = not keeps_shape(problem.kind)
+    if problem.kind == "C2R":
+        backwards = _Search(
+            problem.target, problem.source, problem.axes, real, model.mirrored()
+        ).run()
+        steps = tuple(step.reversed() for step in reversed(backwards))
+        return Strategy(problem, steps, model)
+    search = _Search(problem.source, problem.target, problem.axes, real, model)
+    return Strategy(problem, tuple(search.run()), model)
+
+
+class _Candidate(Immutable):
+    """A layout that the array may have between steps, before and after the real axis was halved.
+
+    None where there is no such layout: it splits the real axis, which is then not halved there.
+    """
+
+    before: Layout | None
+    after: Layout | None
+
+
+class _Search:
+    """Dijkstra's algorithm over (layout, axes that are done); ties go to what was found first.
+
+    A node is (number of a candidate, axes done, whether an exchange has led there); candidate 0 is
+    the source, 1 the target.
+    """
+
+    def __init__(
+        self,
+        source: Layout,
+        target: Layout,
+        axes: tuple[int, ...],
+        real: bool,
+        model: CostModel,
+    ) -> None:
+        self._model = model
+        self._axes = axes
+        self._real = axes[-1] if real else None
+        self._shapes = (source.global_shape, target.global_shape)
+        self._candidates = [
+            _Candidate(source, self._resized(source, self._shapes[1])),
+            _Candidate(self._resized(target, self._shapes[0]), target),
+            *self._intermediate(source.size),
+        ]
+
+    def run(self) -> list[Step]:
+        """The steps of the cheapest path from the source, nothing done, to the target, all done."""
+        everything = frozenset(self._axes)
+        order = itertools.count()  # breaks ties
+        queue: list[tuple[float, int, _Node, tuple[Step, ...]]]
+        queue = [(0.0, next(order), (0, frozenset(), False), ())]
+        visited = set()
+        while queue:
+            seconds, _, node, steps = heapq.heappop(queue)
+            number, done, _ = node
+            if number == 1 and done == everything:
+                return list(steps)
+            if node in visited:
+                continue
+            visited.add(node)
+            for neighbour, step in self._edges(node):
+                cost = seconds + self._seconds(step, done, not steps)
+                path = steps if step is None else (*steps, step)
+                heapq.heappush(queue, (cost, next(order), neighbour, path))
+        raise AssertionError("some candidate has each axis whole")
+
+    def _seconds(self, step: Step | None, done: frozenset[int], first: bool) -> float:
+        """Predicted in single precision for a step, when the axes `done` have been transformed."""
+        if step is None:
+            return 0.0
+        # On GPUs real elements count in full: transforms before an exchange hide it.
+        real = self._real is not None and self._real not in done and not self._model.whole_arrays
+        last = len(done) == len(self._axes)
+        return self._model.seconds(step, 4 if real else 8, first=first, last=last)
+
+    def _edges(self, node: _Node) -> Iterator[tuple[_Node, Step | None]]:
+        """The nodes after this one, and the steps that lead there; None where nothing moves."""
+        number, done, exchanged = node
+        here = self._layout(number, done)
+        assert here is not None, "a path leads only to layouts that exist"
+        ready = self._ready(here, done)
+        if ready:
+            halving = self._real is not None and self._real not in done
+            result = self._resized(here, self._shapes[1]) if halving else here
+            assert result is not None, "the real axis is whole"
+            yield (number, done | set(ready), False), Transform(ready, here, result)
+        if exchanged:
+            return
+        finished = len(done) == len(self._axes)
+        for other in [1] if finished else range(len(self._candidates)):
+            there = self._layout(other, done)
+            if other == number or there is None or not (finished or self._ready(there, done)):
+                continue
+            step = None if here.same_as(there) else Exchange(here, there)
+            yield (other, done, True), step
+
+    def _layout(self, number: int, done: frozenset[int]) -> Layout | None:
+        halved = self._real is None or self._real in done
+        return self._candidates[number].after if halved else self._candidates[number].before
+
+    def _ready(self, layout: Layout, done: frozenset[int]) -> tuple[int, ...]:
+        """The axes that can be transformed there, the real one first."""
+        whole = {axis for axis in self._axes if axis not in done and _is_whole(layout, axis)}
+        if self._real is not None and self._real not in done:
+            if self._real not in whole:
+                return ()
+            return (self._real, *sorted(whole - {self._real}, reverse=True))
+        return tuple(sorted(whole, reverse=True))
+
+    def _resized(self, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+        """`layout` of an array of `shape`, other along the real axis; None if it splits that."""
+        if self._real is None:
+            return layout
+        if not _is_whole(layout, self._real):
+            return None
+        axis, extent = self._real, layout.global_shape[self._real]
+        whole = Spans.interval(0, shape[axis])
+        columns = [layout.column(number) for number in range(layout.ndim)]
+        columns[axis] = tuple(
+            whole if spans.length == extent else Spans.interval(0, 0) for spans in columns[axis]
+        )
+        return Layout.product(shape, columns, size=layout.size)
+
+    def _intermediate(self, size: int) -> Iterator[_Candidate]:
+        """Each slab, each grid where slabs leave ranks idle, and one rank alone if no slab has the
+        axis whole.
+        """
+        ndim = len(self._shapes[0])
+        splits: list[dict[int, int]] = [{axis: size} for axis in range(ndim)]
+        long_enough = [axis for axis in range(ndim) if min(s[axis] for s in self._shapes) >= size]
+        if len(long_enough) < 2:
+            splits += [
+                {one: p, two: size // p}
+                for one, two in itertools.combinations(range(ndim), 2)
+                for p in range(2, size)
+                if size % p == 0
+            ]
+        if ndim == 1:
+            splits.append({})
+        for split in splits:
+            before, after = (
+                Layout.product(shape, _columns(shape, split, size), size=size)
+                for shape in self._shapes
+            )
+            yield _Candidate(before, after)
+
+
+def _columns(
+    shape: tuple[int, ...], split: dict[int, int], size: int
+) -> list[tuple[Spans, ...] | None]:
+    """The columns of a layout whose axes are split into so many even parts; no split gives rank 0
+    everything.
+    """
+    columns: list[tuple[Spans, ...] | None] = [None] * len(shape)
+    if not split:
+        columns[0] = tuple(Spans.interval(0, shape[0] if rank == 0 else 0) for rank in range(size))
+    step = size
+    for axis, parts in split.items():
+        step //= parts
+        columns[axis] = tuple(
+            Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
+        )
+    return columns
+
+
+def _is_whole(layout: Layout, axis: int) -> bool:
+    """Whether every rank that holds anything holds all of `axis`."""
+    extent = layout.global_shape[axis]
+    return all(
+        part[axis].length == extent or any(spans.length == 0 for spans in part)
+        for part in layout.parts
+    )

@@ -1,6 +1,6 @@
 """Panel GEMM: one persistent kernel multiplies while copy engines prefetch operands into panels.
 
-The order of tiles is `panel_schedule`'s, the order along k is `k_order`'s.
+The order of tiles and the order along k are `panel_schedule`'s.
 
     copy stream      fetch, write progress, fetch, write progress, ...    copy engines, no kernel
     product's stream [ persistent kernel: wait for progress, load, multiply ]
@@ -34,13 +34,14 @@ from shardmath.local.gpu import Matrix
 from shardmath.machine import H200
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
-from shardmath.operators.matmul.gpu.k_order import KOrder, OperandSteps
 from shardmath.operators.matmul.gpu.panel_schedule import (
     MOST_REGIONS,
     SUMS_BYTES,
     TILE_ROWS,
     TILINGS,
     Fetch,
+    KOrder,
+    OperandSteps,
     PanelSchedule,
     Tiles,
     Tiling,

@@ -2,7 +2,7 @@
 
 What this rank lacks of its operands is prefetched into panels while one persistent kernel computes
 all tiles. A tile waits for the rows and columns that it needs, step by step along k, in the order
-of `k_order`. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then
+of `KOrder`. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then
 rows and columns are fetched in parts that grow, as each unlocks more tiles than the last.
 
             columns 0     1   2       fetched            unlocks
@@ -10,18 +10,287 @@ rows and columns are fetched in parts that grow, as each unlocks more tiles than
          1  [    1     ][ 2 ][ 4 ]    rows 1             regions 1
          2  [    3     ][ 3 ][ 4 ]    columns 1, ...     regions 2, ...
 
-Pure: no address and no rank is known here.
+Pure: no address is known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod, sqrt
+
+import numpy as np
+import numpy.typing as npt
 
 from shardmath.arrays.dtypes import HALVES
 from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import BOX_BYTES
+from shardmath.geometry import Move, Run
+from shardmath.program.panels import clip
+
+OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
+_SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
+
+Integers = npt.NDArray[np.int64]
+
+
+class OperandSteps(Immutable, eq=False):
+    """One operand along k: by step, its source rank, and its offset along k in the source's array.
+
+    `reads_own`: the steps of `rank` itself are read in place. `width` is the panel's extent along
+    k. `panel_offsets[src]` is added to an index of a source's array to get that of the panel, and
+    `source_ends[src]` is the end of what is needed of that array; both are empty where the panel is
+    k itself.
+    """
+
+    axis: int  # of the operand, which is k
+    moves: tuple[Move, ...]
+    rank: int
+    reads_own: bool
+    width: int
+    panel_offsets: dict[int, int]
+    source_ends: dict[int, int]
+    sources: Integers
+    offsets: Integers
+
+    @classmethod
+    def local(cls, axis: int, extent: int, step: int) -> OperandSteps:
+        """An operand that is local: all of k, in its own order."""
+        offsets = np.arange(0, extent, step)
+        return cls(axis, (), -1, True, 0, {}, {}, np.full(len(offsets), _LOCAL), offsets)
+
+    @classmethod
+    def of(
+        cls,
+        moves: Sequence[Move],
+        rank: int,
+        *,
+        axis: int,
+        extent: int,
+        step: int,
+        loadable: bool,
+    ) -> OperandSteps:
+        """An operand that `moves` bring to `rank`; if `loadable`, its own is read in place."""
+        moves = tuple(move for move in moves if move.elements)
+        width = moves[0].shape[1 - axis] if moves else 0
+        found = _sources(moves, axis, extent, step)
+        if found is None:
+            offsets = np.arange(0, extent, step)
+            sources = np.full(len(offsets), _SEVERAL)
+            return cls(axis, moves, rank, False, extent, {}, {}, sources, offsets)
+        sources, offsets = found
+        reads_own = loadable and _is_dense([m for m in moves if m.src == rank], 1 - axis, width)
+        last = int(sources[-1])  # its end is the panel's: what is beyond it is read as zeros
+        panel_offsets, source_ends, at = {}, {}, 0
+        for src in sorted(set(sources.tolist()), key=lambda src: (src == last, src)):
+            runs = [move.runs[axis] for move in moves if move.src == src]
+            start, source_ends[src] = min(run.src_start for run in runs), max(map(_end, runs))
+            if not (reads_own and src == rank):
+                at = -(-at // step) * step
+                panel_offsets[src] = at - start
+                at += source_ends[src] - start
+        return cls(axis, moves, rank, reads_own, at, panel_offsets, source_ends, sources, offsets)
+
+    @property
+    def is_remote(self) -> npt.NDArray[np.bool_]:
+        """By step, whether something has to be fetched from a peer."""
+        return np.not_equal(self.sources, _LOCAL) & np.not_equal(self.sources, self.rank)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether steps have to be fetched in the order of k."""
+        return bool((self.sources == _SEVERAL).any())
+
+    def table(self, order: Integers) -> npt.NDArray[np.uint32]:
+        """The steps' offsets as the kernel reads them."""
+        offsets = self.offsets.copy()
+        for src, base in self.panel_offsets.items():
+            offsets[self.sources == src] += base
+        if self.reads_own:
+            mine = (self.sources == self.rank) | (self.sources == _LOCAL)
+            offsets[mine] |= OWN
+        return offsets[order].astype(np.uint32)
+
+    def gather_moves(self, chosen: Integers, across: tuple[int, int], step: int) -> list[Move]:
+        """The moves that bring the chosen steps of some rows or columns into the panel, of which
+        those are the first. What is read in place is left out.
+        """
+        if self.in_order:
+            lo, hi = int(chosen[0]) * step, (int(chosen[-1]) + 1) * step
+            cut = [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
+            whole = [_with_run(move, self.axis, _shifted(move.runs[self.axis], lo)) for move in cut]
+        else:
+            lines = {(move.src, move.runs[1 - self.axis]): move for move in self.moves}
+            whole = [
+                _with_run(move, self.axis, run)
+                for (src, _), move in lines.items()
+                if not (self.reads_own and src == self.rank)
+                for run in self._runs(src, chosen[self.sources[chosen] == src], step)
+            ]
+        return [part for move in whole for part in clip(move, 1 - self.axis, *across)]
+
+    def _runs(self, src: int, chosen: Integers, step: int) -> list[Run]:
+        """The chosen steps, all from `src`, from its array into the panel."""
+        if not len(chosen):
+            return []
+        starts, base, end = (
+            np.sort(self.offsets[chosen]),
+            self.panel_offsets[src],
+            self.source_ends[src],
+        )
+        cuts = np.flatnonzero(np.diff(starts) != step) + 1
+        firsts = starts[np.concatenate([[0], cuts])]
+        lasts = starts[np.concatenate([cuts, [len(starts)]]) - 1]
+        return _merged(
+            [
+                Run(1, min(last + step, end) - first, first, 0, first + base, 0)
+                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+            ]
+        )
+
+
+class KOrder(Immutable, eq=False):
+    """k in steps of `step` indices: the `order` in which they are multiplied, and the operands.
+
+    A step is what the kernel multiplies at once. Where each step of an operand comes from one rank,
+    the operand's panel holds its sources one after another, each in its own order, so that it is
+    fetched in long rows; what this rank has itself is read in place. Local steps, for which nothing
+    has to be fetched, are first; those for which both operands have to be fetched are last:
+
+        k in blocks    0 1 2 3 4 5 6 7      rank (0, 0) of a grid of 2 x 4
+        of A, from     0 1 2 3 0 1 2 3      its own: blocks 0 and 4
+        of B, from     0 1 0 1 0 1 0 1      its own: blocks 0, 2, 4 and 6
+        order          0 4 | 2 6 | 1 5 | 3 7
+
+    An operand with steps that have several sources is gathered in the order of k, and k keeps it.
+    """
+
+    step: int
+    order: Integers
+    operands: tuple[OperandSteps, OperandSteps]
+
+    @classmethod
+    def plan(
+        cls, operands: tuple[OperandSteps, OperandSteps], costs: tuple[float, float], step: int
+    ) -> KOrder:
+        """`costs[i]` is the cost of fetching one index of k of operand i, for the first wave."""
+        a, b = operands
+        count = len(a.offsets)
+        if a.in_order or b.in_order:
+            return cls(step, np.arange(count), operands)
+        cost = a.is_remote * costs[0] + b.is_remote * costs[1]
+        distances = [_ring_distance(one) for one in operands]
+        return cls(step, np.lexsort((np.arange(count), distances[1], distances[0], cost)), operands)
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return len(self.order)
+
+    def local_steps(self, operand: int) -> int:
+        """How many steps can be multiplied before anything of an operand has been fetched."""
+        is_remote = self.operands[operand].is_remote[self.order]
+        return int(np.argmax(is_remote)) if is_remote.any() else self.steps
+
+    def table(self) -> npt.NDArray[np.uint32]:
+        """The struct `Step` of panel_gemm.cuh for each step."""
+        return np.column_stack([one.table(self.order) for one in self.operands])
+
+    def gather_moves(
+        self, operand: int, first: int, last: int, across: tuple[int, int]
+    ) -> list[Move]:
+        """The moves from peers that bring steps `first` to `last` of the order of an operand."""
+        steps = self.operands[operand]
+        if first >= last:
+            return []
+        found = steps.gather_moves(self.order[first:last], across, self.step)
+        return [move for move in found if move.src != steps.rank]
+
+    def pieces(self, costs: tuple[float, float], first_bytes: float) -> list[tuple[int, int]]:
+        """Ranges of steps that are fetched together: the first of about so many bytes, each later
+        one of twice as many. Nothing is fetched for the steps before the first range.
+        """
+        a, b = self.operands
+        cost = (a.is_remote * costs[0] + b.is_remote * costs[1])[self.order] * self.step
+        received = np.concatenate([[0.0], np.cumsum(cost)])
+        at, found = min(self.local_steps(0), self.local_steps(1)), []
+        if at:
+            first_bytes *= 2  # it is fetched while those are multiplied
+        while at < self.steps:
+            end = int(np.searchsorted(received, received[at] + first_bytes, "left"))
+            end = min(max(end, at + 1), self.steps)
+            if received[-1] - received[end] < first_bytes / 2:
+                end = self.steps
+            found.append((at, end))
+            at, first_bytes = end, first_bytes * 2
+        return found
+
+
+def _sources(
+    moves: Sequence[Move], axis: int, extent: int, step: int
+) -> tuple[Integers, Integers] | None:
+    """By step, the rank it comes from and its index there; None where a step has several."""
+    source = np.full(extent, _LOCAL, np.int64)
+    place = np.zeros(extent, np.int64)
+    for src, run in {(move.src, move.runs[axis]) for move in moves}:
+        blocks = np.arange(run.count)[:, None], np.arange(run.length)[None]
+        index = (run.dst_start + blocks[0] * run.dst_step + blocks[1]).reshape(-1)
+        if (source[index] != _LOCAL).any():
+            return None
+        source[index] = src
+        place[index] = (run.src_start + blocks[0] * run.src_step + blocks[1]).reshape(-1)
+    inside = np.arange(1, extent) % step != 0
+    same = (source[1:] == source[:-1]) & (place[1:] == place[:-1] + 1)
+    if (source == _LOCAL).any() or not same[inside].all():
+        return None
+    return source[::step], place[::step]
+
+
+def _is_dense(mine: Sequence[Move], across: int, width: int) -> bool:
+    """Whether this rank's own array holds the whole other axis, from its first index on."""
+    if not mine or len({move.runs[across] for move in mine}) > 1:
+        return False
+    run = mine[0].runs[across]
+    return run.count == 1 and run.length == width and run.src_start == run.dst_start == 0
+
+
+def _ring_distance(steps: OperandSteps) -> Integers:
+    """By step, how far the source is behind this rank: no two ranks begin with the same peer."""
+    size = max(int(steps.sources.max()), steps.rank, 0) + 1
+    return (steps.sources - steps.rank) % size
+
+
+def _end(run: Run) -> int:
+    """Behind its last index in the source."""
+    return run.src_start + (run.count - 1) * run.src_step + run.length
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one block each, those of equal length at equal distances as one."""
+    found: list[Run] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last is not None and last.length == run.length:
+            distance = run.src_start - last.src_start - (last.count - 1) * last.src_step
+            if last.count == 1 or distance == last.src_step:
+                found[-1] = replace(
+                    last, count=last.count + 1, src_step=distance, dst_step=distance
+                )
+                continue
+        found.append(run)
+    return found
+
+
+def _with_run(move: Move, axis: int, run: Run) -> Move:
+    """`move` with another run along an axis."""
+    return replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
+
+
+def _shifted(run: Run, distance: int) -> Run:
+    """`run` into a place that is `distance` further along."""
+    return replace(run, dst_start=run.dst_start + distance)
+
 
 TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
