@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         save,
         standard_normal,
         to_dtensor,
+        to_jax,
         zeros,
     )
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
@@ -84,6 +85,7 @@ _HOME = {
     "spawn": "launch",
     "standard_normal": "distributed",
     "to_dtensor": "distributed",
+    "to_jax": "distributed",
     "zeros": "distributed",
 }
 _MODULES = (
@@ -140,6 +142,7 @@ __all__ = [
     "standard_normal",
     "symmetric_memory",
     "to_dtensor",
+    "to_jax",
     "zeros",
 ]
 

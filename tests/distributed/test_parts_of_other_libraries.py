@@ -1,4 +1,4 @@
-"""torch's DTensors as our arrays, and back, and JAX's as ours: the same parts, where they lie."""
+"""torch's DTensors as our arrays, and back, and JAX's: the same parts, where they lie."""
 
 from __future__ import annotations
 
@@ -109,14 +109,41 @@ def of_jax(context, port):
             agree(x.to(Slab.Y), a)
             data = given.addressable_shards[0].data
             assert x.local.ctypes.data == data.unsafe_buffer_pointer()
+            back = shardmath.to_jax(x, mesh)
+            assert back.sharding.is_equivalent_to(given.sharding, 2)
+            assert (np.asarray(back.addressable_shards[0].data) == x.local).all()
+            assert back.addressable_shards[0].data.unsafe_buffer_pointer() == x.local.ctypes.data
+        agree(shardmath.from_jax(jax.numpy.sin(shardmath.to_jax(x, mesh))), np.sin(a), close=True)
+        to_jax_of_any_part(mesh)
         torch = importlib.import_module("torch")
         given = made("x")
         tensor = shardmath.from_jax(given, torch).local
         assert tensor.data_ptr() == given.addressable_shards[0].data.unsafe_buffer_pointer()
+        back = shardmath.to_jax(shardmath.array(tensor, Slab.X), mesh)
+        assert back.sharding.is_equivalent_to(given.sharding, 2)
+        agree(shardmath.from_jax(back), a)
     alone = context.split(context.rank)
     with alone, pytest.raises(ValueError, match="the array is on processes"):
         shardmath.from_jax(made("x"))
     jax.distributed.shutdown()
+
+
+def to_jax_of_any_part(mesh):
+    """Parts that JAX copies, as they begin anywhere or lie otherwise, and what it refuses."""
+    a = np.arange(40, dtype="i4").reshape(8, 5)
+    for x in (
+        shardmath.from_global(a, Slab.X)[:, 1:],
+        shardmath.from_global(a, Slab.X)[:, ::2],
+        shardmath.from_global(a, Slab.X).T,
+        shardmath.from_global(a > 7, Replicated()),
+        shardmath.from_global(a[:0], Slab.X),
+        shardmath.from_global(a[0, 0], Replicated()),
+    ):
+        agree(shardmath.from_jax(shardmath.to_jax(x, mesh)), x.numpy())
+    with pytest.raises(ValueError, match=r"no sharding on a mesh of \{'x': 2\} is like"):
+        shardmath.to_jax(shardmath.ones(7, "f4", distribution=Slab.X), mesh)
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        shardmath.to_jax(shardmath.ones(8, distribution=Slab.X), mesh)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")

@@ -8,7 +8,7 @@ where they are found when they are used.
 from typing import Any
 
 from shardmath.distributed import fft, linalg, standard
-from shardmath.distributed.conversions import from_dtensor, from_jax, to_dtensor
+from shardmath.distributed.conversions import from_dtensor, from_jax, to_dtensor, to_jax
 from shardmath.distributed.creation import (
     arange,
     array,
@@ -181,6 +181,7 @@ __all__ = [
     "tensordot",
     "tile",
     "to_dtensor",
+    "to_jax",
     "tril",
     "triu",
     "unique_all",

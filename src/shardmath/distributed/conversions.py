@@ -1,11 +1,13 @@
-"""torch's `DTensor` to our arrays, and back, and `jax.Array` to ours: every rank's part stays.
+"""torch's `DTensor` and `jax.Array` to our arrays, and back: every rank's part stays.
 
 Neither library is imported for the user: whoever has an array of it, or a mesh, has done so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import distribution_of
+from shardmath.distributed.parts import module_of
 from shardmath.geometry import Layout, Spans
 
 
@@ -80,25 +83,79 @@ def from_jax(x: Any, package: ModuleType | None = None) -> DistributedArray:
     the same shard, and others do not, which no distribution describes.
     """
     context = require_context()
-    by_rank: dict[int, tuple[Spans, ...]] = {}
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-        if device.process_index in by_rank:
-            raise ValueError(f"process {device.process_index} has several shards: give it 1 device")
-        ranges = (along.indices(extent) for along, extent in zip(index, x.shape, strict=True))
-        by_rank[device.process_index] = tuple(Spans.interval(*ends[:2]) for ends in ranges)
-    own = [shard.device.process_index for shard in x.addressable_shards]
-    if sorted(by_rank) != list(range(context.size)) or own != [context.rank]:
-        raise ValueError(
-            f"the array is on processes {sorted(by_rank)}, of which this is {own}; the context has "
-            f"{context.size} ranks, and this is {context.rank}"
-        )
-    layout = Layout(tuple(x.shape), tuple(by_rank[rank] for rank in range(context.size)))
+    layout = _sharded(context, tuple(x.shape), x.sharding)
     distribution = distribution_of(layout, context.rank)
     if distribution is None:
         raise NotImplementedError(f"{x.sharding}: give every process a shard of its own, or all")
     part = x.addressable_shards[0].data
     local = np.asarray(part) if package is None else package.from_dlpack(part)
     return DistributedArray.of(local, distribution, layout, context)
+
+
+def to_jax(x: DistributedArray, mesh: Any) -> Any:
+    """The `jax.Array` on a mesh of JAX's whose shards are the parts of `x`. Local.
+
+        y = shardmath.to_jax(x, jax.sharding.Mesh(jax.devices(), ("rows",)))
+
+    The mesh has one device of each rank, which is a process of JAX's, by its number. Its sharding
+    follows from how `x` is split. The shard shares this rank's part where that is in C order and
+    begins at a multiple of 64 bytes, as JAX requires, and is else a copy; JAX takes it to be
+    constant, so write to `x` no more. Raises ValueError where no sharding is like that (JAX splits
+    an axis into even parts only), where the mesh has other devices, and for a type that JAX narrows
+    (float64, without jax_enable_x64).
+    """
+    jax = import_module("jax")
+    names, context = mesh.axis_names, x.context
+    where = mesh.devices.flat[0].platform
+    if (where == "cpu") != (x.device == "cpu"):
+        raise ValueError(f"the parts are on {x.device}, and the mesh is of devices of {where}")
+    for choice in product([None, *range(x.ndim)], repeat=len(names)):
+        along = [
+            tuple(name for name, axis in zip(names, choice, strict=True) if axis == number)
+            for number in range(x.ndim)
+        ]
+        counts = [math.prod(mesh.shape[name] for name in split) for split in along]
+        if any(extent % count for extent, count in zip(x.shape, counts, strict=True)):
+            continue
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*along))
+        if _sharded(context, x.shape, sharding) == x.layout:
+            break
+    else:
+        raise ValueError(
+            f"no sharding on a mesh of {dict(mesh.shape)} is like {x.layout}: bring the array to "
+            "even parts in the order of the ranks, such as those of Slab.X, or to Replicated()"
+        )
+    if x.library.name == "numpy":
+        shard = jax.device_put(x.local, mesh.local_devices[0], may_alias=True)
+    else:
+        is_torch = x.library.name == "torch"
+        in_order = (
+            x.local.contiguous() if is_torch else module_of(x.library).asarray(x.local, order="C")
+        )
+        shard = jax.dlpack.from_dlpack(in_order)
+    if shard.dtype.itemsize != x.local.dtype.itemsize:
+        raise ValueError(
+            f"JAX makes {shard.dtype} of {x.local.dtype}: call jax.config.update("
+            '"jax_enable_x64", True) first'
+        )
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard])
+
+
+def _sharded(context: DistributedContext, shape: tuple[int, ...], sharding: Any) -> Layout:
+    """The layout of an array of JAX's. Raises ValueError where processes are not the ranks."""
+    by_rank: dict[int, tuple[Spans, ...]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        if device.process_index in by_rank:
+            raise ValueError(f"process {device.process_index} has several shards: give it 1 device")
+        ranges = (along.indices(extent) for along, extent in zip(index, shape, strict=True))
+        by_rank[device.process_index] = tuple(Spans.interval(*ends[:2]) for ends in ranges)
+    own = [device.process_index for device in sharding.addressable_devices]
+    if sorted(by_rank) != list(range(context.size)) or own != [context.rank]:
+        raise ValueError(
+            f"the array is on processes {sorted(by_rank)}, of which this is {own}; the context has "
+            f"{context.size} ranks, and this is {context.rank}"
+        )
+    return Layout(shape, tuple(by_rank[rank] for rank in range(context.size)))
 
 
 def _layout(
