@@ -167,6 +167,41 @@ def test_least_squares_of_any_equations(contexts, cases):
     contexts.run(least_squares, calls, ranks=size)
 
 
+def nearly_of_low_rank(context, dtype):
+    """Of a matrix whose singular values fall, as good as the best but for a few per cent."""
+    rng = np.random.default_rng(7)
+    made = []
+    for m, n in ((90, 40), (40, 90), (1, 5), (5, 0)):
+        count = min(m, n)
+        u, v = (np.linalg.qr(rng.standard_normal((k, count)))[0] for k in (m, n))
+        a = ((u * 0.5 ** np.arange(count)) @ v.T * (1 + 0j)).astype(dtype)
+        rank = min(6, count)
+        with context:
+            x = shardmath.from_global(a, Slab.Y)
+            u, s, vh = shardmath.linalg.svd_lowrank(x, rank, seed=3)
+            assert (u.shape, s.shape, vh.shape) == ((m, rank), (rank,), (rank, n))
+            assert (u.distribution, vh.distribution) == (Slab.X, Slab.Y)
+            u, s, vh = u.numpy(), s.numpy(), vh.numpy()
+            require_orthonormal(u)
+            require_orthonormal(vh.conj().T)
+            np.testing.assert_allclose(s, 0.5 ** np.arange(rank), rtol=1e-3)
+            error = np.linalg.norm((u * s) @ vh - a)
+            assert error <= 1.02 * np.linalg.norm(0.5 ** np.arange(rank, count)) + bound(a)
+            if m * n:
+                made.append(u @ (s[:, None] * vh))
+    with context, pytest.raises(ValueError, match="rank 6 of a matrix of 5 x 8"):
+        shardmath.linalg.svd_lowrank(shardmath.ones((5, 8), distribution=Slab.X), 6)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_low_rank_is_the_same_on_any_number_of_ranks(contexts, dtype):
+    first = contexts.run(nearly_of_low_rank, dtype, ranks=1)[0]
+    for result in contexts.run(nearly_of_low_rank, dtype, ranks=3):
+        for one, other in zip(first, result, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4 if dtype == "complex64" else 1e-12)
+
+
 def the_same_bits(context):
     """Of repeated calls; and, but for rounding, of any number of ranks."""
     a = matrix((500, 200), "float64", "random")

@@ -86,7 +86,7 @@ def qr(a: Any, mode: str = "economic") -> Any:
     Raises on all ranks ValueError for elements that are not finite and for another mode,
     LinAlgError for less than two axes, NotImplementedError for arrays on GPUs.
     """
-    kind = _described("qr", [a], words=(mode,), modes=_MODES)
+    kind = described("qr", [a], words=(mode,), modes=_MODES)
     if a.ndim > 2:
         numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
         made = of_stacks("qr", [a], lambda x: _positive_qr(x, numpy_mode), kind)
@@ -101,7 +101,7 @@ def qr(a: Any, mode: str = "economic") -> Any:
     if complete and m > rank:
         whole = np.zeros((m, n), kind)
         whole[:rank] = parts.on_host(upper.local, upper.library)
-        upper = _replicated(a, whole)
+        upper = replicated(a, whole)
     if chosen == "r":
         return upper
     q = factors.q(complete=complete)
@@ -162,7 +162,7 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
     slabs of rows, of columns; the other and S are on every rank, as LAPACK's gesdd of the k x k
     triangle is: k is to be moderate. Raises as `qr`, and LinAlgError where it does not converge.
     """
-    kind = _described("svd", [a], words=(bool(full_matrices), bool(compute_uv)))
+    kind = described("svd", [a], words=(bool(full_matrices), bool(compute_uv)))
     if a.ndim > 2:
         made = of_stacks("svd", [a], lambda x: _svd(x, full_matrices, compute_uv), kind)
         return SVDResult(*made) if compute_uv else made[0]
@@ -173,7 +173,7 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
     r = _whole(a, factors, factors.r(), a.shape[1])
     of_r = together("svd", a, lambda: _svd(r, False, compute_uv))
     if not compute_uv:
-        return _replicated(a, of_r[0])
+        return replicated(a, of_r[0])
     u, s, vh = of_r
     if full_matrices:
         local = factors.q(complete=True)
@@ -181,7 +181,7 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
     else:
         local = factors.times(u)
     left = _of_rows(a, local, rows, local.shape[1])
-    return SVDResult(left, _replicated(a, s), _replicated(a, vh))
+    return SVDResult(left, replicated(a, s), replicated(a, vh))
 
 
 def svdvals(a: Any) -> Any:
@@ -213,7 +213,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     0; None is max(m, n) times the type's epsilon. x is on every rank if m >= n, otherwise split by
     rows as the columns of A are. Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
-    kind = _described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
+    kind = described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
     vector = b.ndim == 1
     if vector:
         b = b[:, None]
@@ -237,12 +237,12 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
         right = np.array(parts.on_host(part, b.library), kind, order="C")
         top, below = factors.adjoint_times(right)
         top = _whole(a, factors, top, count)
-        x = _replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
+        x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
         if kept.all() and m > n:
             squares = (below.real**2 + below.imag**2).sum(axis=0)
             squares = all_reduce(np.ascontiguousarray(squares), context=a.context)
     x = x[:, 0] if vector else x
-    return LstsqResult(x, _replicated(a, squares), int(kept.sum()), _replicated(a, s))
+    return LstsqResult(x, replicated(a, squares), int(kept.sum()), replicated(a, s))
 
 
 def _require_equations(a: Any, b: Any) -> None:
@@ -275,7 +275,7 @@ def eigvalsh(a: Any, UPLO: str = "L") -> Any:
 
 
 def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
-    kind = _described(name, [a], words=(triangle,), modes=("L", "U"), fit=require_square)
+    kind = described(name, [a], words=(triangle,), modes=("L", "U"), fit=require_square)
     wants_vectors = name == "eigh"
 
     def compute(x: HostArray) -> tuple[HostArray, ...]:
@@ -289,7 +289,7 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
     part = a.local if a.layout == whole else rearranged(a, whole)
     host = parts.on_host(part, a.library).astype(kind)
     values, *vectors = together(name, a, lambda: compute(host))
-    return _replicated(a, values), *(_cut(a, x) for x in vectors)
+    return replicated(a, values), *(_cut(a, x) for x in vectors)
 
 
 def _cut(a: Any, host: HostArray) -> Any:
@@ -310,7 +310,7 @@ def require_square(*arrays: Any) -> None:
         raise LinAlgError(f"the matrix is to be square, and is {shape[-2]} x {shape[-1]}")
 
 
-def _described(
+def described(
     name: str,
     arrays: Sequence[Any],
     *,
@@ -459,7 +459,7 @@ def _everywhere(x: Any) -> Any:
     return x.like(local, _EVERYWHERE, layout)
 
 
-def _replicated(a: Any, host: HostArray) -> Any:
+def replicated(a: Any, host: HostArray) -> Any:
     """The array that every rank has in `host`."""
     local = parts.on_device(np.asarray(host), a.library, a.library.spec(a.local).device)
     layout = Layout.replicated(np.shape(host), a.context.size)

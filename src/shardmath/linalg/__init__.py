@@ -4,7 +4,7 @@ Names are NumPy's and SciPy's. `advanced`, and `ComputeType`, its MatmulComputeT
 nvmath.distributed.linalg.
 """
 
-from shardmath.distributed import decompositions, norms
+from shardmath.distributed import decompositions, low_rank, norms
 from shardmath.distributed.given_parts import of_parts_too
 from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
@@ -18,6 +18,7 @@ norm = of_parts_too(norms.norm)
 pinv = of_parts_too(norms.pinv)
 qr = of_parts_too(decompositions.qr)
 svd = of_parts_too(decompositions.svd)
+svd_lowrank = of_parts_too(low_rank.svd_lowrank)
 svdvals = of_parts_too(decompositions.svdvals)
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "pinv",
     "qr",
     "svd",
+    "svd_lowrank",
     "svdvals",
 ]

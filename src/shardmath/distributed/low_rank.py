@@ -1,0 +1,77 @@
+"""Singular values of a matrix that is nearly of low rank, by products with a random matrix.
+
+    Y = A Omega ── QR ──► Q      Q Q^H A is near A: its columns span what A does most
+    Z = A^H Q   ── QR ──► Q      and back, so many iterations: small singular values fade
+    A^H Q ── svd ──► V, S, U'    U = Q U'
+
+Source: Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 53 (2011),
+algorithms 4.4 and 5.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardmath.arrays import dtypes
+from shardmath.base.collective_call import collective_call
+from shardmath.distributed import parts
+from shardmath.distributed.decompositions import SVDResult, described, qr, svd
+from shardmath.distributed.movement import within
+from shardmath.distributed.products import matmul
+from shardmath.distributed.random_numbers import standard_normal
+from shardmath.geometry import Slab
+from shardmath.geometry.integers import integer
+
+
+@collective_call
+def svd_lowrank(
+    a: Any, rank: int, oversampling: int = 10, iterations: int = 2, seed: int = 0
+) -> SVDResult:
+    """The largest `rank` singular values of a matrix, and their vectors, nearly. Collective.
+
+        u, s, vh = svd_lowrank(images, 20)
+
+    A is multiplied 2 + 2 `iterations` times by rank + `oversampling` columns: more of either make
+    the result better, where singular values fall slowly. U is split by rows as A is, or as
+    Slab.X, Vh by columns as Slab.Y; S is on every rank. The random numbers follow from `seed` and
+    the shape alone, so the result does not depend on the number of ranks, but for rounding.
+
+    Raises on all ranks ValueError for a rank above either extent, or numbers below 0; otherwise as
+    `svd`.
+    """
+
+    def require_numbers(x: Any) -> None:
+        if x.ndim != 2:
+            raise ValueError(f"svd_lowrank takes a matrix, not an array of shape {x.shape}")
+        integer(rank, "rank", least=0)
+        integer(oversampling, "oversampling", least=0)
+        integer(iterations, "iterations", least=0)
+        if rank > min(x.shape):
+            raise ValueError(f"rank {rank} of a matrix of {x.shape[0]} x {x.shape[1]}")
+
+    words = (rank, oversampling, iterations, seed)
+    kind = described("svd_lowrank", [a], words=words, fit=require_numbers)
+    a = a.astype(kind, copy=False)
+    (m, n), library = a.shape, a.library
+    count = min(rank + oversampling, m, n)
+    real = "float32" if kind.itemsize // (1 + (kind.kind == "c")) == 4 else "float64"
+    omega = within(
+        a.context,
+        lambda: standard_normal(
+            (n, count), seed=seed, distribution=Slab.X, dtype=real, package=parts.module_of(library)
+        ),
+    )
+    if dtypes.of(kind).kind == "c":
+        omega = omega.astype(kind)
+    q = qr(matmul(a, omega)).Q
+    for _ in range(iterations):
+        q = qr(matmul(a, qr(_adjoint_times(a, q)).Q)).Q
+    right, s, left = svd(_adjoint_times(a, q))
+    u = matmul(q, left.conj().T[:, :rank])
+    return SVDResult(u, s[:rank], right[:, :rank].conj().T)
+
+
+def _adjoint_times(a: Any, q: Any) -> Any:
+    """A^H Q, of which the few columns are conjugated, not A."""
+    conjugate: Any = matmul(a.T, q.conj())
+    return conjugate.conj()
