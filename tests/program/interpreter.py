@@ -18,6 +18,7 @@ from shardmath.local import epilog, float8
 from shardmath.local.fft import bound_transform
 from shardmath.local.rounding import round_into
 from shardmath.program.steps import (
+    Arrive,
     Axpby,
     Combine,
     Convert,
@@ -39,11 +40,12 @@ from shardmath.redistribution import Window
 __all__ = ["interpret"]
 
 
-def interpret(programs, arrays, order, numbers=None):
+def interpret(programs, arrays, order, numbers=None, *, late=False):
     """The results of all ranks, by rank and name.
 
     `programs` are all ranks', `arrays` their operands by name; `order` is a permutation of the
-    ranks, in which they run between synchronisations. `numbers` are those of each rank's call.
+    ranks, in which they run between synchronisations. `numbers` are those of each rank's call. What
+    a rank does after it has arrived is done before it synchronises, or, `late`, behind.
     """
     numbers = numbers or [{}] * len(arrays)
     buffers = [Buffers(own, told) for own, told in zip(arrays, numbers, strict=True)]
@@ -63,14 +65,19 @@ def interpret(programs, arrays, order, numbers=None):
                 own[name] = np.ndarray(shape, dtype, memory, order=made[name].order)
         for name, scratch in program.scratch.items():
             own[name] = np.full(own[scratch.like].shape, 77, to_numpy(scratch.dtype))
-    phases = [split_phases(program.steps) for program in programs]
+        for name in {*program.transposed} & {*program.results}:
+            own[name] = own[name].T
+    phases = [split_phases(program.steps, late) for program in programs]
     assert len({len(each) for each in phases}) == 1, "all ranks synchronise alike"
     for together in zip(*phases, strict=True):
         for rank in order:
             for step in together[rank]:
                 PERFORM[type(step)](step, rank, buffers)
     return [
-        {name: buffers[rank][name] for name in program.results}
+        {
+            name: buffers[rank][name].T if name in program.transposed else buffers[rank][name]
+            for name in program.results
+        }
         for rank, program in enumerate(programs)
     ]
 
@@ -83,15 +90,23 @@ class Buffers(dict):
         self.numbers = numbers
 
 
-def split_phases(steps):
-    """The steps between synchronisations."""
-    found = [[]]
+def split_phases(steps, late):
+    """The steps between synchronisations; `late`: those behind an arrival are of the next phase."""
+    phases, arrived = [[]], False
     for step in steps:
-        if isinstance(step, Synchronise):
-            found.append([])
+        if isinstance(step, Arrive):
+            assert not arrived, "once before each synchronisation"
+            arrived = True
+            if late:
+                phases.append([])
+        elif isinstance(step, Synchronise):
+            if not (late and arrived):
+                phases.append([])
+            arrived = False
         else:
-            found[-1].append(step)
-    return found
+            phases[-1].append(step)
+    assert not arrived, "and waits there"
+    return phases
 
 
 def move(step, rank, buffers):

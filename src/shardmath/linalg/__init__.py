@@ -4,8 +4,12 @@ Names are NumPy's and SciPy's. `advanced`, and `ComputeType`, its MatmulComputeT
 nvmath.distributed.linalg.
 """
 
+from numpy.linalg import LinAlgError
+
 from shardmath.distributed import decompositions, low_rank, norms
 from shardmath.distributed.given_parts import of_parts_too
+from shardmath.factorisations.api import cholesky, solve
+from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
 
@@ -23,7 +27,10 @@ svdvals = of_parts_too(decompositions.svdvals)
 
 __all__ = [
     "ComputeType",
+    "FactorisationOptions",
+    "LinAlgError",
     "advanced",
+    "cholesky",
     "cond",
     "eigh",
     "eigvalsh",
@@ -32,6 +39,7 @@ __all__ = [
     "norm",
     "pinv",
     "qr",
+    "solve",
     "svd",
     "svd_lowrank",
     "svdvals",

@@ -21,6 +21,8 @@ class Rates(Immutable):
     result: `packing` bytes of these per second, beside the time of its operations. A product with a
     vector copies nothing, nor does a GPU.
 
+    A factorisation has panels of `panel` columns where the matrix is large.
+
     `link` bytes per second come from peers, and an exchange costs `latency` seconds in
     synchronisation. Beside its bytes, a product spends `gathering` seconds where operands come from
     peers, and `finishing` seconds on each step after it: sums of several ranks, a result that
@@ -38,6 +40,7 @@ class Rates(Immutable):
     cached: float = 0.0
     cache: int = 0
     packing: float = math.inf
+    panel: int = 128
 
     def product(self, dtype: str) -> float:
         """Operations per second of a large matrix product of such elements."""

@@ -5,6 +5,7 @@ Binding a step works out addresses, checks and constants; what is bound is calle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,11 +55,18 @@ ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can 
 
 
 def fused(program: Program) -> Program:
-    """The program with moves that bring nothing but a factor of a product as parts of that."""
+    """The program with moves that bring nothing but factors of products as parts of these."""
+    products = [step for step in program.steps if isinstance(step, Multiply)]
+    factors = {name for product in products for name in (product.left, product.right)}
+    used = Counter(name for step in program.steps for name in buffers_of(step))
+    used.subtract(name for product in products for name in buffers_of(product))
     moved = {
         step.target: step
         for step in program.steps
-        if isinstance(step, Move) and _is_factor(step, program)
+        if isinstance(step, Move)
+        and step.target in factors
+        and used[step.target] == 1  # by the move
+        and _is_factor(step, program)
     }
     steps: list[Step] = []
     for index, step in enumerate(program.steps):
@@ -76,11 +84,9 @@ def fused(program: Program) -> Program:
 
 
 def _is_factor(move: Move, program: Program) -> bool:
-    """Whether a move brings a matrix, and nothing but products reads it."""
-    if not isinstance(move.transfer, TransferPlan) or len(move.transfer.dst.global_shape) != 2:
-        return False
-    readers = [x for x in program.steps if x is not move and move.target in vars(x).values()]
-    return move.target in program.workspace and all(isinstance(x, Multiply) for x in readers)
+    """Whether a move brings a matrix of the program's own."""
+    is_matrix = isinstance(move.transfer, TransferPlan) and move.transfer.dst.ndim == 2
+    return is_matrix and move.target in program.workspace
 
 
 def buffers_of(step: object) -> set[str]:
@@ -89,7 +95,9 @@ def buffers_of(step: object) -> set[str]:
         return {step}
     if isinstance(step, Step):
         step = tuple(vars(step).values())
-    return {name for part in step for name in buffers_of(part)} if type(step) is tuple else set()
+    return (
+        {name for part in step for name in buffers_of(part)} if isinstance(step, tuple) else set()
+    )
 
 
 def _rounds(sums: str, steps: Sequence[Step]) -> bool:
@@ -192,7 +200,7 @@ class Binding:
         factors: dict[Multiply, tuple[Factor, Factor]] | None = None,
     ) -> None:
         self._context = context
-        self._hosts = hosts
+        self._hosts = self.hosts = hosts
         self._offers = offers
         self._known = known
         self._factors = {} if factors is None else factors  # whose memory has an address here

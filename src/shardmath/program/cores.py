@@ -9,11 +9,11 @@ out between that exchange and the first byte.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,9 +48,11 @@ from shardmath.program.offers import (
 )
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.steps import (
+    Arrive,
     Combine,
     Convert,
     Move,
+    OwnStep,
     Program,
     SplitArray,
     Step,
@@ -71,6 +73,7 @@ _UNPREPARED = bytes(_TAG)
 _SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
+Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # what binds a step to buffers
 
 
 class HostArrays(Immutable):
@@ -153,6 +156,7 @@ class Cores:
     """
 
     repeat = None
+    performers: ClassVar[Mapping[type[OwnStep], Performing]] = {}  # of an operator's own steps
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -162,6 +166,7 @@ class Cores:
         self._workspace = Workspace(context) if kept else Workspace.of(context)
         self._halves = DoubleBuffer.of(context)
         self._barrier = partial(context.board.barrier, names.operation)
+        self._arrive = partial(context.board.arrive, names.operation)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
         self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
@@ -464,7 +469,7 @@ class Cores:
         It is not to be kept with large scratch, which it holds.
         """
         program = self._fused(plan)
-        made = _made(turn.prepared.library, turn.made)
+        made = _made(turn.prepared.library, turn.made, program.transposed)
         arrays = {**self._operands(turn, program), **made}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
         skip = numbers_bytes(self._names.numbers) + _TAG
@@ -512,7 +517,8 @@ class Cores:
         known = by_place.find(places)
         if known is not None:
             return known
-        arrays, steps = _made(library, made), self._fused(plan).steps
+        program = self._fused(plan)
+        arrays, steps = _made(library, made, program.transposed), program.steps
         binding = bound.binding.between({name: array_at(x) for name, x in arrays.items()})
         other = replace(bound, arrays={**bound.arrays, **arrays}, binding=binding)
         rebound: Calls = []
@@ -525,6 +531,10 @@ class Cores:
         step = self._fused(plan).steps[number]
         if isinstance(step, Synchronise):
             return [self._barrier]
+        if isinstance(step, Arrive):
+            return [self._arrive]
+        if isinstance(step, OwnStep):
+            return self.performers[type(step)](step, bound.binding.hosts)
         if isinstance(step, Move | Transform):
             return self._bind_pass(plan, number, bound.arrays, bound.offers, library)
         return bound.binding.bind(step)
@@ -558,6 +568,8 @@ class Cores:
     ) -> Blocks:
         target = program.workspace.get(step.target) or program.results[step.target]
         rank, order = self._context.rank, target.order
+        if step.target in program.transposed:
+            order = "C" if order == "F" else "F"
         if isinstance(step, Move):
             return Blocks(step.transfer, rank, order=order, itemsize=step.transfer.itemsize)
         itemsize = arrays[step.source].itemsize
@@ -611,9 +623,14 @@ def _pointers(library: Library, made: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple([library.pointer(x) for x in made.values()]) if made else ()
 
 
-def _made(library: Library, made: Mapping[str, Any]) -> dict[str, Operand]:
-    """Where new results lie, whose memory nothing that is bound keeps."""
-    return {name: _operand(library.host_view(x, writable=True), None) for name, x in made.items()}
+def _made(
+    library: Library, made: Mapping[str, Any], transposed: Collection[str]
+) -> dict[str, Operand]:
+    """Where new results lie, whose memory nothing that is bound keeps, as the steps see them."""
+    operands = {
+        name: _operand(library.host_view(x, writable=True), None) for name, x in made.items()
+    }
+    return operands | {name: operands[name].transposed() for name in transposed if name in made}
 
 
 def _homes(prepared: _Prepared) -> dict[str, Any]:

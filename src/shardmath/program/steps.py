@@ -42,6 +42,14 @@ class Synchronise(Immutable):
         return f"synchronise {', and '.join(reason.value for reason in self.reasons)}"
 
 
+class Arrive(Immutable, words="arrive"):
+    """This rank has come to the next `Synchronise`, where it waits later.
+
+    What it has done so far can be read where that ends on a peer. What it does until it gets there
+    itself need not have been done then: so peers begin what they wait for while it goes on.
+    """
+
+
 READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
 TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
@@ -236,6 +244,13 @@ class Fused(Immutable):
         return str(self.plan)
 
 
+class OwnStep(Immutable):
+    """The base of an operator's own steps, which change nothing but this rank's buffers.
+
+    What performs them on cores is in the operator's table: see `Cores.performers`.
+    """
+
+
 class Pack(Immutable, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
     """What peers take of `source`, copied into this rank's `outbox`."""
 
@@ -318,6 +333,7 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 
 Step = (
     Synchronise
+    | Arrive
     | Move
     | Multiply
     | Product
@@ -331,6 +347,7 @@ Step = (
     | Largest
     | Transform
     | Fused
+    | OwnStep
     | Pack
     | Get
     | Unpack
@@ -392,7 +409,7 @@ class Program(Immutable):
 
     `results` are the buffers that the call returns, by name: what a new one looks like, and what
     one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
-    `scratch` those that they may not. The operands in `transposed` are seen with their axes
+    `scratch` those that they may not. Operands and results in `transposed` are seen with their axes
     reversed. `equal` are the numbers of the call that all ranks must give alike. `in_place` names
     the operand whose memory a result takes, where it does. New results are of `library` where no
     operand says of which. `blocking`: the call returns when the results are there, also on GPUs.

@@ -396,6 +396,15 @@ class Board:
             self._fail_with(error)
             raise
 
+    def arrive(self, operation: str) -> None:
+        """Tell the peers that this rank has come to the next barrier, at which it waits later.
+
+        What it wrote before, a peer sees that is past that barrier. Local; `barrier` must follow.
+        Where this rank fails first, it takes that back: `fail`.
+        """
+        self.enter(operation)
+        self._rows.publish(_BARRIER, 2 * (self.barriers + 1))
+
     def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
 

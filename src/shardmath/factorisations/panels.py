@@ -1,0 +1,303 @@
+"""The columns of a square matrix, dealt to the ranks in blocks; programs that go panel by panel.
+
+    columns   0   1   2   3   4        rank 0 has 0, 2, 4, rank 1 has 1, 3; each all rows of these.
+    rank      0   1   0   1   0        What is below a diagonal block is its panel.
+
+One rank has a panel whole: it searches pivots and divides without a word to the others, and hands
+the result to all. That is what columns in one dimension are for; in two, a panel's ranks meet for
+each column. All ranks read each panel once, n^2/2 elements, where in two dimensions each reads
+parts of rows and of columns: for 2 ranks as much, for 8 three quarters.
+
+Look-ahead. The rank that has the next panel brings that up to date and factorises it first, and
+says that it has come (`Arrive`) before it does the rest; the others say so as soon as they have
+read the last. So a panel is there when those that need it have done all with the last:
+
+    owner of k+1   read k ─ subtract from k+1 ─ factorise k+1 ─ arrive ─ subtract from the rest ─┐
+    others         read k ─ arrive ─ subtract from the rest ───────────────────────────── read k+1
+
+Source: Dongarra, van de Geijn, Walker, "Scalability issues affecting the design of a dense linear
+algebra library", J. Parallel Distrib. Comput. 22 (1994); Kurzak, Dongarra, "Implementing linear
+algebra routines on multi-core processors with pipelining and a look ahead", PARA 2006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardmath.base.immutable import Immutable
+from shardmath.factorisations.problem import Problem
+from shardmath.factorisations.steps import (
+    GOOD,
+    NOT_FINITE_A,
+    NOT_FINITE_B,
+    CheckFinite,
+    Cut,
+    Fill,
+    Substitute,
+    Subtract,
+)
+from shardmath.geometry import Layout, Spans
+from shardmath.local.lapack import Op
+from shardmath.local.reduction import Reduction
+from shardmath.program.steps import (
+    READ,
+    TAKEN,
+    Arrive,
+    Combine,
+    LocalArray,
+    Move,
+    Program,
+    SplitArray,
+    Step,
+)
+from shardmath.redistribution import TransferPlan
+
+STATUS = "status"
+_NOTHING = Spans(0, 0, 0, 0)
+
+
+class Blocks(Immutable):
+    """Blocks of `width` of the n columns of an n x n matrix, dealt to `size` ranks in turn."""
+
+    n: int
+    width: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """The number of blocks; the last may be narrower."""
+        return -(-self.n // self.width)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """The first column of block `k`, and the one behind it; rows of its diagonal block, too."""
+        return k * self.width, min((k + 1) * self.width, self.n)
+
+    def owner(self, k: int) -> int:
+        """The rank that has block `k`."""
+        return k % self.size
+
+    def before(self, k: int, rank: int) -> int:
+        """How many columns `rank` has of blocks before `k`."""
+        owned = len(range(rank, min(k, self.count), self.size))
+        return min(owned * self.width, self.spans[rank].length)
+
+    def place(self, k: int) -> tuple[int, int]:
+        """Where the owner has block `k` among its columns."""
+        first = self.before(k, self.owner(k))
+        lo, hi = self.bounds(k)
+        return first, first + hi - lo
+
+    def owned(self, rank: int) -> range:
+        """The blocks of `rank`."""
+        return range(rank, self.count, self.size)
+
+    @property
+    def spans(self) -> list[Spans]:
+        """The columns of each rank."""
+        return [Spans.cyclic(self.n, self.width, self.size, rank) for rank in range(self.size)]
+
+    @property
+    def layout(self) -> Layout:
+        """Every rank has all rows of its columns."""
+        return Layout.product((self.n, self.n), [None, self.spans], size=self.size)
+
+    @property
+    def vector(self) -> Layout:
+        """A vector with an element for each column, where that column is."""
+        return Layout.product((self.n,), [self.spans], size=self.size)
+
+    def read(self, k: int, rows: tuple[int, int], readers: Sequence[bool]) -> Layout:
+        """These rows of block `k` on those ranks that read it."""
+        part = (Spans.interval(*rows), Spans.interval(*self.bounds(k)))
+        nothing = (_NOTHING, _NOTHING)
+        return Layout((self.n, self.n), tuple(part if reads else nothing for reads in readers))
+
+
+class PanelSteps:
+    """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`."""
+
+    def __init__(self, problem: Problem, width: int, rank: int) -> None:
+        self.problem, self.rank = problem, rank
+        size = problem.a.size
+        self.blocks = Blocks(problem.n, width, size)
+        one = Layout.replicated((1,), size)
+        self.steps: list[Step] = [READ, Fill(STATUS, GOOD)] if size > 1 else [Fill(STATUS, GOOD)]
+        self.workspace = {STATUS: SplitArray(one, "int64", "F")}
+        self._one = one
+        self.right = Cut("rhs", (0, 0), (0, 0))
+        self._readers = [False] * size  # which ranks have right-hand sides
+
+    def synchronise(self) -> None:
+        """Let every rank read what the others have written."""
+        if self.blocks.size > 1:
+            self.steps.append(READ)
+
+    # -- what is brought here, and results ---------------------------------------------------------
+
+    def bring_columns(self, source: Layout, *, check_finite: bool) -> None:
+        """The columns of this rank, of matrix "a"."""
+        problem, blocks = self.problem, self.blocks
+        self.workspace["columns"] = SplitArray(blocks.layout, problem.dtype, "F")
+        plan = TransferPlan(source, blocks.layout, problem.itemsize)
+        self.steps.append(Move(plan, "a", "columns"))
+        if check_finite:
+            self.steps.append(CheckFinite("columns", STATUS, NOT_FINITE_A))
+
+    def bring_right_sides(self, shape: tuple[int, ...]) -> None:
+        """Make room for right-hand sides of a shape, of which each rank has an even part."""
+        size = self.blocks.size
+        if len(shape) == 1:
+            layout = Layout.on_one_rank(shape, size, rank=0)
+        else:
+            layout = Layout.slab(shape, size, axis=1)
+        self.workspace["rhs"] = SplitArray(layout, self.problem.dtype, "F")
+        widths = [(*layout.local_shape(rank), 1)[1] for rank in range(size)]
+        heights = [layout.local_shape(rank)[0] for rank in range(size)]
+        self._readers = [bool(w and h) for w, h in zip(widths, heights, strict=True)]
+        self.right = Cut("rhs", (0, heights[self.rank]), (0, widths[self.rank]))
+
+    def move_right_sides(self, *, check_finite: bool) -> None:
+        """The right-hand sides "b" of this rank."""
+        b = self.problem.b
+        assert b is not None, "there are some"
+        self.bring_right_sides(b.global_shape)
+        plan = TransferPlan(b, self.workspace["rhs"].layout, self.problem.itemsize)
+        self.steps.append(Move(plan, "b", "rhs"))
+        if check_finite:
+            self.steps.append(CheckFinite("rhs", STATUS, NOT_FINITE_B))
+
+    def program(
+        self,
+        moves: Sequence[tuple[str, str, Layout]],
+        transposed: tuple[str, ...] = (),
+        vectors: dict[str, tuple[str, str]] | None = None,
+    ) -> Program:
+        """The whole program: at its end `moves` bring (buffer, result, layout) to the caller, and
+        `vectors`, by the result that every rank gets, (buffer, dtype). Arrays in `transposed` are
+        seen so: a layout is the transposed array's.
+        """
+        problem = self.problem
+        results: dict[str, SplitArray | LocalArray] = {}
+        self.synchronise()
+        for source, target, layout in moves:
+            held = self.workspace[source].layout
+            self.steps.append(Move(TransferPlan(held, layout, problem.itemsize), source, target))
+            results[target] = SplitArray(problem.result, problem.dtype, problem.order)
+        for target, (source, dtype) in (vectors or {}).items():
+            held = self.workspace[source].layout
+            whole = Layout.replicated(held.global_shape, held.size)
+            itemsize = 4 if dtype == "int32" else problem.itemsize
+            self.steps.append(Move(TransferPlan(held, whole, itemsize), source, target))
+            results[target] = LocalArray(held.global_shape, dtype)
+        least = Reduction.of("min", "int64")
+        self.steps.append(Combine(self._one, self._one, STATUS, "fault", reduction=least))
+        results["fault"] = LocalArray((1,), "int64")
+        if self.blocks.size > 1:
+            self.steps.append(TAKEN)
+        return Program(tuple(self.steps), results, self.workspace, transposed=transposed)
+
+    # -- panels ------------------------------------------------------------------------------------
+
+    def own(self, k: int, rows: tuple[int, int]) -> Cut:
+        """These rows of block `k`, on the rank that has it."""
+        return Cut("columns", rows, self.blocks.place(k))
+
+    def own_behind(self, k: int, rows: tuple[int, int]) -> Cut:
+        """These rows of all columns that this rank has of blocks behind `k`."""
+        width = self.blocks.spans[self.rank].length
+        return Cut("columns", rows, (self.blocks.before(k + 1, self.rank), width))
+
+    def bring_panel(self, k: int) -> Cut:
+        """Block `k` from its diagonal on, where this rank can read it: its own, or a copy."""
+        lo, _ = self.blocks.bounds(k)
+        rows = lo, self.blocks.n
+        mine = self.blocks.owner(k) == self.rank
+        copy = self._read(
+            f"panel {k}",
+            "columns",
+            self.blocks.layout,
+            k,
+            rows,
+            [rank != self.blocks.owner(k) for rank in range(self.blocks.size)],
+        )
+        return self.own(k, rows) if mine else copy
+
+    def _read(
+        self,
+        name: str,
+        source: str,
+        held: Layout,
+        k: int,
+        rows: tuple[int, int],
+        readers: Sequence[bool],
+    ) -> Cut:
+        """These rows of block `k` of a buffer, copied to those ranks that read them."""
+        lo, hi = self.blocks.bounds(k)
+        layout = self.blocks.read(k, rows, readers)
+        self.workspace[name] = SplitArray(layout, self.problem.dtype, "F", memory="panel")
+        self.steps.append(Move(TransferPlan(held, layout, self.problem.itemsize), source, name))
+        return Cut(name, (0, rows[1] - rows[0]), (0, hi - lo))
+
+    def arrive(self) -> None:
+        """Let the peers read the next panel while this rank does the rest with this one."""
+        if self.blocks.size > 1:
+            self.steps.append(Arrive())
+
+    # -- right-hand sides --------------------------------------------------------------------------
+
+    def substitute_by(self, panel: Cut, k: int, *, unit: bool) -> None:
+        """The unknowns of panel `k`, which begins with its diagonal block, of lower L X = B; those
+        below are left with what remains.
+        """
+        lo, hi = self.blocks.bounds(k)
+        if self.right.is_empty:
+            return
+        here, below = self.right.of_rows(lo, hi), self.right.of_rows(hi, self.blocks.n)
+        triangle, rest = panel.of_rows(0, hi - lo), panel.of_rows(hi - lo, self.blocks.n - lo)
+        self.steps += [
+            Substitute(triangle, here, True, "N", unit),
+            Subtract(below, rest, here),
+        ]
+
+    def substitute(
+        self,
+        source: str,
+        held: Layout,
+        *,
+        lower: bool,
+        op: Op = "N",
+        unit: bool = False,
+        notes: bool = False,
+    ) -> None:
+        """The solution of op(T) X = B in the place of B: T is a triangle of buffer `source`, which
+        is split as `held`. With `notes` a 0 on its diagonal is noted.
+
+        Each rank reads T once, block by block, and solves for its own right-hand sides.
+        """
+        blocks = self.blocks
+        numbers = range(blocks.count)
+        for k in numbers if lower == (op == "N") else reversed(numbers):
+            lo, hi = blocks.bounds(k)
+            rows = (lo, blocks.n) if lower else (0, hi)
+            mine = source == "columns" and blocks.owner(k) == self.rank
+            copies = [
+                reads and not (source == "columns" and blocks.owner(k) == rank)
+                for rank, reads in enumerate(self._readers)
+            ]
+            part = self._read(f"{op} {source} {lower} {k}", source, held, k, rows, copies)
+            if self.right.is_empty:
+                continue
+            if mine:
+                part = self.own(k, rows)
+            here = self.right.of_rows(lo, hi)
+            if lower:
+                triangle, beside = part.of_rows(0, hi - lo), part.of_rows(hi - lo, blocks.n - lo)
+                others = self.right.of_rows(hi, blocks.n)
+            else:
+                triangle, beside = part.of_rows(lo, hi), part.of_rows(0, lo)
+                others = self.right.of_rows(0, lo)
+            solve = Substitute(triangle, here, lower, op, unit, STATUS if notes else "", lo)
+            if op == "N":
+                self.steps += [solve, Subtract(others, beside, here)]
+            else:
+                self.steps += [Subtract(here, beside, others, (op, "N")), solve]

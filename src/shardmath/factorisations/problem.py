@@ -1,0 +1,204 @@
+"""What ranks compare before they factorise a matrix or solve with it, and what that means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any, Literal
+
+from shardmath.arrays import ArraySpec
+from shardmath.base.immutable import Immutable
+from shardmath.context.agreement import require_equal
+from shardmath.factorisations.cores import FactorisationsOnCores
+from shardmath.geometry import Distribution, Layout
+from shardmath.local import lapack
+from shardmath.machine import Machine
+from shardmath.operators.arguments import check_logger
+from shardmath.operators.layouts import bind_layout, infer_layout, result_order
+from shardmath.program.performing import Names
+from shardmath.program.steps import Program
+
+_LEAST_BLOCK = 16  # columns of a panel, where more would leave ranks without any
+_PANELS_OF_A_RANK = 4
+
+
+@dataclass(frozen=True)
+class FactorisationOptions:
+    """`logger` is told what each call plans; without one, a logger below "shardmath" is told of
+    each plan once. `block_size` is the number of columns of a panel, by default that of the
+    machine's table, or less where ranks would get less than four panels.
+
+    Raises TypeError where `logger` is not a logging.Logger, ValueError for a `block_size` that is
+    not a positive integer.
+    """
+
+    logger: Logger | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_logger(self.logger)
+        size = self.block_size
+        if size is not None and not (type(size) is int and size > 0):
+            raise ValueError(f"block_size is a positive integer or None, not {size!r}")
+
+
+class Problem(Immutable):
+    """What all ranks have agreed to do: to an n x n matrix `a`, and with `b` where there is one.
+
+    `result` is the layout of what is returned, `flags` the words beside distributions, and `block`
+    the number of columns that the caller wants of a panel, None where the machine's is to be taken.
+    """
+
+    a: Layout
+    b: Layout | None
+    result: Layout
+    dtype: str
+    itemsize: int
+    order: Literal["C", "F"]
+    flags: tuple[Any, ...]
+    block: int | None
+
+    @property
+    def n(self) -> int:
+        """The number of rows and columns of the matrix."""
+        return self.a.global_shape[0]
+
+    @property
+    def columns(self) -> int:
+        """The number of right-hand sides."""
+        if self.b is None:
+            return 0
+        return self.b.global_shape[1] if self.b.ndim == 2 else 1
+
+    def block_on(self, machine: Machine) -> int:
+        """The number of columns of a panel."""
+        share = self.n // (_PANELS_OF_A_RANK * self.a.size)
+        return self.block or min(machine.rates.panel, max(_LEAST_BLOCK, share))
+
+
+class Factorisation:
+    """The base of operations on a square matrix, which say what their programs are.
+
+    Words are the distributions of operands and of the result, and flags, whose meaning is the
+    operation's. The operands are a matrix, perhaps one with as many rows, whose shape is then the
+    result's, and perhaps `pivots`, which every rank has whole.
+    """
+
+    names: Names
+    options = FactorisationOptions
+    on_cores = FactorisationsOnCores
+
+    def describe(
+        self,
+        arrays: Mapping[str, ArraySpec | None],
+        words: tuple[Any, ...],
+        options: FactorisationOptions,
+    ) -> tuple[Any, ...]:
+        """(operands, distributions as they are encoded, flags, block size).
+
+        Raises NotImplementedError for arrays on GPUs, TypeError for another type than LAPACK's, and
+        for what is no distribution, ValueError for shapes, BackendUnavailable without SciPy.
+        """
+        given, flags = words
+        facts = []
+        for name in self.names.operands:
+            spec = arrays[name]
+            assert spec is not None, "required"
+            facts.append(_facts(self.names.operation, name, spec))
+        distributions = self._distributions(given)
+        lapack.require()
+        return tuple(facts), tuple(d.encode() for d in distributions), flags, options.block_size
+
+    def _distributions(self, given: Any) -> tuple[Distribution, ...]:
+        """Those of the operands that are split, and of the result."""
+        names = [name for name in self.names.operands if name != "pivots"]
+        every = given if isinstance(given, tuple) else (given,)
+        for one in every:
+            if not isinstance(one, Distribution):
+                raise TypeError(f"a distribution is Slab.X, a Box or the like, not {one!r}")
+        if len(every) == len(names):
+            every = (*every, every[-1])
+        if len(every) != len(names) + 1:
+            raise ValueError(
+                f"distributions are those of {', '.join(names)}, and of the result where that is "
+                f"another: not {len(every)}"
+            )
+        return every
+
+    def check(self, specs: Sequence[Any]) -> Problem:
+        """See Operation. Raises ValueError where descriptions do not fit."""
+        operands, encoded, flags, blocks = zip(*specs, strict=True)
+        by_name = dict(zip(self.names.operands, zip(*operands, strict=True), strict=True))
+        pivots = by_name.pop("pivots", None)
+        for index, what in enumerate(("library", "memory space", "dtype", "itemsize")):
+            both = {
+                name: require_equal(f"the {what} of {name}", [facts[index] for facts in of_ranks])
+                for name, of_ranks in by_name.items()
+            }
+            if len(set(both.values())) > 1:
+                said = " and ".join(f"{what} {fact} of {name}" for name, fact in both.items())
+                raise ValueError(f"{said}: convert one of them")
+        require_equal(f"the arguments of {self.names.operation}", flags)
+        require_equal("options.block_size", blocks)
+        layouts = []
+        for number, (name, of_ranks) in enumerate(by_name.items()):
+            require_equal(f"the ndim of {name}", [len(facts[4]) for facts in of_ranks])
+            shapes = [facts[4] for facts in of_ranks]
+            layouts.append(infer_layout(name, [one[number] for one in encoded], shapes))
+        a, b = layouts[0], layouts[1] if len(layouts) > 1 else None
+        n, columns = a.global_shape
+        if n != columns:
+            raise ValueError(f"{next(iter(by_name))} is {n} x {columns}, and not square")
+        if b is not None and b.global_shape[0] != n:
+            raise ValueError(f"a is {n} x {n}, and b has {b.global_shape[0]} rows")
+        for rank, facts in enumerate(pivots or ()):
+            if facts[4] != (n,):
+                raise ValueError(f"rank {rank}: pivots have shape {facts[4]}, not {(n,)}")
+        like = a if b is None else b
+        result = bind_layout("the result", [one[-1] for one in encoded], like.global_shape)
+        order = result_order([facts[5] for facts in list(by_name.values())[-1]])
+        _, _, dtype, itemsize, *_ = operands[0][0]
+        return Problem(a, b, result, dtype, itemsize, order, flags[0], blocks[0])
+
+    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
+        """See Operation."""
+        raise NotImplementedError
+
+    def explain(self, problem: Problem, machine: Machine) -> str:
+        """What is done, on how many panels, and the first steps of rank 0."""
+        n, size, block = problem.n, problem.a.size, problem.block_on(machine)
+        lines = [
+            f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
+            f"{-(-n // block)} panels of {block} columns, dealt to the ranks in turn"
+        ]
+        if problem.b is not None:
+            lines[0] += f"; {problem.columns} right-hand sides, split evenly"
+        steps = list(map(str, self.program(problem, machine, 0).steps))
+        lines += [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
+        if len(steps) > _SHOWN:
+            lines.append(f"  and so on: {len(steps)} steps of rank 0")
+        return "\n".join(lines)
+
+
+_SHOWN = 40  # steps, in an explanation
+
+
+def _facts(operation: str, name: str, spec: ArraySpec) -> tuple[Any, ...]:
+    """What ranks compare of an operand. Raises what is wrong with it."""
+    if spec.space != "cpu":
+        raise NotImplementedError(
+            f"{operation} computes on cores, and {name} is on {spec.device}: copy the part to host "
+            'memory, and call it in a context of cores, initialize("cpu")'
+        )
+    if name == "pivots":
+        if spec.dtype != "int32":
+            raise TypeError(f"pivots are int32, as lu_factor returns them, not {spec.dtype}")
+    elif spec.dtype not in lapack.DTYPES:
+        raise TypeError(
+            f"{operation} is of {', '.join(lapack.DTYPES)}, and {name} has {spec.dtype}: convert it"
+        )
+    axes = (2,) if name in ("a", "lu") else (1,) if name == "pivots" else (1, 2)
+    if spec.ndim not in axes:
+        raise ValueError(f"{name} has {' or '.join(map(str, axes))} axes, not shape {spec.shape}")
+    return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)

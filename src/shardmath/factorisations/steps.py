@@ -1,0 +1,148 @@
+"""Steps of factorisations: what one rank does with blocks of its matrices. Pure data.
+
+A factorisation goes on with the numbers it has after one is found that it cannot use; what was
+wrong first is in `status`, which all ranks combine at the end by the least.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardmath.local.lapack import Op
+from shardmath.program.steps import OwnStep
+
+# Of a `status`: numbers from 1 say which minor or pivot is the first of its kind.
+NOT_FINITE_B, NOT_FINITE_A, GOOD = -2, -1, 1 << 62
+
+
+class Cut(NamedTuple):
+    """The block of these rows and columns, each (from, to), of one rank's buffer."""
+
+    buffer: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    def of_rows(self, lo: int, hi: int) -> Cut:
+        """Rows `lo` to `hi` of the block."""
+        return self._replace(rows=(self.rows[0] + lo, self.rows[0] + hi))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements."""
+        return not (self.rows[0] < self.rows[1] and self.columns[0] < self.columns[1])
+
+    def __str__(self) -> str:
+        (top, bottom), (left, right) = self.rows, self.columns
+        return f"{self.buffer}[{top}:{bottom}, {left}:{right}]"
+
+
+class Fill(OwnStep, words="fill {target} with {number}"):
+    """Every element of a buffer becomes a number."""
+
+    target: str
+    number: int
+
+
+class CheckFinite(OwnStep, words="look for NaN and infinity in {source}"):
+    """`status` becomes `code`, if that is less, where an element of `source` is NaN or infinite."""
+
+    source: str
+    status: str
+    code: int
+
+
+class Conjugate(OwnStep, words="conjugate {target}"):
+    """Every element of a buffer becomes its complex conjugate."""
+
+    target: str
+
+
+class SetIdentity(OwnStep, words="fill {target} with the identity from column {first} on"):
+    """A buffer becomes columns of the identity, from column `first` of it on."""
+
+    target: str
+    first: int
+
+
+class KeepLower(OwnStep, words="keep the lower triangle of {columns}"):
+    """What is above the diagonal becomes 0 in `columns`, whose diagonal begins in row `first`."""
+
+    columns: Cut
+    first: int
+
+
+class CopyDiagonal(OwnStep, words="copy the diagonal of {block} to {target}"):
+    """Elements of a diagonal block to elements (from, to) of a vector."""
+
+    block: Cut
+    target: str
+    place: tuple[int, int]
+
+
+class FactoriseCholesky(OwnStep, words="factorise {diagonal}, and {below} by it"):
+    """The Cholesky factor of a panel: of the block on the diagonal, whose first row is `first` of
+    the matrix, and of what is below.
+    """
+
+    diagonal: Cut
+    below: Cut
+    status: str
+    first: int
+
+
+class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows"):
+    """The LU factors of a panel, whose first row is `first` of the matrix. Rows of all of the panel
+    are candidates for a pivot; which were exchanged, `place` of `pivots` says, by their numbers in
+    the matrix.
+    """
+
+    panel: Cut
+    pivots: str
+    place: tuple[int, int]
+    status: str
+    first: int
+
+
+class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
+    """Exchanges of rows of `target`, whose first row is `first` of the matrix, that elements
+    `place` of `pivots` say; from the last to the first if `backward`.
+    """
+
+    pivots: str
+    place: tuple[int, int]
+    target: Cut
+    first: int
+    backward: bool = False
+
+
+class Substitute(OwnStep):
+    """`target` becomes op(triangle)^-1 target. Where the first 0 on the diagonal stands is noted in
+    `status`, if that is given: `first` is its first row in the matrix.
+    """
+
+    triangle: Cut
+    target: Cut
+    lower: bool
+    op: Op = "N"
+    unit: bool = False
+    status: str = ""
+    first: int = 0
+
+    def __str__(self) -> str:
+        return f"solve {self.target} by the {'lower' if self.lower else 'upper'} {self.triangle}"
+
+
+class Subtract(OwnStep):
+    """`target` minus op(left) op(right)."""
+
+    target: Cut
+    left: Cut
+    right: Cut
+    ops: tuple[Op, Op] = ("N", "N")
+
+    def __str__(self) -> str:
+        left, right = (
+            f"{cut}{'' if op == 'N' else '^' + op}"
+            for cut, op in zip((self.left, self.right), self.ops, strict=True)
+        )
+        return f"subtract {left} {right} from {self.target}"

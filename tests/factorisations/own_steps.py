@@ -1,0 +1,129 @@
+"""Steps of factorisations as NumPy and SciPy do them, for the interpreter of programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import scipy.linalg
+
+sys.path.append(str(Path(__file__).parent.parent / "program"))
+
+import interpreter
+
+from shardmath.factorisations import steps
+
+__all__ = ["interpreter"]
+
+
+def cut(own, part):
+    whole = own[part.buffer]
+    matrix = whole.reshape(-1, 1) if whole.ndim == 1 else whole
+    return matrix[slice(*part.rows), slice(*part.columns)]
+
+
+def op(matrix, letter):
+    return {"N": matrix, "T": matrix.T, "C": matrix.conj().T}[letter]
+
+
+def note(own, name, code):
+    own[name][0] = min(own[name][0], code)
+
+
+def fill(step, own):
+    own[step.target][...] = step.number
+
+
+def check_finite(step, own):
+    if not np.isfinite(own[step.source]).all():
+        note(own, step.status, step.code)
+
+
+def conjugate(step, own):
+    own[step.target][...] = own[step.target].conj()
+
+
+def set_identity(step, own):
+    n, width = own[step.target].shape
+    own[step.target][...] = np.eye(n)[:, step.first : step.first + width]
+
+
+def keep_lower(step, own):
+    part = cut(own, step.columns)
+    part[...] = np.tril(part, -step.first)
+
+
+def copy_diagonal(step, own):
+    own[step.target][slice(*step.place)] = cut(own, step.block).diagonal()
+
+
+def factorise_cholesky(step, own):
+    diagonal, below = cut(own, step.diagonal), cut(own, step.below)
+    lower = np.tril(diagonal)
+    whole = lower + np.tril(lower, -1).conj().T
+    for order in range(1, len(whole) + 1):
+        try:
+            factor = np.linalg.cholesky(whole[:order, :order])
+        except np.linalg.LinAlgError:
+            note(own, step.status, step.first + order)
+            return
+    diagonal[...] = np.tril(factor) + np.triu(diagonal, 1)
+    below[...] = np.linalg.solve(factor.conj(), below.T).T
+
+
+def factorise_lu(step, own):
+    panel = cut(own, step.panel)
+    factors, pivots = scipy.linalg.lu_factor(panel, check_finite=False)
+    panel[...] = factors
+    zeros = np.flatnonzero(factors.diagonal() == 0)
+    if len(zeros):
+        note(own, step.status, step.first + int(zeros[0]) + 1)
+    own[step.pivots][slice(*step.place)] = pivots + step.first
+
+
+def exchange_rows(step, own):
+    target = cut(own, step.target)
+    pivots = own[step.pivots][slice(*step.place)] - step.first
+    for row, other in list(enumerate(pivots))[:: -1 if step.backward else 1]:
+        target[[row, other]] = target[[other, row]]
+
+
+def substitute(step, own):
+    triangle, target = cut(own, step.triangle), cut(own, step.target)
+    matrix = np.tril(triangle) if step.lower else np.triu(triangle)
+    if step.unit:
+        np.fill_diagonal(matrix, 1)
+    elif step.status and (matrix.diagonal() == 0).any():
+        first = int(np.flatnonzero(matrix.diagonal() == 0)[0])
+        note(own, step.status, step.first + first + 1)
+        return
+    if target.size:
+        target[...] = np.linalg.solve(op(matrix, step.op), target)
+
+
+def subtract(step, own):
+    left, right = op(cut(own, step.left), step.ops[0]), op(cut(own, step.right), step.ops[1])
+    cut(own, step.target)[...] -= left @ right
+
+
+def performer(function):
+    return lambda step, rank, buffers: function(step, buffers[rank])
+
+
+interpreter.PERFORM |= {
+    kind: performer(function)
+    for kind, function in {
+        steps.Fill: fill,
+        steps.CheckFinite: check_finite,
+        steps.Conjugate: conjugate,
+        steps.SetIdentity: set_identity,
+        steps.KeepLower: keep_lower,
+        steps.CopyDiagonal: copy_diagonal,
+        steps.FactoriseCholesky: factorise_cholesky,
+        steps.FactoriseLU: factorise_lu,
+        steps.ExchangeRows: exchange_rows,
+        steps.Substitute: substitute,
+        steps.Subtract: subtract,
+    }.items()
+}

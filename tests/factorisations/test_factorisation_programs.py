@@ -1,0 +1,142 @@
+"""Programs of factorisations, every rank in one process: ranks run in any order between
+synchronisations, and what they do after they have arrived is done early or late.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matrices import is_small, positive, right_sides
+from own_steps import interpreter
+
+from arrangements import distributions, part_of
+from shardmath.arrays.libraries.numpy import NumPy
+from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.panels import Blocks
+from shardmath.factorisations.steps import GOOD, NOT_FINITE_A
+from shardmath.geometry import Slab, decode
+from shardmath.machine import Machine
+from shardmath.program.steps import Move
+
+FEW = settings(
+    max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+TYPES = st.sampled_from(["float64", "complex128"])
+
+
+def performed(operation, operands, split, flags, size, *, block, order, late=False):
+    """All ranks' results by name. `split`: encoded distributions by rank, of operands and result;
+    those of an operand that every rank has whole are None.
+    """
+    rows = [[decode(one[rank]) for one in split] for rank in range(size)]
+    parts = [
+        {
+            name: np.array(part_of(whole, given, rank, size))
+            for (name, whole), given in zip(operands.items(), rows[rank], strict=False)
+        }
+        for rank in range(size)
+    ]
+    specs = []
+    for rank in range(size):
+        arrays = {name: NumPy().spec(part) for name, part in parts[rank].items()}
+        arrays |= dict.fromkeys(operation.names.results)
+        words = tuple(rows[rank]), flags
+        specs.append(operation.describe(arrays, words, operation.options(block_size=block)))
+    problem = operation.check(specs)
+    machine = Machine("cpu", (0,) * size)
+    programs = [operation.program(problem, machine, rank) for rank in range(size)]
+    assert operation.explain(problem, machine)
+    return interpreter.interpret(programs, parts, order, late=late)
+
+
+@st.composite
+def calls(draw, shapes):
+    """Ranks, the size of a matrix, distributions, a block size, and an order of the ranks."""
+    size, n = draw(st.integers(1, 4)), draw(st.integers(0, 30))
+    columns = draw(st.sampled_from([None, 0, 1, 2, 5]))
+    right = (n,) if columns is None else (n, columns)
+    split = [draw(distributions({"a": (n, n), "b": right}[shape], size)) for shape in shapes]
+    words = {"block": draw(st.integers(1, 12)), "late": draw(st.booleans())}
+    return size, n, columns, split, words | {"order": draw(st.permutations(range(size)))}
+
+
+@FEW
+@given(call=calls("aa"), dtype=TYPES, lower=st.booleans())
+def test_cholesky(call, dtype, lower):
+    size, n, _, split, words = call
+    a = positive(n, dtype)
+    seen = np.tril(a) if lower else np.triu(a)  # the other triangle is not read
+    results = performed(CHOLESKY, {"a": seen}, split, (lower, True), size, **words)
+    want = np.linalg.cholesky(a) if n else a
+    want = want if lower else want.conj().T
+    for rank, made in enumerate(results):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert is_small(made["out"] - part, want, n=n, dtype=dtype, growth=100)
+        assert made["fault"].tolist() == [GOOD]
+
+
+@FEW
+@given(call=calls("abb"), dtype=TYPES, lower=st.booleans())
+def test_positive_definite_systems(call, dtype, lower):
+    size, n, columns, split, words = call
+    a, b = positive(n, dtype), right_sides(n, columns, dtype)
+    seen = np.tril(a) if lower else np.triu(a)
+    operands = {"a": seen, "b": b}
+    results = performed(SOLVE_POSITIVE_DEFINITE, operands, split, (lower, True), size, **words)
+    want = np.linalg.solve(a, b) if b.size else b
+    for rank, made in enumerate(results):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1000)
+
+
+@pytest.mark.parametrize("place", [0, 4, 5, 16])
+def test_the_first_minor_that_is_not_positive_is_named(place):
+    a = positive(17, "float64")
+    a[place, place] = -1
+    a[16, 16] = -1
+    slabs = [[Slab.X.encode()] * 3] * 2
+    results = performed(CHOLESKY, {"a": a}, slabs, (True, True), 3, block=4, order=[2, 0, 1])
+    assert [made["fault"].tolist() for made in results] == [[place + 1]] * 3
+    a[1, 1] = np.nan
+    results = performed(CHOLESKY, {"a": a}, slabs, (True, True), 3, block=4, order=[2, 0, 1])
+    assert [made["fault"].tolist() for made in results] == [[NOT_FINITE_A]] * 3
+
+
+@pytest.mark.parametrize(("n", "width", "size"), [(10, 3, 2), (7, 8, 3), (12, 2, 3), (0, 4, 2)])
+def test_blocks_are_where_the_layout_has_them(n, width, size):
+    blocks = Blocks(n, width, size)
+    for rank, spans in enumerate(blocks.spans):
+        columns = [column for lo, hi in spans.ranges() for column in range(lo, hi)]
+        for k in range(blocks.count):
+            lo, hi = blocks.bounds(k)
+            assert blocks.before(k, rank) == sum(column < lo for column in columns)
+            if blocks.owner(k) == rank:
+                assert columns[slice(*blocks.place(k))] == list(range(lo, hi))
+        assert list(blocks.owned(rank)) == [
+            k for k in range(blocks.count) if blocks.owner(k) == rank
+        ]
+
+
+def received(operation, n, size, block):
+    """The most elements that a rank receives in panels of an n x n matrix."""
+    slabs = [decode(Slab.Y.encode())] * 2
+    parts = [np.zeros(Slab.Y.shape(rank, (n, n), size=size)) for rank in range(size)]
+    specs = [
+        operation.describe({"a": NumPy().spec(part)} | dict.fromkeys(operation.names.results),
+                           (tuple(slabs), (True, True)), operation.options(block_size=block))
+        for part in parts
+    ]  # fmt: skip
+    program = operation.program(operation.check(specs), Machine("cpu", (0,) * size), 0)
+    moves = [x for x in program.steps if isinstance(x, Move) and x.target.startswith("panel")]
+    return max(sum(x.transfer.traffic[1][rank] for x in moves) // 8 for rank in range(size))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_receives_each_panel_of_others_once(size):
+    """Half of the matrix, but for what it has itself: in two dimensions each rank receives
+    n^2/2 (1/p + 1/q) of p x q ranks, which for 8 ranks is 3/4 of n^2/2.
+    """
+    n = 256
+    assert received(CHOLESKY, n, size, 8) <= 1.05 * n**2 / 2 * (size - 1) / size + 8 * n
