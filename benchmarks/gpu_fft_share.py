@@ -22,11 +22,10 @@ from shardmath.arrays import library_named
 from shardmath.cuda.graph import Graph
 from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
-from shardmath.operators.fft.gpus import TransformProgram
+from shardmath.operators.fft.gpus import PushStream, TransformProgram
 from shardmath.operators.fft.local_steps import LocalStep
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.pushes import Signal, Start, started
 from shardmath.operators.fft.strategy import ON_GPUS, choose
 from shardmath.operators.lanes import LANES, Lane

@@ -9,10 +9,10 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
+from shardmath.operators.fft.gpus import cluster_size, push_blocks
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.push_stream import cluster_size, push_blocks
 from shardmath.operators.fft.pushes import Rows, tables
 from shardmath.operators.fft.stages import chunking_for, stages
 from shardmath.operators.fft.strategy import ON_GPUS, choose

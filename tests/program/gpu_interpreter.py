@@ -12,7 +12,6 @@ import rank_interpreter
 from gpu_arithmetic import ALIGNMENT, address_of, move_bytes, view
 from rank_interpreter import Rank, interpret_ranks
 
-from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.rank_plan import lying
 from shardmath.operators.matmul.gpu.steps import (
@@ -24,6 +23,7 @@ from shardmath.operators.matmul.gpu.steps import (
     LayOut,
     Push,
 )
+from shardmath.program.arithmetic import round_into
 from shardmath.program.steps import Convert, Dequantize, Fused, Quantize, SumLines, plain
 
 __all__ = ["interpret_products", "program_of"]

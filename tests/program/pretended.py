@@ -23,12 +23,12 @@ from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.context.context import Context
 from shardmath.handles import device_array
-from shardmath.local.rounding import round_into
 from shardmath.operators.fft import gpus as fft_gpus
 from shardmath.operators.fft import lowering
 from shardmath.operators.fft.gpus import TransformProgram
 from shardmath.operators.fft.local_steps import LocalFFT, Scale
 from shardmath.program import gpu_performing, gpu_steps, gpus
+from shardmath.program.arithmetic import round_into
 from shardmath.redistribution import Window
 
 __all__ = ["pretended_gpu"]

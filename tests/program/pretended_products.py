@@ -25,10 +25,10 @@ from shardmath.geometry.integers import up
 from shardmath.handles.operand import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu import performing, product_program
 from shardmath.operators.matmul.gpu.product_program import ProductProgram
 from shardmath.program import gpu_performing, gpu_steps
+from shardmath.program.arithmetic import round_into
 from shardmath.program.gpu_performing import GPUPerformer
 from shardmath.program.gpu_steps import Memories
 from shardmath.program.steps import Await, Memory, On, Record, Synchronise
