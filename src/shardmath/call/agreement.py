@@ -10,7 +10,7 @@ and clear them together.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -34,7 +34,8 @@ _HEADER_BYTES = _MADE.size + _DIGEST_BYTES
 
 
 class HashedSpec:
-    """A spec that many calls send, encoded, and its digest, which they send once it is known.
+    """A spec, which says what a call is: equal values mean equal calls. It is sent encoded, and
+    once it is known by its digest.
 
     Raises TypeError when it is not plain data.
     """
@@ -50,31 +51,14 @@ class HashedSpec:
 class Described(Protocol):
     """What one rank says of its call, with whatever else it has found out for itself.
 
-    `spec` is plain hashable data (tuples, strings, numbers, None) of which equal values mean equal
-    calls, or a `HashedSpec` of such data. `note` is bytes that may differ from call to call, such
-    as where operands lie; `payload`, bytes that mostly do. `last` is what was agreed on in the last
-    such call, if any was.
+    `note` is bytes that may differ from call to call, such as where operands lie; `payload`, bytes
+    that mostly do. `last` is what was agreed on in the last such call, if any was.
     """
 
-    @property
-    def spec(self) -> Hashable | HashedSpec:
-        """See the class."""
-        ...
-
-    @property
-    def note(self) -> bytes:
-        """See the class."""
-        ...
-
-    @property
-    def payload(self) -> bytes:
-        """See the class."""
-        ...
-
-    @property
-    def last(self) -> Agreement[Any] | None:
-        """See the class."""
-        ...
+    spec: HashedSpec
+    note: bytes
+    payload: bytes
+    last: Agreement[Any] | None
 
 
 Own = TypeVar("Own", bound=Described)
@@ -117,9 +101,7 @@ def agree(
     board.enter(operation)
     try:
         own = describe(*arguments)
-        spec = own.spec
-        digest = spec.digest if isinstance(spec, HashedSpec) else plans.digest(operation, spec)
-        text = beginning(operation) + plans.made + digest + own.note
+        text = beginning(operation) + plans.made + own.spec.digest + own.note
     except Exception as error:
         mistake = error
     if mistake is not None:
@@ -131,16 +113,16 @@ def agree(
     expected = None if known is None else known.texts
     texts, payloads = board.exchange_raw(operation, text, own.payload, expected)
     if known is None or texts is not known.texts:
-        return own, concluded(context, operation, spec, texts, build), payloads
+        return own, concluded(context, operation, own.spec, texts, build), payloads
     if plans.find(known.key) is None:
-        return own, _agreed(context, plans, operation, spec, texts, build), payloads
+        return own, _agreed(context, plans, operation, own.spec, texts, build), payloads
     return own, known, payloads
 
 
 def concluded(
     context: Context,
     operation: str,
-    spec: Hashable | HashedSpec,
+    spec: HashedSpec,
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
@@ -156,7 +138,7 @@ def _agreed(
     context: Context,
     plans: Plans,
     operation: str,
-    spec: Hashable | HashedSpec,
+    spec: HashedSpec,
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
@@ -167,8 +149,7 @@ def _agreed(
     notes = [text[_HEADER_BYTES:] for text in messages]
     plan = plans.find(key)
     if plan is None:
-        own = spec.encoded if isinstance(spec, HashedSpec) else wire.encode(spec)
-        specs = context.board.exchange(operation, own)
+        specs = context.board.exchange(operation, spec.encoded)
         decoded = {spec: wire.decode(spec) for spec in set(specs)}
         built = checked(context.board, build, [decoded[spec] for spec in specs])
         plan = plans.keep(key, (built,))
@@ -187,7 +168,6 @@ class Plans:
         self._count = 0
         self.made = _MADE.pack(0)
         self.all: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
-        self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
         self.repeated: LRUCache[_Texts, Agreement[Any]] = LRUCache(_KEPT)
         self.find = self.all.find
 
@@ -195,13 +175,6 @@ class Plans:
     def of(cls, context: Context) -> Plans:
         """The plans of a context."""
         return context.cache(_NAME, cls)
-
-    def digest(self, operation: str, spec: Hashable) -> bytes:
-        """16 bytes that stand for `spec`. Raises TypeError when it is not plain hashable data."""
-        digest = self._digests.find((operation, spec))
-        if digest is None:
-            digest = self._digests.keep((operation, spec), HashedSpec(spec).digest)
-        return digest
 
     def compare(self, messages: Sequence[bytes]) -> None:
         """Forget all plans where ranks have made different numbers of them."""
