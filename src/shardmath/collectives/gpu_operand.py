@@ -30,6 +30,7 @@ from shardmath.collectives.operand import (
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import ReadyLaunch
+from shardmath.cuda.stream import capturing
 from shardmath.handles.allocation import allocate_on_all_ranks, array_on, require_live
 from shardmath.handles.device_array import require_separate
 from shardmath.local.reduction import Reduction
@@ -297,13 +298,19 @@ class DeviceOperand:
         return Flat(self, array, dtype, shape)
 
     def _shared_result(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
-        """Such memory on the heap, and where every rank's lies. Collective."""
+        """Such memory on the heap, and where every rank's lies. Collective.
+
+        If it is captured, it stays as long as the context: a graph writes it again after the last
+        user has dropped it.
+        """
         context = self.context
         memory = allocate_on_all_ranks(
             context,
             "collectives, result",
             lambda: (context.heap.allocate(count * dtype.itemsize), None),
         )
+        if capturing(self.stream):
+            context.keep_for_kernels(memory.buffer)
         array: Any = memory.buffer
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))

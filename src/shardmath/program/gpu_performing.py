@@ -482,16 +482,22 @@ class GPUPerformer(ABC):
     ) -> dict[str, Result]:
         """New results. The first is written to memory of the lane, and copied, where that is
         better, and there is nothing that writes `into` its place; to an array that has been made
-        for it, if there is one. Others begin as zeros.
+        for it, if there is one. Others begin as zeros. Those on the heap that are captured stay as
+        long as the lane: a graph writes them again after their last user has dropped them.
         """
         results: dict[str, Result] = {}
+        captured = streams.capturing(stream)
         for name, template in templates.items():
-            if name == self._names.results[0]:
-                block = None if streams.capturing(stream) else lane.room(template.carried)
+            is_first = name == self._names.results[0]
+            if is_first:
+                block = None if captured else lane.room(template.carried)
                 results[name] = template.through(block, made.get(name), into)
-                continue
-            result = results[name] = template.make()
-            if result.array.nbytes:
+            else:
+                results[name] = template.make()
+            result = results[name]
+            if captured and template.on_heap:
+                lane.keep(result.user)
+            if not is_first and result.array.nbytes:
                 lane.team.device.activate()  # a thread's first call may be one that comes again
                 call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
         return results

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import gc
 import random
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -91,3 +92,50 @@ def keep(context, name, count, large):
 @pytest.mark.parametrize("name", ["redistribution", "transform", "transform back", "product"])
 def test_results_are_right_however_long_they_are_kept(gpus, size, name, way):
     assert gpus.run(keep, name, *WAYS[way], ranks=size) == [[]] * size
+
+
+def capture(context, name):
+    """How many arrays on the heap a graph overwrites whose result was dropped after its capture."""
+    import torch
+
+    from shardmath.arrays import library_named
+    from shardmath.collectives import all_reduce
+    from shardmath.distribution import Slab, redistribute
+    from shardmath.fft import fft
+    from shardmath.handles.allocation import empty_on_heap
+    from shardmath.linalg.advanced import matmul
+
+    torch.cuda.set_device(context.device_id)
+    n, library = 1024, library_named("torch")
+    call = {
+        "redistribution": lambda: redistribute(x, Slab.X, Slab.Y),
+        "transform": lambda: fft(x, distribution=Slab.X),
+        "product": lambda: matmul(x, x, distributions=[Slab.X] * 3),
+        "sum": lambda: all_reduce(x),
+    }[name]
+    with context:
+        shape = (n // context.size, n)
+        x = empty_on_heap(context, library, shape, "complex64").fill_(1)
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+        shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
+        del result
+        gc.collect()
+        for _ in range(3):
+            context.barrier()
+        others = [empty_on_heap(context, library, shape, dtype).fill_(7) for _ in range(8)]
+        torch.cuda.synchronize()
+        context.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        context.barrier()
+        return sum(not bool((x == 7).all()) for x in others)
+
+
+@pytest.mark.parametrize("name", ["redistribution", "transform", "product", "sum"])
+def test_a_graph_writes_no_array_made_after_its_result_was_dropped(gpus, size, name):
+    assert gpus.run(capture, name, ranks=size) == [0] * size
