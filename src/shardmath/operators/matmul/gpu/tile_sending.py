@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Kernel
 from shardmath.cuda.tensormap import require_aligned
 from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
@@ -165,10 +166,16 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         )
         argument = self._argument(self._of_product, a, b, sums, pitch, copies)
         made.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
+        self._reduce_rest(rest, sums, pitch, copies, stream)
+
+    def _reduce_rest(
+        self, kernel: Kernel, sums: int, pitch: int, copies: bytes, stream: int
+    ) -> None:
+        """Put on `stream` what adds up all that is left, and ends the launch."""
         blocks = max(1, self.tile_order.tiles(self.team.rank) * _BLOCKS_OF_TILE)
         most = 2 * self.team.device.processors
         argument = self._argument(self._of_rest, sums, pitch, copies)
-        rest.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
+        kernel.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
 
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         """What tile_sums.cuh is compiled with."""
