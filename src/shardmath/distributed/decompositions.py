@@ -25,8 +25,9 @@ from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
 from shardmath.distributed.movement import end_explanation, rearranged, refuse
 from shardmath.distributed.state import Distributed
-from shardmath.factorisations.qr import QR, require_lapack
+from shardmath.factorisations.qr import QR
 from shardmath.geometry import Layout, Replicated, Slab, Spans
+from shardmath.local import lapack
 
 _EVERYWHERE = Replicated()
 _NUMPY: Any = np.linalg  # whose overloads are of fewer arguments than its functions take
@@ -332,7 +333,7 @@ def described(
             raise LinAlgError(f"{name} of an array of shape {first.shape}: it takes matrices")
         if fit is not None:
             fit(*arrays)
-        require_lapack()
+        lapack.require()
         kinds = []
         for x in arrays:
             spec = x.library.spec(x.local)

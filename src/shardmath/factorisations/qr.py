@@ -20,7 +20,6 @@ compact form I - V T V^H of Schreiber and Van Loan (1989).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -31,13 +30,12 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.collectives import all_gather, all_reduce, all_to_all
 from shardmath.context.context import DistributedContext
-from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import slices
+from shardmath.local import lapack
 
 # Wide enough for products at BLAS's speed, narrow enough for reflectors to take a few per cent.
 PANEL = 128
 _LEAF_BYTES = 2 << 20  # of a leaf: reflectors pass over it many times, so it is to stay in a cache
-_TILE = 512  # of an update, whose product is added where the cache still has it
 
 
 class Panel(NamedTuple):
@@ -204,7 +202,7 @@ class QR:
         own = order.index(self.context.rank)
         before = sum(heights[rank] for rank in order[:own])
         height = heights[self.context.rank]
-        part = np.ascontiguousarray(v[before : before + height])
+        part = np.asfortranarray(v[before : before + height])
         return [*stages, Stage((slice(start, start + height),), part, t, everywhere=True)], r
 
     def _apply(self, stage: Stage, c: HostArray, *, adjoint: bool, only_top: bool = False) -> None:
@@ -219,9 +217,7 @@ class QR:
         if everywhere:
             w = all_reduce(w, context=self.context)
         w = (t.conj().T if adjoint else t) @ w
-        for part in slices(len(x), _TILE):
-            for columns in slices(x.shape[1], _TILE):
-                x[part, columns] -= v[part] @ w[:, columns]
+        lapack.subtract_product(x.T, w.T, "N", v, "T")()
         if len(rows) > 1:
             ends = accumulate(part.stop - part.start for part in rows)
             for part, end in zip(rows, ends, strict=True):
@@ -236,10 +232,9 @@ class QR:
              for n in range(panel.width)]
             for rank in self._ranks
         ]  # fmt: skip
-        pieces = [c[rows] for _, rows in self._own()]
-        sent = np.concatenate([np.zeros((0, c.shape[1]), c.dtype), *pieces])
+        sent = c[: len(held[self.context.rank])]  # rows are given from the first on
         if size == 1:
-            return sent
+            return sent.copy()
         cut = np.searchsorted(held[self.context.rank], ends)
         counts = np.diff(cut).tolist()
         received = all_to_all(sent, send_counts=counts, context=self.context)
@@ -283,26 +278,21 @@ def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
 
 
 def reflected(a: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-    """V, T and R of a matrix: (I - V T V^H)^H a = [R; 0]. V has min(a.shape) columns."""
+    """V, T and R of a matrix: (I - V T V^H)^H a = [R; 0]. V has min(a.shape) columns, and is in
+    column-major order.
+    """
     count = min(a.shape)
     if not count:
         return np.zeros((len(a), 0), a.dtype), np.zeros((0, 0), a.dtype), a[:0]
     factors, t, _ = _geqrt(a.dtype.name)(count, a)
-    v = np.tril(factors[:, :count], -1)
-    np.fill_diagonal(v, 1)
-    return v, np.triu(t), np.triu(factors[:count])
-
-
-def require_lapack() -> None:
-    """Raise BackendUnavailable where SciPy is not installed, whose LAPACK factorises."""
-    if importlib.util.find_spec("scipy") is None:
-        raise BackendUnavailable(
-            "factorisations on cores use SciPy's LAPACK: pip install 'shardmath[linalg]'"
-        )
+    r, v = np.triu(factors[:count]), factors[:, :count]
+    v[:count] = np.tril(v[:count], -1)
+    np.einsum("ii->i", v[:count])[...] = 1
+    return v, np.triu(t), r
 
 
 @lru_cache(maxsize=8)
 def _geqrt(dtype: str) -> Any:
     """LAPACK's geqrt of a type: (columns of a block, A) -> (V and R in one, T, 0)."""
-    lapack: Any = importlib.import_module("scipy.linalg.lapack")
-    return lapack.get_lapack_funcs("geqrt", dtype=dtype)
+    wrapped: Any = importlib.import_module("scipy.linalg.lapack")
+    return wrapped.get_lapack_funcs("geqrt", dtype=dtype)
