@@ -15,6 +15,7 @@ import preloaded
 from huge_pages import use_huge_pages
 from loaded import find_libraries
 from ranks import Pool, with_context
+from shardmath.symmetric import waiting
 from shardmath.symmetric.waiting import WaitPolicy
 
 # The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
@@ -98,9 +99,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def share_cores(processes: int) -> None:
-    """Let ranks wait as they do where so many times as many are on this host: those of the tests
-    that run beside these compute while these do not spin.
+    """Let ranks wait as they do where so many times as many are on this host, and sleep soon: those
+    of the tests that run beside these compute while these neither spin nor look again and again.
     """
+    setattr(waiting, "_YIELDS", 10)  # noqa: B010
     alone = WaitPolicy.of
 
     def of(timeout: float, notice: float, local_ranks: int) -> WaitPolicy:

@@ -2,6 +2,7 @@
 
 So they are loaded once, and not by every rank of every program. Of shardmath a launcher loads what
 its program imports, before it forks the ranks, and nothing else: what is missing there is missed.
+Its bytecode alone is read once for all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import atexit
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -20,7 +22,9 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -30,7 +34,7 @@ __all__ = ["Prepared"]
 
 ROOT = Path(__file__).parent.parent.parent
 # The last is what the first step of an optimizer loads.
-LIBRARIES = ("PIL.Image", "scipy.fft", "sklearn.datasets", "torch", "torch._dynamo")
+LIBRARIES = ("PIL.Image", "ducc0", "scipy.fft", "sklearn.datasets", "torch", "torch._dynamo")
 
 
 class Prepared:
@@ -63,12 +67,15 @@ class Prepared:
 
 def serve() -> None:
     """Answer requests until there are no more. In a process that was forked for one, run that."""
+    gc.disable()  # what is loaded stays
     for library in LIBRARIES:
         importlib.import_module(library)
+    keep_bytecode("shardmath")
     importlib.import_module("threadpoolctl").threadpool_info()  # ranks know where libraries lie
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's operators are not taken apart by each rank that ends
     gc.freeze()
+    gc.enable()
     use_huge_pages()
     for line in sys.stdin:
         program, ranks, *streams = json.loads(line)
@@ -79,6 +86,25 @@ def serve() -> None:
             end(partial(run, program, ranks))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(status, flush=True)
+
+
+def keep_bytecode(package: str) -> None:
+    """Read that of a package's modules, which those that are forked execute when they import them.
+
+    To read it takes longer than to execute it.
+    """
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations is not None
+    read = SourceFileLoader.get_code
+    kept: dict[str, CodeType | None] = {}
+    for folder in spec.submodule_search_locations:
+        for path in map(str, Path(folder).rglob("*.py")):
+            kept[path] = read(SourceFileLoader(package, path), package)
+
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        return kept[loader.path] if loader.path in kept else read(loader, name)
+
+    setattr(SourceFileLoader, "get_code", get_code)  # noqa: B010
 
 
 def run(program: str, ranks: int | None) -> None:

@@ -6,6 +6,7 @@ finds them, then, if a library is named, with its communicator.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -60,6 +61,7 @@ def group(library: str) -> Any:
 
 
 def main() -> None:
+    gc.disable()  # which the import of torch would begin hundreds of times
     passed = []
     for library in ["environment", *sys.argv[1:]]:
         if library == "environment":
