@@ -31,7 +31,8 @@ from shardmath.program.performing import Arguments, Names
 T = TypeVar("T")
 
 _MODES = ("forbid", "warn", "allow")
-_explained: ContextVar[list[str] | None] = ContextVar("shardmath_explained", default=None)
+# The lines that a call adds to which is explained, and not made; None where calls are made.
+explanation: ContextVar[list[str] | None] = ContextVar("shardmathexplanation", default=None)
 _mode: ContextVar[str] = ContextVar("shardmath_communication", default="allow")
 
 
@@ -67,20 +68,20 @@ def explained(call: Callable[[], Any]) -> tuple[list[str], Any]:
     None where the rest shows only when it is made. Local.
     """
     lines: list[str] = []
-    before = _explained.set(lines)
+    before = explanation.set(lines)
     try:
         return lines, call()
     except Explained:
         return lines, None
     finally:
-        _explained.reset(before)
+        explanation.reset(before)
 
 
 def in_place_of(
     describe: Callable[[], str], x: Distributed, layout: Layout, dtype: Any = None
 ) -> Any:
     """Zeros for the part that an exchange would give, where a call is explained only; else None."""
-    lines = _explained.get()
+    lines = explanation.get()
     if lines is None:
         return None
     lines.append(describe())
@@ -90,7 +91,7 @@ def in_place_of(
 
 def end_explanation(describe: Callable[[], str]) -> None:
     """End the explanation of a call that is explained only: the rest shows when it is made."""
-    lines = _explained.get()
+    lines = explanation.get()
     if lines is not None:
         lines.append(describe())
         raise Explained
@@ -199,7 +200,7 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
     if layout == x.layout:
         return x.local
     if not stays(x.layout, layout):
-        if _explained.get() is None:
+        if explanation.get() is None:
             permit(lambda: f"{purpose}: {described(x, layout)}")
         return rearranged(x, layout, purpose=purpose)
     held, needed = x.layout.spans(x.context.rank), layout.spans(x.context.rank)

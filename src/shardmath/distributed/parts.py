@@ -215,10 +215,22 @@ def _type_kept(x: Any, name: str) -> Any:
     return x.long() if is_narrow else x.clone()
 
 
+_REDUCTIONS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+
+
 def reduced(
     x: Any, name: str, axes: tuple[int, ...], library: Library, words: dict[str, Any]
 ) -> Any:
     """`x` without `axes`: their "sum", "prod", "min", "max", "any" or "all"."""
+    if library.name == "numpy":  # what NumPy's functions call
+        return _REDUCTIONS[name].reduce(x, axis=axes if len(axes) != 1 else axes[0], **words)
     module = module_of(library)
     if library.name != "torch":
         return getattr(module, name)(x, axis=axes, **words)

@@ -24,7 +24,7 @@ from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
 from shardmath.distributed.manipulation import first_of, one_axis, permute_dims, reshape
-from shardmath.distributed.movement import brought, in_place_of
+from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
 from shardmath.operators.matmul import matmul as product_of_parts
@@ -38,11 +38,14 @@ def matmul(x: Any, y: Any) -> Distributed:
     an axis of the stack. Raises ValueError where the shapes do not fit, and NotImplementedError for
     integers that are in no stack.
     """
-    if type(x) is type(y) and x.context is y.context and x.local.dtype == y.local.dtype:
-        plan = _of_matrices(x.layout, x.distribution, y.layout, y.distribution, x.context.rank)
-        if plan is not None and dtypes.of(x.local.dtype).kind in "fc":
-            made: Distributed = _multiplied(x, y, plan)
-            return made
+    if type(x) is type(y) and isinstance(x, Distributed) and x.context is y.context:
+        a, b, rank = x.local, y.local, x.context.rank
+        plan = _of_matrices(
+            x.layout, x.distribution, y.layout, y.distribution, rank, a.dtype, b.dtype
+        )
+        if plan is not None and explanation.get() is None and current.get() is x.context:
+            local = product_of_parts(a, b, distributions=plan[2])
+            return x.like(local, plan[0], plan[1])
     first = x if isinstance(x, Distributed) else y
     x, y = whole(x, first), whole(y, first)
     if not (x.ndim and y.ndim):
@@ -133,9 +136,17 @@ Plan = tuple[Distribution, Layout, list[Distribution]]
 
 @lru_cache(maxsize=1024)
 def _of_matrices(
-    rows: Layout, like_a: Distribution, columns: Layout, like_b: Distribution, rank: int
+    rows: Layout,
+    like_a: Distribution,
+    columns: Layout,
+    like_b: Distribution,
+    rank: int,
+    type_a: Any,
+    type_b: Any,
 ) -> Plan | None:
     """How two matrices are multiplied whose product needs nothing but `matmul`; None: others."""
+    if type_a != type_b or dtypes.of(type_a).kind not in "fc":
+        return None
     is_plain = rows.ndim == columns.ndim == 2 and not (rows.is_replicated or columns.is_replicated)
     if not is_plain or rows.global_shape[1] != columns.global_shape[0]:
         return None
@@ -148,9 +159,9 @@ def _multiplied(a: Distributed, b: Distributed, plan: Plan, *c: Any, **words: An
     """The product by this package's `matmul`; with the outputs of an epilog, if there are any."""
     distribution, layout, distributions = plan
     locals_ = a.local, b.local, *c
-    local = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
-    if local is not None:
-        return a.like(local, distribution, layout)
+    if explanation.get() is not None:
+        zeros = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
+        return a.like(zeros, distribution, layout)
     if current.get() is a.context:
         local = product_of_parts(*locals_, distributions=distributions, **words)
     else:

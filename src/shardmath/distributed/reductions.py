@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays import DType, array_of, dtypes
+from shardmath.base import current
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts
 from shardmath.distributed.elementwise import needed_layout
@@ -30,7 +31,7 @@ from shardmath.distributed.layouts import (
     rearranged,
     selector,
 )
-from shardmath.distributed.movement import brought, in_place_of, refuse
+from shardmath.distributed.movement import brought, explanation, in_place_of, refuse
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated
 
@@ -191,7 +192,7 @@ def _count(x: Distributed, axes: Sequence[int]) -> int:
 def _reduced(
     x: Distributed, reduction: Reduction, axis: Axis, dtype: Any, keepdims: bool
 ) -> Distributed:
-    axes = checked_axes(x, axis)
+    axes = (axis,) if type(axis) is int and 0 <= axis < x.ndim else checked_axes(x, axis)
     if reduction.name in ("min", "max"):
         require_ordered(x, reduction.name)
         _require_elements(x, axes, reduction.name)
@@ -205,9 +206,11 @@ def _together(
     """The array of all ranks' partial results: combined where the axes are split."""
     kept, everywhere = _kept(x.layout, axes)
     if everywhere is not None:
-        zeros = _instead(x, part, everywhere)
-        whole = all_reduce(part, op=reduction.op, context=x.context) if zeros is None else zeros
-        made: Distributed | None = x.like(whole, _EVERYWHERE, everywhere)
+        made: Distributed | None
+        if explanation.get() is not None:
+            made = x.like(_instead(x, part, everywhere), _EVERYWHERE, everywhere)
+        else:
+            made = x.like(_of_all_ranks(x, part, reduction.op), _EVERYWHERE, everywhere)
     else:
         is_split = not set(axes).isdisjoint(x.layout.partitioned_axes)
         made = None if is_split else rearranged(x, part, kept)
@@ -221,6 +224,13 @@ def _together(
     result = rearranged(made, array_of(local), wide)
     assert result is not None, "new axes leave a distribution what it is"
     return result
+
+
+def _of_all_ranks(x: Distributed, part: Any, op: str) -> Any:
+    """`all_reduce`, by the call that is soonest recognised where it comes again."""
+    if op == "sum" and current.get() is x.context:
+        return all_reduce(part)
+    return all_reduce(part, op=op, context=x.context)
 
 
 def _combined(x: Distributed, part: Any, reduction: Reduction, kept: Sequence[int]) -> Distributed:

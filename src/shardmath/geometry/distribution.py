@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import field
+from functools import cached_property
 from typing import Any, Self, TypeVar
 
 from shardmath.base import current
@@ -50,6 +51,13 @@ class Distribution(Immutable, ABC):
     """
 
     binding: Binding | None = field(default=None, init=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._compared(self))
 
     @property
     @abstractmethod
