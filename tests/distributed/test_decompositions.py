@@ -13,6 +13,7 @@ from numpy.linalg import LinAlgError
 from split_arrays import examples, lists_of, placed, splits
 
 import shardmath
+from shardmath.distributed import decompositions
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
 
@@ -271,6 +272,23 @@ def refused(context):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_refused_is_refused_by_all_ranks(contexts, ranks):
     contexts.run(refused, ranks=ranks)
+
+
+def fails_on_one_rank(context):
+    def compute():
+        if context.rank == 1:
+            raise LinAlgError("it does not converge")
+        return (np.zeros(3),)
+
+    with context:
+        x = shardmath.ones((4, 4), distribution=Slab.X)
+        with pytest.raises(LinAlgError, match="rank 1: it does not converge"):
+            decompositions.together("svd", x, compute)
+        assert shardmath.linalg.svdvals(x).numpy()[0] == pytest.approx(4)
+
+
+def test_a_rank_that_fails_fails_on_all(contexts):
+    contexts.run(fails_on_one_rank, ranks=3)
 
 
 def of_parts(context):

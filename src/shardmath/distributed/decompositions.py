@@ -19,13 +19,13 @@ from numpy.linalg import LinAlgError
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.collectives import all_reduce, broadcast
+from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
 from shardmath.distributed.movement import end_explanation, rearranged, refuse
 from shardmath.distributed.state import Distributed
-from shardmath.factorisations.qr import QR
+from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Replicated, Slab, Spans
 from shardmath.local import lapack
 
@@ -337,10 +337,10 @@ def described(
         kinds = []
         for x in arrays:
             spec = x.library.spec(x.local)
-            if spec.space != "cpu":
+            if spec.space != "cpu" or x.context.team is not None:
                 raise NotImplementedError(
-                    f"{name} of arrays on GPUs: move the parts to the host first, with "
-                    "shardmath.array(part, distribution) in a context of device 'cpu'"
+                    f"{name} on GPUs: move the parts to the host, and make arrays of them, "
+                    "shardmath.array(part, distribution), in a context of device 'cpu'"
                 )
             own = dtypes.of(spec.dtype)
             if own.kind not in "biufc" or (
@@ -378,13 +378,9 @@ def together(
 ) -> tuple[HostArray, ...]:
     """What every rank computes from equal arrays. Collective.
 
-    Raises on all ranks the LinAlgError that one raises. Between hosts, whose processors may differ
-    in the last bit, the results are those of rank 0.
+    Raises on all ranks the LinAlgError that one raises.
     """
-    made, context = _accepted(name, a, compute), a.context
-    if len({*context.hosts}) == 1:
-        return made
-    return tuple(broadcast(np.ascontiguousarray(x), context=context) for x in made)
+    return same_everywhere(a.context, _accepted(name, a, compute))
 
 
 def _accepted(

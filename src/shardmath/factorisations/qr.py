@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.collectives import all_gather, all_reduce, all_to_all
+from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.geometry.integers import slices
 from shardmath.local import lapack
@@ -198,7 +198,7 @@ class QR:
         gathered = all_gather(np.ascontiguousarray(r), context=self.context)
         order = sorted(self._ranks, key=lambda rank: rank != panel.owner)  # whose rows R is left in
         stacked = np.concatenate([gathered[ends[rank] : ends[rank + 1]] for rank in order])
-        v, t, r = reflected(stacked)
+        v, t, r = same_everywhere(self.context, reflected(stacked))
         own = order.index(self.context.rank)
         before = sum(heights[rank] for rank in order[:own])
         height = heights[self.context.rank]
@@ -243,6 +243,17 @@ class QR:
         share: HostArray = np.empty_like(received)
         share[places] = received
         return share
+
+
+def same_everywhere(
+    context: DistributedContext, results: tuple[HostArray, ...]
+) -> tuple[HostArray, ...]:
+    """What every rank has computed of the same elements: between hosts, whose processors may differ
+    in the last bit, that of rank 0. Collective.
+    """
+    if len({*context.hosts}) == 1:
+        return results
+    return tuple(broadcast(np.ascontiguousarray(x), context=context) for x in results)
 
 
 def _even(extent: int, size: int) -> list[int]:
