@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,8 @@ def factorise_cholesky(step, own):
 
 def factorise_lu(step, own):
     panel = cut(own, step.panel)
-    factors, pivots = scipy.linalg.lu_factor(panel, check_finite=False)
+    with warnings.catch_warnings(action="ignore"):  # of a pivot that is 0
+        factors, pivots = scipy.linalg.lu_factor(panel, check_finite=False)
     panel[...] = factors
     zeros = np.flatnonzero(factors.diagonal() == 0)
     if len(zeros):
@@ -84,7 +86,12 @@ def factorise_lu(step, own):
 
 def exchange_rows(step, own):
     target = cut(own, step.target)
+    if not target.size:
+        return
     pivots = own[step.pivots][slice(*step.place)] - step.first
+    if not all(0 <= row < len(target) for row in pivots):
+        note(own, step.status, steps.NOT_PIVOTS)
+        return
     for row, other in list(enumerate(pivots))[:: -1 if step.backward else 1]:
         target[[row, other]] = target[[other, row]]
 
@@ -98,7 +105,7 @@ def substitute(step, own):
         first = int(np.flatnonzero(matrix.diagonal() == 0)[0])
         note(own, step.status, step.first + first + 1)
         return
-    if target.size:
+    if target.size and (matrix.diagonal() != 0).all():
         target[...] = np.linalg.solve(op(matrix, step.op), target)
 
 

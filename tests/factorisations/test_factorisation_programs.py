@@ -6,38 +6,45 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from matrices import is_small, positive, right_sides
+from matrices import general, is_small, positive, right_sides, singular
 from own_steps import interpreter
 
 from arrangements import distributions, part_of
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
 from shardmath.factorisations.panels import Blocks
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A
+from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.geometry import Slab, decode
 from shardmath.machine import Machine
 from shardmath.program.steps import Move
 
 FEW = settings(
-    max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=20,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 TYPES = st.sampled_from(["float64", "complex128"])
 
 
 def performed(operation, operands, split, flags, size, *, block, order, late=False):
-    """All ranks' results by name. `split`: encoded distributions by rank, of operands and result;
-    those of an operand that every rank has whole are None.
+    """All ranks' results by name. `split`: encoded distributions by rank, of operands but pivots,
+    and of the result.
     """
     rows = [[decode(one[rank]) for one in split] for rank in range(size)]
-    parts = [
-        {
-            name: np.array(part_of(whole, given, rank, size))
-            for (name, whole), given in zip(operands.items(), rows[rank], strict=False)
-        }
-        for rank in range(size)
-    ]
+    parts = []
+    for rank in range(size):
+        given = iter(rows[rank])
+        parts.append({
+            name: np.array(whole if name == "pivots" else part_of(whole, next(given), rank, size))
+            for name, whole in operands.items()
+        })  # fmt: skip
     specs = []
     for rank in range(size):
         arrays = {name: NumPy().spec(part) for name, part in parts[rank].items()}
@@ -78,17 +85,104 @@ def test_cholesky(call, dtype, lower):
 
 
 @FEW
-@given(call=calls("abb"), dtype=TYPES, lower=st.booleans())
-def test_positive_definite_systems(call, dtype, lower):
+@given(call=calls("abb"), dtype=TYPES, lower=st.booleans(), transposed=st.booleans())
+def test_positive_definite_systems(call, dtype, lower, transposed):
     size, n, columns, split, words = call
     a, b = positive(n, dtype), right_sides(n, columns, dtype)
     seen = np.tril(a) if lower else np.triu(a)
     operands = {"a": seen, "b": b}
-    results = performed(SOLVE_POSITIVE_DEFINITE, operands, split, (lower, True), size, **words)
-    want = np.linalg.solve(a, b) if b.size else b
+    flags = lower, transposed, True
+    results = performed(SOLVE_POSITIVE_DEFINITE, operands, split, flags, size, **words)
+    want = np.linalg.solve(a.T if transposed else a, b) if b.size else b
     for rank, made in enumerate(results):
         part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert made["fault"].tolist() == [GOOD]
         assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1000)
+
+
+@FEW
+@given(call=calls("aa"), dtype=TYPES)
+def test_lu_factors(call, dtype):
+    size, n, _, split, words = call
+    a = general(n, dtype)
+    lu, pivots = scipy.linalg.lu_factor(a)
+    for rank, made in enumerate(performed(LU_FACTOR, {"a": a}, split, (True,), size, **words)):
+        part = part_of(lu, decode(split[-1][rank]), rank, size)
+        assert made["pivots"].tolist() == pivots.tolist()
+        assert is_small(made["lu"] - part, lu, n=n, dtype=dtype, growth=1e4)
+    for made in performed(DIAGONAL, {"a": a}, split, (True,), size, **words):
+        assert made["pivots"].tolist() == pivots.tolist()
+        assert is_small(made["diagonal"] - lu.diagonal(), lu, n=n, dtype=dtype, growth=1e4)
+
+
+@FEW
+@given(call=calls("abb"), dtype=TYPES, transposed=st.booleans())
+def test_general_systems(call, dtype, transposed):
+    size, n, columns, split, words = call
+    a, b = general(n, dtype), right_sides(n, columns, dtype)
+    flags = transposed, True
+    results = performed(SOLVE, {"a": a, "b": b}, split, flags, size, **words)
+    seen = a.T if transposed else a
+    want = np.linalg.solve(seen, b) if b.size else b
+    for rank, made in enumerate(results):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert made["fault"].tolist() == [GOOD]
+        assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1e7)
+
+
+@FEW
+@given(call=calls("abb"), dtype=TYPES, op=st.sampled_from("NTC"))
+def test_systems_by_factors(call, dtype, op):
+    size, n, columns, split, words = call
+    a, b = general(n, dtype), right_sides(n, columns, dtype)
+    lu, pivots = scipy.linalg.lu_factor(a)
+    operands = {"lu": lu, "pivots": pivots.astype(np.int32), "b": b}
+    results = performed(LU_SOLVE, operands, split, (op, True), size, **words)
+    want = scipy.linalg.lu_solve((lu, pivots), b, "NTC".index(op)) if b.size else b
+    for rank, made in enumerate(results):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert made["fault"].tolist() == [GOOD]
+        assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1e7)
+
+
+@FEW
+@given(call=calls("abb"), dtype=TYPES, op=st.sampled_from("NTC"), kind=st.integers(0, 3))
+def test_triangular_systems(call, dtype, op, kind):
+    lower, unit = map(bool, divmod(kind, 2))
+    size, n, columns, split, words = call
+    a, b = general(n, dtype) / max(n, 1) + 2 * np.eye(n), right_sides(n, columns, dtype)
+    results = performed(SOLVE_TRIANGULAR, {"a": a, "b": b}, split, (op, lower, unit, True), size,
+                        **words)  # fmt: skip
+    want = b
+    if b.size:
+        want = scipy.linalg.solve_triangular(a, b, "NTC".index(op), lower, unit)
+    for rank, made in enumerate(results):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert made["fault"].tolist() == [GOOD]
+        assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1e4)
+
+
+@FEW
+@given(call=calls("aa"), dtype=TYPES)
+def test_inverses(call, dtype):
+    size, n, _, split, words = call
+    a = general(n, dtype)
+    want = np.linalg.inv(a)
+    for rank, made in enumerate(performed(INVERSE, {"a": a}, split, (True,), size, **words)):
+        part = part_of(want, decode(split[-1][rank]), rank, size)
+        assert is_small(made["out"] - part, want, n=n, dtype=dtype, growth=1e7)
+
+
+def test_the_first_pivot_that_is_0_is_named():
+    a, b = singular(13), np.ones(13)
+    split = [[Slab(0).encode()] * 3] * 3
+    operands, order = {"a": a, "b": b}, [2, 0, 1]
+    results = performed(SOLVE, operands, split, (False, True), 3, block=4, order=order)
+    assert [made["fault"].tolist() for made in results] == [[13]] * 3
+    flags = "N", True, False, True
+    operands = {"a": a - np.diag([0.0] * 5 + [1.0] + [0.0] * 7), "b": b}
+    results = performed(SOLVE_TRIANGULAR, operands, split, flags, 3, block=4, order=order)
+    assert [made["fault"].tolist() for made in results] == [[6]] * 3
 
 
 @pytest.mark.parametrize("place", [0, 4, 5, 16])

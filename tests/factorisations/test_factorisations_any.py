@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
-from matrices import hard, is_small, positive, right_sides
+import scipy.linalg
+from matrices import general, hard, is_small, positive, right_sides, singular
 from split_arrays import examples, lists_of, placed
 
 from arrangements import distributions, part_of
@@ -108,12 +109,90 @@ def with_global_view(context, split, library, operands, wants, lower):
     assert factor.distribution == a.distribution
     solution = linalg.solve(a, b, assume_a="pos", lower=lower, distributions=[Slab(0)])
     assert solution.distribution == Slab(0)
-    for made, want in zip((factor, solution), wants, strict=True):
+    of_arrays(context, [(factor, wants[0]), (solution, wants[1])], 300)
+
+
+def of_arrays(context, pairs, growth):
+    """Whether arrays are what is wanted, but for small errors."""
+    for made, want in pairs:
         assert isinstance(made, DistributedArray)
         assert made.shape == want.shape
         part = part_of(want, made.distribution, context.rank, context.size)
         n = len(want)
-        assert is_small(host(made.local) - part, want, n=n, dtype=want.dtype, growth=300)
+        assert is_small(host(made.local) - part, want, n=n, dtype=want.dtype, growth=growth)
+
+
+def general_matrices(context, cases):
+    with context:
+        for n, columns, split, (dtype, flag, library, block) in cases:
+            a = (general(n, dtype) / max(n, 1) ** 0.5 + 2 * np.eye(n)).astype(dtype)
+            b, options = right_sides(n, columns, dtype), {"block_size": block}
+            x, of_x = of_parts(context, a, split[0], library)
+            y, of_y = of_parts(context, b, split[1], library)
+            before = host(x).copy(), host(y).copy()
+            to_factor, to_solution = (decode(split[i][context.rank]) for i in (2, 3))
+            three = {"distributions": [of_x, of_y, to_solution], "options": options}
+            wants = wanted(a, b, flag)
+            made = {
+                "lu": linalg.lu_factor(x, distributions=[of_x, to_factor], options=options),
+                "solve": linalg.solve(x, y, transposed=flag, **three),
+                "triangular": linalg.solve_triangular(x, y, 2 * flag, True, flag, **three),
+                "inv": linalg.inv(x, distributions=[of_x, to_factor], options=options),
+                "det": linalg.det(x, distributions=of_x, options=options),
+                "slogdet": linalg.slogdet(x, distributions=of_x, options=options),
+            }
+            lu, pivots = made.pop("lu")
+            assert host(pivots).tolist() == wants["pivots"].tolist()
+            three["distributions"][0] = to_factor
+            made["lu_solve"] = linalg.lu_solve((lu, pivots), y, int(flag), **three)
+            size = 1e3
+            for name in ("solve", "triangular", "lu_solve"):
+                right(context, made[name], wants[name], split[3], size)
+            right(context, lu, wants["lu"], split[2], size)
+            right(context, made["inv"], wants["inv"], split[2], size)
+            for name in ("det", "slogdet"):
+                close = np.finfo(dtype).eps * 1e3 * max(n, 1)
+                np.testing.assert_allclose(made[name], wants[name], rtol=close, atol=close)
+            assert (host(x) == before[0]).all() and (host(y) == before[1]).all()
+            views(context, split, library, a, b, wants, flag)
+
+
+def wanted(a, b, flag):
+    """What SciPy and NumPy have."""
+    n = len(a)
+    lu, pivots = scipy.linalg.lu_factor(a)
+    seen = a.T if flag else a
+    triangle = np.tril(a, -1) + np.eye(n) if flag else np.tril(a)
+    solution = np.linalg.solve(seen, b).astype(a.dtype) if b.size else b
+    triangular = np.linalg.solve(triangle.conj().T if flag else triangle, b) if b.size else b
+    return {
+        "lu": lu.astype(a.dtype),
+        "pivots": pivots,
+        "solve": solution,
+        "lu_solve": solution,
+        "triangular": triangular.astype(a.dtype),
+        "inv": np.linalg.inv(a),
+        "det": np.linalg.det(a),
+        "slogdet": np.linalg.slogdet(a),
+    }
+
+
+def views(context, split, library, a, b, wants, flag):
+    """The same of arrays that know how they are split, by NumPy's names too."""
+    x, y = placed(context, a, split[0], library), placed(context, b, split[1], library)
+    factors = linalg.lu_factor(x)
+    pairs = [
+        (linalg.solve(x, y, transposed=flag), wants["solve"]),
+        (linalg.lu_solve(factors, y, int(flag)), wants["solve"]),
+        (linalg.inv(x, distributions=[Slab(1)]), wants["inv"]),
+    ]
+    if library == "numpy":
+        pairs.append((np.linalg.inv(x), wants["inv"]))
+        close = {"rtol": 1e-2, "atol": 1e-5}
+        np.testing.assert_allclose(complex(np.linalg.det(x)), wants["det"], **close)
+    made = [complex(one) for one in x.__array_namespace__().linalg.slogdet(x)]
+    np.testing.assert_allclose(made, wants["slogdet"], rtol=1e-2, atol=1e-3)
+    of_arrays(context, pairs, 1e3)
 
 
 @settings(examples(5), phases=[Phase.generate])
@@ -121,6 +200,61 @@ def with_global_view(context, split, library, operands, wants, lower):
 def test_positive_definite_matrices(contexts, cases):
     size, calls = cases
     contexts.run(positive_definite, calls, ranks=size)
+
+
+@settings(examples(5), phases=[Phase.generate])
+@given(cases=lists_of(systems, most=6))
+def test_general_matrices(contexts, cases):
+    size, calls = cases
+    contexts.run(general_matrices, calls, ranks=size)
+
+
+def hard_general(context):
+    """The residual of a solution is small beside ||A|| ||x|| and what elements have grown by, and
+    A = P L U beside ||L|| ||U||.
+    """
+    failed = []
+    for name, a, _ in hard():
+        n, whole = len(a), Replicated()
+        b, options = right_sides(n, 2, "float64"), {"block_size": 5}
+        with context:
+            lu, pivots = linalg.lu_factor(a, distributions=whole, options=options)
+            x = linalg.solve(a, b, distributions=[whole, whole], options=options)
+        lower, upper = np.tril(lu, -1) + np.eye(n), np.triu(lu)
+        exchanged = a.copy()
+        for row, other in enumerate(pivots):
+            exchanged[[row, other]] = exchanged[[other, row]]
+        if not is_small(exchanged - lower @ upper, lower, upper, n=n, dtype="float64", growth=1):
+            failed.append((name, "factors"))
+        if not is_small(a @ x - b, lower, upper, x, n=n, dtype="float64", growth=3):
+            failed.append((name, "solution"))
+        if not (np.abs(lower) <= 1).all():
+            failed.append((name, "pivots"))
+    return failed
+
+
+def test_hard_matrices(contexts):
+    assert contexts.run(hard_general, ranks=3) == [[]] * 3
+
+
+def determinants(context):
+    """Those that no number of their type holds, and those of singular matrices."""
+    whole = Replicated()
+    large, small = 1e9 * np.eye(60), 1e-9 * np.eye(60)
+    with context:
+        return [
+            *(float(linalg.det(a, distributions=whole)) for a in (large, small, singular(9))),
+            *(tuple(map(float, linalg.slogdet(a, distributions=whole)))
+              for a in (large, small, -singular(9), np.empty((0, 0)))),
+        ]  # fmt: skip
+
+
+def test_determinants_beyond_the_type(contexts):
+    logarithm = 60 * 9 * np.log(10)
+    for made in contexts.run(determinants, ranks=2):
+        assert made[:3] == [np.inf, 0, 0]
+        np.testing.assert_allclose(made[3:5], [(1, logarithm), (1, -logarithm)], rtol=1e-14)
+        assert made[5:] == [(0, -np.inf), (1, 0)]
 
 
 def hard_positive(context):
@@ -156,6 +290,7 @@ def mistaken(context):
     whole = Replicated()
     one = {"distributions": whole, "options": {"block_size": 4}}
     two = {"assume_a": "pos", "distributions": [whole, whole], "options": {"block_size": 4}}
+    general_words = {"distributions": [whole, whole], "options": {"block_size": 4}}
     own = context.rank == 1
     table = {
         "not positive": (lambda: linalg.cholesky(minor, **one), minor),
@@ -175,6 +310,16 @@ def mistaken(context):
         "no distribution": (lambda: linalg.cholesky(a, distributions=[3]), a),
         "block size": (lambda: linalg.cholesky(
             a, distributions=whole, options={"block_size": 0 if own else 4}), a),
+        "singular": (lambda: linalg.solve(singular(n), b, **general_words), b),
+        "singular, inv": (lambda: linalg.inv(singular(n), **one), b),
+        "singular, factors": (lambda: linalg.lu_solve(
+            linalg.lu_factor(singular(n), **one), b, **general_words), b),
+        "singular, triangle": (lambda: linalg.solve_triangular(
+            np.triu(singular(n)), b, **general_words), b),
+        "pivots": (lambda: linalg.lu_solve(
+            (a, np.full(n, n if own else 0, "i4")), b, **general_words), b),
+        "other pivots": (lambda: linalg.lu_solve((a, np.arange(n)), b, **general_words), b),
+        "trans": (lambda: linalg.lu_solve((a, np.arange(n)), b, 3, **general_words), b),
         "structure": (lambda: linalg.solve(a, b, **(two | {"assume_a": "banded"})), a),
     }  # fmt: skip
     said = {}
@@ -202,12 +347,19 @@ def test_mistakes_are_the_same_error_on_all_ranks(contexts):
         "another type of b": "float32",
         "too many distributions": "3",
         "structure": "banded",
+        "singular": "pivot 12",
+        "singular, inv": "pivot 12",
+        "singular, factors": "pivot 12",
+        "singular, triangle": "pivot 12",
+        "pivots": "pivots name rows",
+        "other pivots": "int64",
+        "trans": "not 3",
     }
     assert {
         name: words.get(name, "") in text for name, (_, text) in first.items()
     } == dict.fromkeys(first, True)
     kinds = {name: kind for name, (kind, _) in first.items() if kind != "ValueError"}
-    types = ("integers", "no distribution")
+    types = ("integers", "no distribution", "other pivots")
     assert kinds == dict.fromkeys(types, "TypeError")
 
 

@@ -9,19 +9,15 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import unwrap
 from typing import Any
 
-import numpy as np
-
-from shardmath.arrays import dtypes
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from shardmath.distributed import parts, products, transforms
+from shardmath.distributed import parts, products, systems, transforms
 from shardmath.distributed.layouts import layout_of, unbound
-from shardmath.distributed.movement import agreed_layout, in_place_of, refuse, within
+from shardmath.distributed.movement import agreed_layout, refuse, within
 from shardmath.distributed.state import Distributed
-from shardmath.factorisations.api import cholesky, solve
 from shardmath.geometry import Replicated, Slab
 from shardmath.operators.fft import (
     dct,
@@ -94,47 +90,6 @@ def _along_several(function: Function) -> Function:
         return transforms.trigonometric(function, x, s, axes, type=type, norm=norm, **words)
 
     return transformed
-
-
-def _factorised(function: Function) -> Function:
-    def factorised(a: Distributed, *more: Any, distributions: Any = None, **words: Any) -> Any:
-        """The factor, or the solution, split as `distributions` has it, or as the last operand."""
-        distribution = distributions
-        if isinstance(distributions, Sequence):
-            (distribution,) = distributions
-        arrays = _of_one_type([a, *(x for x in more if isinstance(x, Distributed))])
-        more = tuple(x for x in more if not isinstance(x, Distributed))
-        like, context = arrays[-1], a.context
-        given = [x.distribution for x in arrays]
-        target = like.distribution if distribution is None else distribution
-        layout = like.layout
-        if distribution is not None:
-            layout = agreed_layout(distribution, like.shape, context)
-        local = in_place_of(lambda: f"{function.__name__} of {a.layout}", like, layout)
-        if local is None:
-            parts_given = (x.local for x in arrays)
-            local = within(
-                context,
-                lambda: function(*parts_given, *more, distributions=[*given, target], **words),
-            )
-        return like.like(local, unbound(target), layout)
-
-    return factorised
-
-
-def _of_one_type(arrays: Sequence[Distributed]) -> list[Any]:
-    """The arrays in the one floating type that NumPy promotes theirs to."""
-    names = [x.library.spec(x.local).dtype for x in arrays]
-    if all(dtypes.of(name).kind not in "fciub" for name in names):
-        return list(arrays)
-    name = np.result_type(*map(dtypes.to_numpy, names)).name
-    if dtypes.of(name).kind in "iub":
-        name = "float64"
-    kind = dtypes.of(name)
-    return [
-        x if own == name else x.like(parts.cast(x.local, kind, x.library), x.distribution, x.layout)
-        for x, own in zip(arrays, names, strict=True)
-    ]
 
 
 def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) -> Any:
@@ -212,7 +167,7 @@ _OURS: dict[Function, Function] = {
     idct: _along_one(idctn),
     dst: _along_one(dstn),
     idst: _along_one(idstn),
-    **{function: _factorised(function) for function in (cholesky, solve)},
+    **systems.FUNCTIONS,
     **{
         function: _of_parts(function)
         for function in (all_gather, all_reduce, all_to_all, broadcast, reduce_scatter)

@@ -19,6 +19,7 @@ from shardmath.distributed import (
     reductions,
     scans,
     searching,
+    systems,
     transforms,
 )
 from shardmath.distributed.state import Distributed
@@ -156,7 +157,7 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
 _NAMESPACES = {
     "numpy": (elementwise, manipulation, norms, products, reductions, scans, searching),
     "numpy.fft": (transforms,),
-    "numpy.linalg": (decompositions, norms, products, manipulation),
+    "numpy.linalg": (decompositions, norms, products, manipulation, systems),
 }
 
 

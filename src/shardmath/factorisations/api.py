@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from numpy.linalg import LinAlgError
 
 from shardmath.base.collective_call import collective_call, settled
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
 from shardmath.factorisations.problem import FactorisationOptions
-from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B
+from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
+from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.program.performing import Arguments
 
 Distributions = Any  # of the operands, and of the result where that has another
 Options = FactorisationOptions | dict[str, Any] | None
 
 _NOT_FINITE = {NOT_FINITE_A: "a", NOT_FINITE_B: "b"}
-_STRUCTURES: dict[str, Operation[Any]] = {
-    "pos": SOLVE_POSITIVE_DEFINITE,
-    "positive definite": SOLVE_POSITIVE_DEFINITE,
+_STRUCTURES = {
+    "gen": "gen",
+    "general": "gen",
+    "pos": "pos",
+    "positive definite": "pos",
+    "lower triangular": "lower",
+    "upper triangular": "upper",
 }
 _MINOR = "the leading minor of order {} is not positive: a is not positive definite"
 _PIVOT = "a is singular: pivot {} is 0"
+
+
+class SignAndLogarithm(NamedTuple):
+    """A determinant: its sign, and the logarithm of its absolute value."""
+
+    sign: Any
+    logabsdet: Any
 
 
 @collective_call
@@ -57,6 +71,49 @@ def cholesky(
 
 
 @collective_call
+def lu_factor(
+    a: Any, *, distributions: Distributions, check_finite: bool = True, options: Options = None
+) -> tuple[Any, Any]:
+    """The factors of P A = L U with partial pivoting: (lu, pivots). Collective.
+
+        factors = lu_factor(a, distributions=Slab.X)
+        x = lu_solve(factors, b, distributions=[Slab.X, Slab.X])
+
+    L without its diagonal of ones, and U, are this rank's part of one matrix; every rank has all
+    pivots, int32: row i was exchanged with row pivots[i], in that order. Where a pivot is 0 the
+    factors are as good as any; `lu_solve` raises then. Arguments and errors as `cholesky`, but for
+    minors. Source: scipy.linalg.lu_factor.
+    """
+    lu, pivots, fault = _called(LU_FACTOR, (a,), distributions, (bool(check_finite),), options)
+    _require_good(fault)
+    return lu, pivots
+
+
+@collective_call
+def lu_solve(
+    lu_and_piv: tuple[Any, Any],
+    b: Any,
+    trans: int = 0,
+    *,
+    distributions: Distributions,
+    check_finite: bool = True,
+    options: Options = None,
+) -> Any:
+    """X of a @ X = b by the factors of `lu_factor`; of a.T, where `trans` is 1, or of a.T.conj(),
+    where it is 2. Collective.
+
+    `distributions` are those of lu, `b` and x, which may be left out where it is that of `b`.
+    Raises LinAlgError where a pivot is 0, ValueError for pivots that are none; otherwise as
+    `solve`. Source: scipy.linalg.lu_solve.
+    """
+    lu, pivots = lu_and_piv
+    flags = _op("lu_solve", trans), bool(check_finite)
+    x, fault = _called(LU_SOLVE, (lu, pivots, b), distributions, flags, options)
+    _require_good(fault, _PIVOT)
+    return x
+
+
+@collective_call
 def solve(
     a: Any,
     b: Any,
@@ -64,7 +121,8 @@ def solve(
     distributions: Distributions,
     lower: bool = False,
     check_finite: bool = True,
-    assume_a: str,
+    assume_a: str = "gen",
+    transposed: bool = False,
     options: Options = None,
 ) -> Any:
     """X of a @ X = b, for any number of right-hand sides: this rank's part of it. Collective.
@@ -72,18 +130,131 @@ def solve(
         x = solve(a, b, assume_a="pos", distributions=[Slab.X, Slab.X])
 
     `a` is this rank's part of an n x n matrix, `b` of a vector or of a matrix of n rows, of the
-    same type. `assume_a` says what a is, as in scipy.linalg.solve: "pos" is positive definite. Then
-    only the triangle that `lower` names is read. `distributions` are those of `a`, `b` and x; that
-    of x may be left out where it is that of `b`. Arguments and errors otherwise as `cholesky`.
-    Source: scipy.linalg.solve.
+    same type. `assume_a` says what a is, as in scipy.linalg.solve: "gen", which is factorised with
+    partial pivoting; "pos", positive definite, of which only the triangle that `lower` names is
+    read; "lower triangular" or "upper triangular". If `transposed`, it is a.T @ X = b.
+    `distributions` are those of `a`, `b` and x, which may be left out where it is that of `b`.
+
+    Raises LinAlgError where a pivot is 0, which is named, or a leading minor not positive.
+    Arguments and errors otherwise as `cholesky`. Source: scipy.linalg.solve.
     """
-    if assume_a not in _STRUCTURES:
+    kind = _STRUCTURES.get(assume_a)
+    if kind is None:
         named = ", ".join(map(repr, _STRUCTURES))
         _refuse("solve", ValueError(f"assume_a is one of {named}, not {assume_a!r}"))
-    flags = bool(lower), bool(check_finite)
-    x, fault = _called(_STRUCTURES[assume_a], (a, b), distributions, flags, options)
-    _require_good(fault, _MINOR)
+    turned, check = bool(transposed), bool(check_finite)
+    operation: Operation[Any] = SOLVE_TRIANGULAR
+    flags: tuple[Any, ...] = "NT"[turned], kind == "lower", False, check
+    if kind == "pos":
+        operation, flags = SOLVE_POSITIVE_DEFINITE, (bool(lower), turned, check)
+    elif kind == "gen":
+        operation, flags = SOLVE, (turned, check)
+    x, fault = _called(operation, (a, b), distributions, flags, options)
+    _require_good(fault, _MINOR if kind == "pos" else _PIVOT)
     return x
+
+
+@collective_call
+def solve_triangular(
+    a: Any,
+    b: Any,
+    trans: int | str = 0,
+    lower: bool = False,
+    unit_diagonal: bool = False,
+    *,
+    distributions: Distributions,
+    check_finite: bool = True,
+    options: Options = None,
+) -> Any:
+    """X of a @ X = b for a triangular `a`; of a.T, where `trans` is 1 or "T", or of a.T.conj(),
+    where it is 2 or "C". Collective.
+
+    The other triangle is not used, nor is the diagonal with `unit_diagonal`, which takes it for
+    ones. Raises LinAlgError where a 0 is on the diagonal, which is named. Arguments and errors
+    otherwise as `solve`. Source: scipy.linalg.solve_triangular.
+    """
+    op = _op("solve_triangular", trans)
+    flags = op, bool(lower), bool(unit_diagonal), bool(check_finite)
+    x, fault = _called(SOLVE_TRIANGULAR, (a, b), distributions, flags, options)
+    _require_good(fault, _PIVOT)
+    return x
+
+
+@collective_call
+def inv(
+    a: Any, *, distributions: Distributions, check_finite: bool = True, options: Options = None
+) -> Any:
+    """The inverse of a matrix: this rank's part of it. Collective.
+
+    To solve with it costs more, and loses more digits, than `solve`, or `lu_factor` and `lu_solve`.
+    Raises LinAlgError where a pivot is 0. Arguments and errors otherwise as `cholesky`. Source:
+    scipy.linalg.inv, numpy.linalg.inv.
+    """
+    out, fault = _called(INVERSE, (a,), distributions, (bool(check_finite),), options)
+    _require_good(fault, _PIVOT)
+    return out
+
+
+@collective_call
+def slogdet(
+    a: Any, *, distributions: Distributions, check_finite: bool = True, options: Options = None
+) -> SignAndLogarithm:
+    """The sign of the determinant, and the logarithm of its absolute value, on every rank:
+    (0, -inf) for a singular matrix. Collective.
+
+    The sign of a complex determinant is a complex number of absolute value 1. Arguments and errors
+    as `lu_factor`. Source: numpy.linalg.slogdet.
+    """
+    mantissa, exponent = _determinant(a, distributions, check_finite, options)
+    size = abs(mantissa)
+    if not size:
+        return SignAndLogarithm(mantissa, size.dtype.type(-np.inf))
+    logarithm = np.log(np.float64(size)) + exponent * np.log(2.0)
+    return SignAndLogarithm(mantissa / size, size.dtype.type(logarithm))
+
+
+@collective_call
+def det(
+    a: Any, *, distributions: Distributions, check_finite: bool = True, options: Options = None
+) -> Any:
+    """The determinant of a matrix, on every rank: a number of its type, infinite where that is too
+    small for it. Collective.
+
+    Arguments and errors as `lu_factor`. Source: scipy.linalg.det, numpy.linalg.det.
+    """
+    mantissa, exponent = _determinant(a, distributions, check_finite, options)
+    with np.errstate(over="ignore", under="ignore"):
+        if isinstance(mantissa, np.complexfloating):
+            parts = np.ldexp(mantissa.real, exponent), np.ldexp(mantissa.imag, exponent)
+            return type(mantissa)(complex(*parts))
+        return np.ldexp(mantissa, exponent)
+
+
+def _determinant(
+    a: Any, distributions: Distributions, check_finite: bool, options: Options
+) -> tuple[Any, int]:
+    """The determinant as a number between 1/2 and 1 in size, or 0, and a power of 2."""
+    flags = (bool(check_finite),)
+    diagonal, pivots, fault = _called(DIAGONAL, (a,), distributions, flags, options)
+    _require_good(fault)
+    numbers, rows = np.asarray(diagonal), np.asarray(pivots)
+    product, exponent = numbers.dtype.type(1), 0
+    if np.count_nonzero(rows != np.arange(len(rows))) % 2:
+        product = -product
+    for number in numbers:  # scaled each time: neither too large nor too small in between
+        product = product * number
+        _, shift = np.frexp(abs(product))
+        product = type(product)(product * np.float64(2.0) ** -float(shift))
+        exponent += int(shift)
+    return product, exponent
+
+
+def _op(operation: str, trans: int | str) -> str:
+    """The letter of what is done to a matrix first. Collective where it is refused."""
+    letters = {0: "N", 1: "T", 2: "C", "N": "N", "T": "T", "C": "C"}
+    if trans not in letters:
+        _refuse(operation, ValueError(f"trans is 0, 1, 2, 'N', 'T' or 'C', not {trans!r}"))
+    return letters[trans]
 
 
 def _refuse(operation: str, mistake: Exception) -> NoReturn:
@@ -110,10 +281,12 @@ def _called(
     return call(operation, Arguments(operands, results, (distributions, flags), options))
 
 
-def _require_good(fault: Any, otherwise: str) -> None:
+def _require_good(fault: Any, otherwise: str = "") -> None:
     """Raise, on all ranks, what one of them has found; `otherwise` of the number that it names."""
     code = int(fault[0])
-    if code == GOOD:
+    if code == NOT_PIVOTS:
+        raise settled(ValueError("pivots name rows that there are not: pass those of lu_factor"))
+    if code == GOOD or (code > 0 and not otherwise):
         return
     if code in _NOT_FINITE:
         raise settled(ValueError(f"{_NOT_FINITE[code]} has NaN or infinite elements"))

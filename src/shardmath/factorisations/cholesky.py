@@ -41,20 +41,22 @@ class Cholesky(Factorisation):
 
 
 class SolvePositiveDefinite(Factorisation):
-    """The operation: X of A X = B for a positive definite A. Flags: lower, check_finite.
+    """The operation: X of A X = B, or of A^T X = B, for a positive definite A. Flags: lower,
+    transposed, check_finite.
 
-    L Y = B is solved as panels of L come, and L^H X = Y when L is there.
+    L Y = B is solved as panels of L come, and L^H X = Y when L is there. The upper triangle of a
+    matrix is the lower one of its conjugate transpose, which is the same matrix.
     """
 
     names = Names("solve, positive definite", ("a", "b"), ("x", "fault"))
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        lower, check_finite = problem.flags
+        lower, transposed, check_finite = problem.flags
         panels = PanelSteps(problem, problem.block_on(machine), rank)
         panels.bring_columns(
             problem.a if lower else problem.a.transposed(), check_finite=check_finite
         )
-        if not lower:
+        if lower == transposed:
             panels.steps.append(Conjugate("columns"))
         panels.move_right_sides(check_finite=check_finite)
         factorise(panels, solves=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.factorisations.steps import (
+    NOT_PIVOTS,
     CheckFinite,
     Conjugate,
     CopyDiagonal,
@@ -128,9 +129,20 @@ def _factorise_lu(step: FactoriseLU, arrays: Arrays) -> Calls:
 
 def _exchange_rows(step: ExchangeRows, arrays: Arrays) -> Calls:
     pivots, target = arrays[step.pivots][slice(*step.place)], block(arrays, step.target)
+    if step.target.is_empty:
+        return []
+    height, status = step.target.rows[1] - step.target.rows[0], arrays[step.status]
     rows = np.zeros(len(pivots), np.int32)
-    number = partial(np.subtract, pivots, step.first - 1, out=rows)
-    return [number, lapack.exchange_rows(target, rows, backward=step.backward)]
+    exchange = lapack.exchange_rows(target, rows, backward=step.backward)
+
+    def number_and_exchange() -> None:
+        np.subtract(pivots, step.first - 1, out=rows)
+        if len(rows) and not (rows.min() >= 1 and rows.max() <= height):
+            note(status, NOT_PIVOTS)
+        else:
+            exchange()
+
+    return [number_and_exchange]
 
 
 def _substitute(step: Substitute, arrays: Arrays) -> Calls:

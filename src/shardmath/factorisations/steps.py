@@ -12,7 +12,7 @@ from shardmath.local.lapack import Op
 from shardmath.program.steps import OwnStep
 
 # Of a `status`: numbers from 1 say which minor or pivot is the first of its kind.
-NOT_FINITE_B, NOT_FINITE_A, GOOD = -2, -1, 1 << 62
+NOT_FINITE_B, NOT_FINITE_A, NOT_PIVOTS, GOOD = -2, -1, 1 << 61, 1 << 62
 
 
 class Cut(NamedTuple):
@@ -105,13 +105,15 @@ class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows
 
 class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
     """Exchanges of rows of `target`, whose first row is `first` of the matrix, that elements
-    `place` of `pivots` say; from the last to the first if `backward`.
+    `place` of `pivots` say; from the last to the first if `backward`. None are made where some are
+    no rows of it, which is noted in `status`.
     """
 
     pivots: str
     place: tuple[int, int]
     target: Cut
     first: int
+    status: str
     backward: bool = False
 
 

@@ -8,7 +8,16 @@ from numpy.linalg import LinAlgError
 
 from shardmath.distributed import decompositions, low_rank, norms
 from shardmath.distributed.given_parts import of_parts_too
-from shardmath.factorisations.api import cholesky, solve
+from shardmath.factorisations.api import (
+    cholesky,
+    det,
+    inv,
+    lu_factor,
+    lu_solve,
+    slogdet,
+    solve,
+    solve_triangular,
+)
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
@@ -32,14 +41,20 @@ __all__ = [
     "advanced",
     "cholesky",
     "cond",
+    "det",
     "eigh",
     "eigvalsh",
+    "inv",
     "lstsq",
+    "lu_factor",
+    "lu_solve",
     "matrix_rank",
     "norm",
     "pinv",
     "qr",
+    "slogdet",
     "solve",
+    "solve_triangular",
     "svd",
     "svd_lowrank",
     "svdvals",

@@ -19,13 +19,17 @@ from shardmath.distributed.norms import (
     vector_norm,
 )
 from shardmath.distributed.products import matmul, tensordot, vecdot
+from shardmath.distributed.systems import cholesky, det, inv, slogdet, solve
 
 __all__ = [
+    "cholesky",
     "cond",
     "cross",
+    "det",
     "diagonal",
     "eigh",
     "eigvalsh",
+    "inv",
     "lstsq",
     "matmul",
     "matrix_norm",
@@ -36,6 +40,8 @@ __all__ = [
     "outer",
     "pinv",
     "qr",
+    "slogdet",
+    "solve",
     "svd",
     "svdvals",
     "tensordot",

@@ -1,0 +1,138 @@
+"""Systems of equations on arrays that know how they are split: Cholesky and LU factors, solutions,
+inverses, determinants.
+
+Results are split as the last operand is, or as `distributions` has it; what every rank gets,
+pivots and determinants, is an array of which every rank has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import array_of, dtypes
+from shardmath.distributed import parts
+from shardmath.distributed.layouts import unbound
+from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
+from shardmath.distributed.state import Distributed
+from shardmath.factorisations import api
+from shardmath.geometry import Layout, Replicated
+
+
+def cholesky(x: Any, /, *, upper: bool = False) -> Any:
+    """The lower factor L of a positive definite matrix L L^H, or, `upper`, the factor L^H, split as
+    the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
+    """
+    return _like_last(api.cholesky, x, not upper)
+
+
+def solve(x1: Any, x2: Any, /) -> Any:
+    """The solution x of x1 @ x = x2, split as x2. Collective.
+
+    Raises as `shardmath.linalg.solve`.
+    """
+    return _like_last(api.solve, x1, x2)
+
+
+def inv(x: Any, /) -> Any:
+    """The inverse of a matrix, split as it is. Collective. Raises as `shardmath.linalg.inv`."""
+    return _like_last(api.inv, x)
+
+
+def det(x: Any, /, **words: Any) -> Any:
+    """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
+    (a,) = _of_one_type([x])
+    end_explanation(lambda: f"det of {a.layout}")
+    made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
+    return _everywhere(a, np.asarray(made))
+
+
+def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
+    """The sign of a determinant, and the logarithm of its absolute value. Collective. Raises as
+    `shardmath.linalg.slogdet`.
+    """
+    (a,) = _of_one_type([x])
+    end_explanation(lambda: f"slogdet of {a.layout}")
+    made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
+    return api.SignAndLogarithm(*(_everywhere(a, np.asarray(one)) for one in made))
+
+
+def _like_last(
+    function: Callable[..., Any], /, *given: Any, distributions: Any = None, **words: Any
+) -> Any:
+    """The result of a function on parts, split as its last operand is, or as is said."""
+    split = [x for x in given if isinstance(x, Distributed)]
+    more = given[len(split) :]
+    arrays = _of_one_type(split)
+    last, context = arrays[-1], arrays[-1].context
+    (target,) = _wanted(distributions) or [last.distribution]
+    layout = last.layout if distributions is None else agreed_layout(target, last.shape, context)
+    local = in_place_of(lambda: f"{function.__name__} of {arrays[0].layout}", last, layout)
+    if local is None:
+        words["distributions"] = [*(x.distribution for x in arrays), target]
+        local = within(context, lambda: function(*(x.local for x in arrays), *more, **words))
+    return last.like(local, unbound(target), layout)
+
+
+def _lu_factor(a: Any, /, *, distributions: Any = None, **words: Any) -> tuple[Any, Any]:
+    (a,) = _of_one_type([a])
+    pivots: list[Any] = []
+
+    def factors(part: Any, **all_words: Any) -> Any:
+        lu, exchanged = api.lu_factor(part, **all_words)
+        pivots.append(exchanged)
+        return lu
+
+    end_explanation(lambda: f"lu_factor of {a.layout}")
+    lu = _like_last(factors, a, distributions=distributions, **words)
+    everywhere = Layout.replicated((a.shape[0],), a.context.size)
+    return lu, a.like(pivots[0], Replicated(), everywhere)
+
+
+def _lu_solve(lu_and_piv: Any, b: Any, trans: int = 0, **words: Any) -> Any:
+    lu, pivots = lu_and_piv
+    whole = pivots.local if isinstance(pivots, Distributed) else pivots
+
+    def solved(factors: Any, right: Any, **all_words: Any) -> Any:
+        return api.lu_solve((factors, whole), right, trans, **all_words)
+
+    return _like_last(solved, lu, b, **words)
+
+
+def _wanted(distributions: Any) -> list[Any]:
+    """The distributions of results that are asked for."""
+    if distributions is None:
+        return []
+    return list(distributions) if isinstance(distributions, Sequence) else [distributions]
+
+
+def _everywhere(a: Any, host: Any) -> Any:
+    """The array of which every rank has all."""
+    local = parts.on_device(host, a.library, a.library.spec(a.local).device)
+    layout = Layout.replicated(np.shape(host), a.context.size)
+    return a.like(array_of(local), Replicated(), layout)
+
+
+def _of_one_type(arrays: Sequence[Distributed]) -> list[Any]:
+    """The arrays in the one floating type that NumPy promotes theirs to."""
+    names = [x.library.spec(x.local).dtype for x in arrays]
+    if len({*names}) == 1 and dtypes.of(names[0]).kind not in "iub":
+        return list(arrays)
+    name = np.result_type(*map(dtypes.to_numpy, names)).name
+    kind = dtypes.of("float64" if dtypes.of(name).kind in "iub" else name)
+    return [x.like(parts.cast(x.local, kind, x.library), x.distribution, x.layout) for x in arrays]
+
+
+FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    api.cholesky: partial(_like_last, api.cholesky),
+    api.solve: partial(_like_last, api.solve),
+    api.solve_triangular: partial(_like_last, api.solve_triangular),
+    api.inv: partial(_like_last, api.inv),
+    api.lu_factor: _lu_factor,
+    api.lu_solve: _lu_solve,
+    api.det: det,
+    api.slogdet: slogdet,
+}
