@@ -127,7 +127,7 @@ class Context(OnHosts):
 
     def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        return self.board.guard(operation)
+        return OperationGuard(self.board, operation)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -567,7 +567,7 @@ def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number
         groups.leave(number, board.ended)
     else:
         drop()
-        groups.leave(number, board.kernels_have_ended)
+        groups.leave(number, lambda: not board.at_work())
 
 
 def open_contexts() -> list[DistributedContext]:

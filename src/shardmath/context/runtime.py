@@ -110,7 +110,9 @@ class Runtime:
         mesh, size = self.mesh, len(ranks)
         rows = self._rows(ranks, rank, name, watch)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
-        policy = WaitPolicy.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
+        policy = WaitPolicy.of(
+            self.settings.timeout, self.settings.notice, len(mesh.neighbour_pids)
+        )
         board = Board(
             rows,
             rank=rank,

@@ -464,17 +464,8 @@ class Board:
         finally:
             self._watch_first = _all_have_it
 
-    def guard(self, operation: str) -> OperationGuard:
-        """Around what follows agreement: an error there ends the wait of the peers at once.
-
-        Meanwhile no other thread may use this board. Words that two threads wrote alternately would
-        mix their calls: a thread that finds the board in use raises RuntimeError, and the
-        board has failed, on all ranks: which thread came first on another rank, nobody knows.
-        """
-        return OperationGuard(self, operation)
-
     def begin(self, operation: str) -> None:
-        """Let this thread use the board, if no other thread does. See `guard`."""
+        """Let this thread use the board, if no other thread does. See `OperationGuard`."""
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
         try:
@@ -713,10 +704,6 @@ class Board:
         dead = self._watch.dead() if working and self._watch is not None else frozenset()
         return [rank for rank in working if self._watch_ranks[rank] not in dead]
 
-    def kernels_have_ended(self) -> bool:
-        """Whether no peer is `at_work`."""
-        return not self.at_work()
-
     def silent(self) -> list[int]:
         """The peers for which no kernel is to wait any more. From any thread; never waits.
 
@@ -876,7 +863,13 @@ def _digest(name: str) -> int:
 
 
 class OperationGuard:
-    """One thread's use of a board, as a context manager: see `Board.guard`."""
+    """One thread's use of a board, around what follows agreement: an error there ends the wait of
+    the peers at once.
+
+    Meanwhile no other thread may use the board. Words that two threads wrote alternately would mix
+    their calls: a thread that finds the board in use raises RuntimeError, and the board has failed,
+    on all ranks: which thread came first on another rank, nobody knows.
+    """
 
     __slots__ = ("_board", "_operation")
 

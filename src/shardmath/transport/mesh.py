@@ -89,11 +89,6 @@ class Mesh:
         return len(set(self._identities))
 
     @property
-    def neighbours(self) -> int:
-        """How many ranks are on this rank's machine, itself included."""
-        return len(self.neighbour_pids)
-
-    @property
     def neighbour_pids(self) -> list[int]:
         """The processes of the ranks on this rank's machine, itself included."""
         own = self._identities[self.rank]

@@ -106,7 +106,8 @@ def choose_shared_schedule(problem: SplitKProduct) -> TileSchedule:
     tiles, of all owners, and these cut by columns.
     """
     tiles = TileOrder(problem.rows, problem.columns, 1).count
-    high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
+    high = sum(-(-rows // TILE_ROWS) for rows in problem.rows)  # rows of tiles of all ranks
+    across = -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
     chunk_columns = max(
         1, min(across // 4, round(2 * tiles / bands / _MULTIPLIERS), _MOST_CHUNKS // bands)
@@ -182,11 +183,6 @@ def _result(problem: SplitKProduct) -> int:
 def _sent(problem: SplitKProduct) -> float:
     """Bytes that a rank sends when every rank gets its rows."""
     return _result(problem) * (1 - 1 / len(problem.rows))
-
-
-def _high(problem: SplitKProduct) -> int:
-    """Rows of tiles of all ranks."""
-    return sum(-(-rows // TILE_ROWS) for rows in problem.rows)
 
 
 def _down(problem: SplitKProduct) -> int:
