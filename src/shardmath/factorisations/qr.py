@@ -32,9 +32,8 @@ from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.geometry.integers import slices
 from shardmath.local import lapack
+from shardmath.machine import Machine
 
-# Wide enough for products at BLAS's speed, narrow enough for reflectors to take a few per cent.
-PANEL = 128
 _LEAF_BYTES = 2 << 20  # of a leaf: reflectors pass over it many times, so it is to stay in a cache
 
 
@@ -50,8 +49,8 @@ class Panel(NamedTuple):
     starts: tuple[int, ...]
 
 
-def panels(rows: Sequence[int], columns: int, width: int = PANEL) -> list[Panel]:
-    """The panels of a matrix of which each rank has so many `rows`. Pure.
+def panels(rows: Sequence[int], columns: int, width: int) -> list[Panel]:
+    """The panels, of `width` columns at most, of a matrix of which each rank has `rows`. Pure.
 
     The rank that has the most rows left gives those of R, so that all have about as many.
     """
@@ -87,7 +86,8 @@ class QR:
         self.context = context
         self.rows = tuple(rows)
         self.columns = a.shape[1]
-        self.panels = panels(self.rows, self.columns)
+        width = Machine("cpu", context.hosts).rates.panel
+        self.panels = panels(self.rows, self.columns, width)
         self.rank = min(sum(rows), self.columns)
         self.phases = np.ones(self.rank, a.dtype)
         self._a = a
