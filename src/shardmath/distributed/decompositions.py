@@ -402,6 +402,17 @@ def _accepted(
     return made
 
 
+def of_square_stacks(
+    name: str, arrays: Sequence[Any], compute: Callable[..., tuple[HostArray, ...]]
+) -> list[Any]:
+    """The results of a function of NumPy's of stacks of square matrices. Collective.
+
+    Raises on all ranks LinAlgError where one does, or the matrices are not square.
+    """
+    kind = described(name, arrays, fit=require_square)
+    return of_stacks(name, arrays, compute, kind)
+
+
 def of_stacks(
     name: str,
     arrays: Sequence[Any],

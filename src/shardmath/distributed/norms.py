@@ -31,6 +31,7 @@ from shardmath.distributed.movement import brought
 from shardmath.distributed.products import matmul
 from shardmath.distributed.searching import whole_along
 from shardmath.distributed.state import Distributed
+from shardmath.distributed.systems import inv
 from shardmath.geometry import Layout, Replicated
 
 Axis = int | Sequence[int] | None
@@ -120,15 +121,19 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
 @collective_call
 def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
-    singular values. Collective. inf where a matrix is singular.
-
-    Raises NotImplementedError for another `p`, of which norm(x, p) * norm(inv(x), p) is the number.
+    singular values, else norm(x, p) * norm(inv(x), p). Collective. inf where a matrix is singular.
     """
     _require_matrices(x, "cond")
     if p not in (None, 2, -2):
-        raise NotImplementedError(
-            f"cond of p={p!r}: norm(x, p) * norm(inv(x), p); of singular values it is p=2"
-        )
+        if x.ndim > 2:
+            compute = lambda a: (np.linalg.cond(a, p),)  # noqa: E731
+            return decompositions.of_square_stacks("cond", [x], compute)[0]
+        size = norm(x, p)
+        try:
+            return size * norm(inv(x), p)
+        except LinAlgError:  # of all ranks
+            decompositions.require_square(x)
+            return size * 0 + np.inf
     values = decompositions.svdvals(x)
     first, last = values[..., 0], values[..., -1]
     top, bottom = (last, first) if p == -2 else (first, last)
@@ -256,14 +261,14 @@ def _in_whole(x: Any, axis: int) -> Any:
 def matrix_power(x: Any, n: int, /) -> Any:
     """The matrix, or each of a stack, multiplied by itself `n` times, as numpy.linalg.matrix_power.
 
-    By squares. Collective. Raises LinAlgError where it is not square, NotImplementedError for a
-    negative `n`, for which the inverse is to be passed.
+    By squares, of the inverse for a negative `n`. Collective. Raises LinAlgError where it is not
+    square, or singular.
     """
     count = operator.index(n)
     _require_matrices(x, "matrix_power")
     decompositions.require_square(x)
     if count < 0:
-        raise NotImplementedError(f"matrix_power to {count}: matrix_power(inv(x), {-count})")
+        x, count = inv(x), -count
     if not count:
         rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
         made = elementwise.zeros_like(x)

@@ -15,7 +15,9 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import parts
+from shardmath.distributed.decompositions import of_square_stacks
 from shardmath.distributed.layouts import unbound
+from shardmath.distributed.manipulation import broadcast_to
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -26,6 +28,9 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     """The lower factor L of a positive definite matrix L L^H, or, `upper`, the factor L^H, split as
     the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
     """
+    if x.ndim > 2:
+        compute = lambda a: (np.linalg.cholesky(a, upper=upper),)  # noqa: E731
+        return of_square_stacks("cholesky", [x], compute)[0]
     return _like_last(api.cholesky, x, not upper)
 
 
@@ -34,16 +39,27 @@ def solve(x1: Any, x2: Any, /) -> Any:
 
     Raises as `shardmath.linalg.solve`.
     """
-    return _like_last(api.solve, x1, x2)
+    if max(x1.ndim, x2.ndim) <= 2:
+        return _like_last(api.solve, x1, x2)
+    is_vector = x2.ndim == 1
+    right = x2[:, None] if is_vector else x2
+    stack = np.broadcast_shapes(x1.shape[:-2], right.shape[:-2])
+    pair = [broadcast_to(x, (*stack, *x.shape[-2:])) for x in (x1, right)]
+    (made,) = of_square_stacks("solve", pair, lambda a, b: (np.linalg.solve(a, b),))
+    return made[..., 0] if is_vector else made
 
 
 def inv(x: Any, /) -> Any:
     """The inverse of a matrix, split as it is. Collective. Raises as `shardmath.linalg.inv`."""
+    if x.ndim > 2:
+        return of_square_stacks("inv", [x], lambda a: (np.linalg.inv(a),))[0]
     return _like_last(api.inv, x)
 
 
 def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
+    if x.ndim > 2:
+        return of_square_stacks("det", [x], lambda a: (np.linalg.det(a),))[0]
     (a,) = _of_one_type([x])
     end_explanation(lambda: f"det of {a.layout}")
     made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
@@ -54,6 +70,8 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     """The sign of a determinant, and the logarithm of its absolute value. Collective. Raises as
     `shardmath.linalg.slogdet`.
     """
+    if x.ndim > 2:
+        return api.SignAndLogarithm(*of_square_stacks("slogdet", [x], np.linalg.slogdet))
     (a,) = _of_one_type([x])
     end_explanation(lambda: f"slogdet of {a.layout}")
     made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
