@@ -48,8 +48,6 @@ class EpilogAttributes(NamedTuple):
 
     epilog: int = 1
     aux_leading: int = 0
-    bias_type: str = ""
-    aux_type: str = ""
 
 
 class ScaleModes(NamedTuple):
@@ -197,10 +195,6 @@ class Product:
             self._set("EPILOGUE", extras.epilog)
         if extras.aux_leading:
             self._set("EPILOGUE_AUX_LD", extras.aux_leading)
-        if extras.bias_type:
-            self._set("BIAS_DATA_TYPE", _number(extras.bias_type))
-        if extras.aux_type:
-            self._set("EPILOGUE_AUX_DATA_TYPE", _number(extras.aux_type))
         if shape.processors:
             self._set("SM_COUNT_TARGET", shape.processors)
         if shape.scaled is not None:

@@ -84,9 +84,7 @@ def combine(
     kernel(device, "epilog", "epilog", defines).launch(stream, blocks, _THREADS, Argument(text))
 
 
-def row_sums(
-    device: Device, stream: int, x: Matrix, sums: int, *, step: int = 1, conjugate: bool = False
-) -> None:
+def row_sums(device: Device, stream: int, x: Matrix, sums: int, *, conjugate: bool = False) -> None:
     """Put the sums of the rows of `x` at address `sums`, in the accumulator's type, on `stream`."""
     if not x.rows:
         return
@@ -94,7 +92,7 @@ def row_sums(
     switches = ("PARTS=1", "BIAS=0", f"ACTIVATION={_NONE}", f"GRADIENT={_NONE}", "KEEP_AUX=0")
     defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", *switches)
     text = struct.pack("qq", x.rows, x.columns) + x.argument
-    text += struct.pack("Qqii", sums, step, conjugate, x.by_columns)
+    text += struct.pack("Qqii", sums, 1, conjugate, x.by_columns)
     blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)
     launched = kernel(device, "epilog", "row_sums", defines)
     launched.launch(stream, blocks, _SIDE * _SIDE, Argument(text))

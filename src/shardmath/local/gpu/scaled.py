@@ -37,10 +37,6 @@ class Quantized(NamedTuple):
     scale: int
     amax: int
 
-    def part(self, number: int) -> Quantized:
-        """The words for one of several products that make D: each has one for its greatest."""
-        return self._replace(amax=self.amax and self.amax + 4 * number)
-
 
 def fits(x: Matrix) -> bool:
     """Whether an operand's lines, which are the columns of `x`, can be taken as they lie."""

@@ -119,10 +119,10 @@ def amax_transfer(size: int) -> TransferPlan:
 
 
 def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
-    """The form of the scales of so many lines and indices of k, lines first, at address 0."""
+    """The form of the scales of so many lines and indices of k, lines first, at address 0; those of
+    mode tensor have none.
+    """
     blocks = -(-deep // BLOCK)
-    if mode == "tensor":
-        return Matrix.packed(0, (1, 1), "float32", "F")
     if mode == "outer":
         return Matrix.packed(0, (up(lines, 4), 1), "float32", "F")
     if mode == "vectors":
