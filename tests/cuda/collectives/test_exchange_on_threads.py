@@ -85,8 +85,10 @@ def kernel(request, tmp_path_factory):
 
 
 def aligned(nbytes, value=0):
-    """Bytes at a multiple of 64."""
-    whole = np.full(nbytes + 64, value, np.uint8)
+    """Bytes at a multiple of 64; with None for their value as they come."""
+    whole = np.empty(nbytes + 64, np.uint8)
+    if value is not None:
+        whole.fill(value)
     start = -whole.ctypes.data % 64
     return whole[start : start + nbytes]
 
@@ -99,9 +101,10 @@ class Rank(DeviceCollectives):
         self.launches, self._library = [], library
         self.pad = aligned(64)
         self.report = np.zeros(2 + 3 * size, np.uint64)
-        self.memory = aligned(
-            cells._words_end(size) + cells._post_bytes(size, cells._mail_bytes(size)), 0xFF
-        )
+        before = cells._cells_bytes(size)  # 20 MB and more, of other kernels
+        used = cells._words_end(size) + cells._post_bytes(size, cells._mail_bytes(size)) - before
+        self.memory = aligned(before + used, None)
+        self.memory[before:] = 0xFF
         ranks[rank] = self
         self.team = SimpleNamespace(rank=rank, size=size, require_usable=lambda: None)
 
