@@ -134,18 +134,9 @@ class Layout(Immutable):
             if all(i in s for i, s in zip(place, part, strict=True))
         )
 
-    def transposed(self, axes: Sequence[int] | None = None) -> Layout:
-        """The layout of the transposed array: axis i is this one's `axes[i]`; None reverses.
-
-        Raises ValueError when `axes` is not a permutation.
-        """
-        order = tuple(range(self.ndim))[::-1] if axes is None else tuple(axes)
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
-        return Layout(
-            tuple(self.global_shape[i] for i in order),
-            tuple(tuple(part[i] for i in order) for part in self.parts),
-        )
+    def transposed(self) -> Layout:
+        """The layout of the transposed array, whose axes are reversed."""
+        return Layout(self.global_shape[::-1], tuple(part[::-1] for part in self.parts))
 
     def same_as(self, other: Layout) -> bool:
         """True when every rank owns the same elements: equal, but for where empty parts lie."""
