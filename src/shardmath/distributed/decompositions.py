@@ -132,6 +132,12 @@ def _factorised(a: Any, kind: np.dtype[Any]) -> tuple[Layout, QR]:
     return rows, QR(a.context, counts, part)
 
 
+def orthonormal(a: Any) -> Any:
+    """Q alone, of a matrix of which it is known that there is nothing to refuse. Collective."""
+    rows, factors = _factorised(a, dtypes.to_numpy(a.library.spec(a.local).dtype))
+    return _of_rows(a, factors.q(), rows, factors.rank)
+
+
 def by_rows(a: Any, kind: np.dtype[Any]) -> tuple[Layout, HostArray]:
     """A copy of this rank's rows of a matrix, and which those are: as `a` is split, if whole rows
     are split, each to one rank; else slabs.

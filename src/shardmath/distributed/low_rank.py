@@ -15,7 +15,7 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import parts
-from shardmath.distributed.decompositions import SVDResult, described, qr, svd
+from shardmath.distributed.decompositions import SVDResult, described, orthonormal, svd
 from shardmath.distributed.movement import within
 from shardmath.distributed.products import matmul
 from shardmath.distributed.random_numbers import standard_normal
@@ -63,9 +63,9 @@ def svd_lowrank(
     )
     if dtypes.of(kind).kind == "c":
         omega = omega.astype(kind)
-    q = qr(matmul(a, omega)).Q
+    q = orthonormal(matmul(a, omega))
     for _ in range(iterations):
-        q = qr(matmul(a, qr(_adjoint_times(a, q)).Q)).Q
+        q = orthonormal(matmul(a, orthonormal(_adjoint_times(a, q))))
     right, s, left = svd(_adjoint_times(a, q))
     u = matmul(q, left.conj().T[:, :rank])
     return SVDResult(u, s[:rank], right[:, :rank].conj().T)
