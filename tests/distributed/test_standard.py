@@ -410,6 +410,45 @@ def test_what_moves_is_explained(contexts):
     contexts.run(explained, ranks=2)
 
 
+def as_numpys(context):
+    """What programs use besides the standard: comparisons, methods, older names."""
+    a = np.array([[1.0, np.nan, np.inf, 3], [2, 2, -np.inf, 0], [1, 5, 2, 1]])
+    b = a + np.array([1e-9, 0, 0, 1e-3])
+    with context:
+        x, y = shardmath.from_global(a, Slab.X), shardmath.from_global(b, Slab.Y)
+        for equal_nan in (False, True):
+            agree(np.isclose(x, y, equal_nan=equal_nan), np.isclose(a, b, equal_nan=equal_nan))
+            assert np.array_equal(x, y.to(Slab.X), equal_nan=equal_nan) is False
+            assert np.array_equal(x, x, equal_nan=equal_nan) is equal_nan
+            assert np.allclose(x[:, 1:3], y[:, 1:3], equal_nan=equal_nan) is equal_nan
+        assert np.allclose(x[1:], x[1:]) and not np.allclose(x[1:], y[1:], rtol=0, atol=1e-4)
+        assert np.allclose(x[2], 3, atol=2) and not np.allclose(x[2], 3)
+        assert not np.array_equal(x, x[1:])
+        for got, expected in zip(np.where(x > 1), np.where(a > 1), strict=True):
+            agree(got, expected)
+        agree(np.unique(x[2]), np.unique(a[2]))
+        agree(x[1:].clip(0, 2), a[1:].clip(0, 2))
+        agree((x[2] / 3).round(1), (a[2] / 3).round(1))
+        agree(x.ravel(), a.ravel())
+        agree(x[:, :1].squeeze(1), a[:, 0])
+        agree(x.swapaxes(0, 1), a.T)
+        agree(x.take([2, 0], axis=1), a.take([2, 0], axis=1))
+        agree(x.repeat(2, axis=0), a.repeat(2, axis=0))
+        assert x.nbytes == a.nbytes
+        for name in ("fft2", "ifft2", "rfft2", "irfft2"):
+            own = getattr(np.fft, name)
+            agree(own(x[1:, ::3] + 0), own(a[1:, ::3]), close=True)
+        with pytest.raises(ValueError, match=r"use x\.any\(\)"):
+            bool(x)
+        with pytest.raises(NotImplementedError, match="unique_counts"):
+            np.unique(x, return_counts=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_numpy_has_besides(contexts, ranks):
+    contexts.run(as_numpys, ranks=ranks)
+
+
 def mistakes(x):
     for call, error, words in (
         (lambda: np.reshape(x, (5, 5)), ValueError, "has no shape"),

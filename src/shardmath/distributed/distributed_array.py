@@ -15,6 +15,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import (
     calls,
+    elementwise,
     halos,
     indexing,
     manipulation,
@@ -195,6 +196,19 @@ class DistributedArray(Distributed):
         given = shape[0] if len(shape) == 1 else shape
         return manipulation.reshape(self, given)  # type: ignore[no-any-return]
 
+    def ravel(self) -> Self:
+        """The elements in C order, along one axis."""
+        return self.reshape(-1)
+
+    squeeze, swapaxes = manipulation.squeeze, manipulation.swapaxes
+    repeat, take = manipulation.repeat, manipulation.take
+    clip, round = elementwise.clip, elementwise.round
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements of the global array."""
+        return int(self.size * self.library.spec(self.local).itemsize)
+
     @property
     def device(self) -> str:
         """Where the parts are: "cpu", or "cuda" on every rank's GPU."""
@@ -274,6 +288,10 @@ class DistributedArray(Distributed):
         return format(self.item(), how) if how else str(self)
 
     def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError(
+                f"an array of shape {self.shape} is neither true nor false: use x.any() or x.all()"
+            )
         return bool(self.item())
 
     def __int__(self) -> int:

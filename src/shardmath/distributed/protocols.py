@@ -10,6 +10,7 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import (
+    comparisons,
     decompositions,
     elementwise,
     manipulation,
@@ -155,10 +156,34 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 _NAMESPACES = {
-    "numpy": (elementwise, manipulation, norms, products, reductions, scans, searching),
+    "numpy": (
+        comparisons,
+        elementwise,
+        manipulation,
+        norms,
+        products,
+        reductions,
+        scans,
+        searching,
+    ),
     "numpy.fft": (transforms,),
     "numpy.linalg": (decompositions, norms, products, manipulation, systems),
 }
+
+
+def _unique(x: Any, *more: Any, **words: Any) -> Any:
+    """The different elements. Raises NotImplementedError where more is asked for."""
+    if any(more) or any(words.get(f"return_{what}") for what in ("index", "inverse", "counts")):
+        raise NotImplementedError(
+            "np.unique with return_index and the like: use np.unique_all, np.unique_counts or "
+            "np.unique_inverse"
+        )
+    return searching.unique_values(x)
+
+
+def _where(condition: Any, *chosen: Any) -> Any:
+    """`where` with NumPy's arguments: of a condition alone the indices at which it holds."""
+    return elementwise.where(condition, *chosen) if chosen else searching.nonzero(condition)
 
 
 def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,5 +243,7 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "std": _spread(reductions.std),
     "trace": _of_two_axes(norms.trace),
     "transpose": manipulation.permute_dims,
+    "unique": _unique,
     "var": _spread(reductions.var),
+    "where": _where,
 }

@@ -77,6 +77,26 @@ def irfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None
     return irfftn(x, _one(n), [axis], norm)
 
 
+def fft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
+    """The Fourier transform along two axes, as numpy.fft.fft2. Collective."""
+    return fftn(x, s, axes, norm)
+
+
+def ifft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
+    """The inverse of `fft2`, as numpy.fft.ifft2. Collective."""
+    return ifftn(x, s, axes, norm)
+
+
+def rfft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
+    """The transform of a real array along two axes, as numpy.fft.rfft2. Collective."""
+    return rfftn(x, s, axes, norm)
+
+
+def irfft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
+    """The inverse of `rfft2`, as numpy.fft.irfft2. Collective."""
+    return irfftn(x, s, axes, norm)
+
+
 def hfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The real spectrum of a hermitian signal along one axis, as numpy.fft.hfft. Collective."""
     return irfft(_complexed(x).conj(), n, axis, _SWAPPED[norm or _NORM])  # type: ignore[attr-defined]
