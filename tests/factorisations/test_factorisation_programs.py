@@ -24,7 +24,7 @@ from shardmath.machine import Machine
 from shardmath.program.steps import Move
 
 FEW = settings(
-    max_examples=20,
+    max_examples=12,
     derandomize=True,
     deadline=None,
     database=None,

@@ -31,6 +31,7 @@ from shardmath.errors import OpTimeout, ShardmathError
 from shardmath.fft import FFT, allocate_operand, fft, rfft
 from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.handles.rendezvous import rendezvous
+from shardmath.linalg import cholesky
 from shardmath.linalg.advanced import Matmul, matmul
 from started import PATIENCE
 
@@ -202,6 +203,20 @@ def product_of(context: Any, number: int) -> Any:
     return columns_of(a @ b, context)
 
 
+def factorisation(context: Any) -> list[Callable[[int], bool]]:
+    """Ranks arrive at a barrier, go on, and wait at it later."""
+
+    def step(number: int) -> bool:
+        x = np.concatenate(everywhere(context, (4, 4 * context.size), number))
+        a = x @ x.T + np.eye(len(x)) * len(x)
+        rows = slice(4 * context.rank, 4 * context.rank + 4)
+        with context:
+            factor = cholesky(a[rows], distributions=Slab.X, options={"block_size": 2})
+        return right(context, factor, np.linalg.cholesky(a)[rows])
+
+    return [step]
+
+
 def product_object(context: Any) -> list[Callable[[int], bool]]:
     state: dict[str, Any] = {}
 
@@ -360,6 +375,7 @@ CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
     "redistribute": redistribution,
     "Redistribute": redistribution_object,
     "matmul": product,
+    "cholesky": factorisation,
     "Matmul": product_object,
     "fft": transform,
     "rfft": real_transform,

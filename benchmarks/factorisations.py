@@ -1,0 +1,147 @@
+"""Factorisations on 2 ranks of one thread each, beside SciPy with 2 threads in the same run.
+
+`python benchmarks/factorisations.py [n]`, 4096 by default, float64. A rate counts n^3/3 operations
+for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m right-hand sides. The calls take turns; a
+ratio is the median over turns of SciPy's time divided by ours, so that both had the same load.
+Processor seconds, of all ranks and threads, are disturbed least by other work on the machine, but
+for threads that spin; so they are beside those of SciPy with one thread, which does not.
+
+SciPy's matrix is in column-major order, which it need not transpose; ours is split by rows, as
+NumPy's arrays are made, and by columns in blocks of the width that is computed with.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import record
+import scipy.linalg
+from threadpoolctl import threadpool_limits
+
+from shardmath.collectives import all_reduce
+from shardmath.context import startup
+from shardmath.context.context import DistributedContext
+from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
+from shardmath.launch import spawn
+from shardmath.linalg import cholesky, lu_factor, solve
+
+RANKS = 2
+REPEATS = 5
+RIGHT_SIDES = 64
+BLOCK = 128
+THREADS, ONE_THREAD = "SciPy", "SciPy, 1 thread"
+OF_ONE = "processor s of SciPy's, 1 thread"
+
+
+def split(n: int) -> dict[str, tuple[Distribution, str]]:
+    """How the matrix is split, and its memory order."""
+    columns = BlockCyclic(ProcessGrid(shape=(1, RANKS)), (n, BLOCK))
+    return {"rows": (Slab.X, "C"), "columns": (columns, "F")}
+
+
+def operations(n: int) -> dict[str, float]:
+    """Operations of each factorisation."""
+    lu = 2 / 3 * n**3
+    return {"cholesky": n**3 / 3, "lu_factor": lu, "solve": lu + 2 * n * n * RIGHT_SIDES}
+
+
+def part_of(whole: Any, distribution: Distribution, order: str, rank: int) -> Any:
+    """This rank's part."""
+    ranges = distribution.index_ranges(rank, whole.shape, size=RANKS)
+    indices = [np.concatenate([np.arange(lo, hi) for lo, hi in axis]) for axis in ranges]
+    return np.array(whole[np.ix_(*indices)], order=order)
+
+
+def calls_of(context: DistributedContext, n: int) -> dict[str, dict[str, Callable[[], object]]]:
+    """By operation and case, SciPy's first."""
+    rng = np.random.default_rng(0)
+    general = rng.standard_normal((n, n))
+    positive = general @ general.T / n + np.eye(n)
+    right = rng.standard_normal((n, RIGHT_SIDES))
+    columns = {name: np.asfortranarray(x) for name, x in (("g", general), ("p", positive))}
+    scipys: dict[str, Callable[[], object]] = {
+        "cholesky": lambda: scipy.linalg.cholesky(columns["p"], lower=True),
+        "lu_factor": lambda: scipy.linalg.lu_factor(columns["g"]),
+        "solve": lambda: scipy.linalg.solve(columns["g"], right, assume_a="gen"),
+    }
+    calls = {name: dict.fromkeys((THREADS, ONE_THREAD), call) for name, call in scipys.items()}
+    b = part_of(right, Slab.X, "C", context.rank)
+    for name, (how, order) in split(n).items():
+        g, p = (part_of(x, how, order, context.rank) for x in (general, positive))
+        calls["cholesky"][name] = lambda p=p, how=how: cholesky(p, distributions=how)
+        calls["lu_factor"][name] = lambda g=g, how=how: lu_factor(g, distributions=how)
+        calls["solve"][name] = lambda g=g, how=how: solve(g, b, distributions=[how, Slab.X])
+    return calls
+
+
+def run(n: int) -> list[dict[str, Any]]:
+    """All rows, as this rank measures them."""
+    context = startup.initialize("cpu")
+    with threadpool_limits(1):
+        calls = calls_of(context, n)
+    rows = [row for name, cases in calls.items() for row in measured(context, n, name, cases)]
+    startup.finalize()
+    return rows
+
+
+def measured(
+    context: DistributedContext, n: int, operation: str, cases: dict[str, Callable[[], object]]
+) -> list[dict[str, Any]]:
+    """GFLOP/s of every case of an operation; SciPy is rank 0's, which has both cores meanwhile."""
+    wall: dict[str, list[float]] = {name: [] for name in cases}
+    busy: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(REPEATS + 1):
+        for name, call in cases.items():
+            with threadpool_limits(RANKS if name == THREADS else 1):
+                context.barrier()
+                start, used = time.perf_counter(), time.process_time()
+                if context.rank == 0 or name not in (THREADS, ONE_THREAD):
+                    call()
+                used = time.process_time() - used
+                context.barrier()
+                if turn:  # the first plans, and touches pages
+                    wall[name].append(time.perf_counter() - start)
+                    busy[name].append(float(all_reduce(np.array([used]))[0]))
+    rows = []
+    for name, spent in wall.items():
+        pairs = zip(wall[THREADS], spent, strict=True)
+        processors = zip(busy[ONE_THREAD], busy[name], strict=True)
+        rows.append(
+            {
+                "case": f"{operation} {name}",
+                "GFLOP/s": round(operations(n)[operation] / statistics.median(spent) / 1e9, 1),
+                "best GFLOP/s": round(operations(n)[operation] / min(spent) / 1e9, 1),
+                "of SciPy": round(statistics.median(base / own for base, own in pairs), 3),
+                "best of SciPy": round(min(wall[THREADS]) / min(spent), 3),
+                "processor s": round(statistics.median(busy[name]), 3),
+                "least processor s": round(min(busy[name]), 3),
+                OF_ONE: round(statistics.median(own / base for base, own in processors), 3),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, write results/factorisations.json."""
+    n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
+    rows = spawn(run, RANKS, n)[0]
+    print(f"{n} x {n} float64 on {RANKS} ranks of one thread; SciPy has {RANKS} threads")
+    for row in rows:
+        print(
+            f"{row['case']:28}{row['GFLOP/s']:8} GFLOP/s {row['of SciPy']:8.3f} of SciPy, "
+            f"{row['processor s']:8.3f} s of processors, {row[OF_ONE]:.3f} of SciPy's with 1 thread"
+        )
+    facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "right-hand sides": RIGHT_SIDES}
+    facts["load average"] = os.getloadavg()[1]  # of 5 minutes: other work than this is about 2 less
+    path = record.write("factorisations", rows, **facts)
+    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+
+
+if __name__ == "__main__":
+    main()
