@@ -13,6 +13,7 @@ from matrices import general, is_small, positive, right_sides, singular
 from own_steps import interpreter
 
 from arrangements import distributions, part_of
+from shardmath.arrays import ArraySpec
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
 from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
@@ -196,6 +197,33 @@ def test_the_first_minor_that_is_not_positive_is_named(place):
     a[1, 1] = np.nan
     results = performed(CHOLESKY, {"a": a}, slabs, (True, True), 3, block=4, order=[2, 0, 1])
     assert [made["fault"].tolist() for made in results] == [[NOT_FINITE_A]] * 3
+
+
+def test_parts_on_gpus_are_refused_with_what_to_do():
+    spec = ArraySpec("torch", "float64", (2, 4), (4, 1), "cuda:0", 8)
+    arrays = {"a": spec} | dict.fromkeys(CHOLESKY.names.results)
+    with pytest.raises(NotImplementedError, match="copy the part to host memory"):
+        CHOLESKY.describe(arrays, (Slab.X, (True, True)), CHOLESKY.options())
+
+
+def test_an_explanation_shows_the_look_ahead():
+    a = positive(40, "float64")
+    specs = [
+        CHOLESKY.describe(
+            {"a": NumPy().spec(a[20 * rank : 20 * rank + 20])}
+            | dict.fromkeys(CHOLESKY.names.results),
+            (Slab.X, (True, True)),
+            CHOLESKY.options(block_size=8),
+        )
+        for rank in range(2)
+    ]
+    text = CHOLESKY.explain(CHOLESKY.check(specs), Machine("cpu", (0, 0)))
+    assert "cholesky of 40 x 40 float64 on 2 ranks: 5 panels of 8 columns" in text
+    lines = [line.partition(". ")[2] for line in text.splitlines()]
+    ahead = lines.index("factorise columns[16:24, 8:16], and columns[24:40, 8:16] by it")
+    assert lines[ahead - 1].endswith("from columns[16:40, 8:16]")
+    assert lines[ahead + 1] == "arrive"
+    assert lines[ahead + 2].endswith("from columns[32:40, 16:24]")
 
 
 @pytest.mark.parametrize(("n", "width", "size"), [(10, 3, 2), (7, 8, 3), (12, 2, 3), (0, 4, 2)])
