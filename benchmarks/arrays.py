@@ -1,16 +1,20 @@
-"""What arrays that know how they are split cost beside their parts: `benchmarks/arrays.py`.
+"""What arrays that know how they are split cost beside parts: `benchmarks/arrays.py [PYTHON]`.
 
 2 ranks on cores, 64 x 64 float64. The two ways of a row take turns, so that what else the machine
 does falls on both. Figures are of the slower rank: the median, and the least, which says what a
 call takes where nobody else wants the cores. A step of `examples/navier_stokes.py` is 4 times 9
 transforms of 64^3 points; it is timed as the difference of a long run and a short one, over the
-steps between.
+steps between. mpi4py-fft and Dask, of the environment of the interpreter PYTHON, by default this
+one, take turns with it: `navier_stokes_peers.py`; of one that is not there the rows say so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,9 +40,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:16} {row['us']:8.1f} us, on parts {row['us_of_parts']:8.1f}; "
               f"undisturbed {row['more_us']:+6.1f}   goal {GOALS[row['what']]}")  # fmt: skip
-    seconds = [spawn(step, RANKS, timeout=300)[0] for _ in range(RUNS)]
-    rows.append({"what": "Navier-Stokes step", "n": POINTS, "ms": 1e3 * min(seconds)})
-    print(f"Navier-Stokes step, {POINTS}^3: {rows[-1]['ms']:.0f} ms")
+    rows += navier_stokes(sys.argv[1] if len(sys.argv) > 1 else sys.executable)
     print(record.write("arrays", rows, ranks=RANKS, goals=GOALS))
 
 
@@ -75,20 +77,65 @@ def ways() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     }
 
 
-def step() -> float:
-    """Seconds of a step of the example."""
+def navier_stokes(python: str) -> list[dict[str, Any]]:
+    """A row for a step of the example, and one for each peer that `python` has."""
+    beside = Path(python).parent / "mpiexec"
+    program = str(Path(__file__).with_name("navier_stokes_peers.py"))
+    commands = {
+        "mpi4py-fft": [str(beside), "-n", str(RANKS), python, program, "mpi4py-fft"],
+        "dask": [python, program, "dask"],
+    }
+    times: dict[str, list[tuple[float, float]]] = {"shardmath": [], "mpi4py-fft": [], "dask": []}
+    energies, missing = [], {}
+    for _ in range(RUNS):
+        ranks = spawn(step, RANKS, timeout=300)
+        times["shardmath"].append((ranks[0][0], sum(rank[1] for rank in ranks)))
+        energies.append(ranks[0][2])
+        for peer, command in commands.items():
+            try:
+                words = [*command, str(POINTS), str(LONG)]
+                ran = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+                measured = json.loads(ran.stdout)
+            except (OSError, subprocess.SubprocessError) as error:
+                said = (getattr(error, "stderr", "") or str(error)).strip()
+                missing[peer] = said.splitlines()[-1]
+                continue
+            times[peer].append((measured["seconds"], measured["cpu"]))
+            energies.append(measured["energy"])
+    assert max(energies) - min(energies) < 1e-8, energies  # they have done the same
+    rows = []
+    for who, spent in times.items():
+        row: dict[str, Any] = {"what": "Navier-Stokes step", "n": POINTS, "by": who}
+        if spent:
+            least = [1e3 * min(column) for column in zip(*spent, strict=True)]
+            row |= {"ms": least[0], "processor_ms": least[1]}
+            found = f"{least[0]:.0f} ms, {least[1]:.0f} ms of processors"
+        else:
+            row["missing"] = missing[who]
+            found = f"not measured: {missing[who]}"
+        print(f"Navier-Stokes step, {POINTS}^3, {who}: {found}")
+        rows.append(row)
+    return rows
+
+
+def step() -> tuple[float, float, float]:
+    """Seconds of a step of the example, this rank's processor's, and the energy after the last."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import navier_stokes
 
-    def run(steps: int) -> float:
-        start = time.perf_counter()
-        with contextlib.redirect_stdout(io.StringIO()):
+    printed = io.StringIO()
+
+    def run(steps: int) -> Any:
+        start = np.array([time.perf_counter(), time.process_time()])
+        with contextlib.redirect_stdout(printed):
             navier_stokes.main(POINTS, steps)
-        return time.perf_counter() - start
+        return np.array([time.perf_counter(), time.process_time()]) - start
 
     run(SHORT)
     short = run(SHORT)
-    return (run(LONG) - short) / (LONG - SHORT)
+    seconds, cpu = (run(LONG) - short) / (LONG - SHORT)
+    energies = re.findall(r"energy ([0-9.]+)", printed.getvalue())  # rank 0 prints them
+    return float(seconds), float(cpu), float(energies[-1]) if energies else 0.0
 
 
 if __name__ == "__main__":
