@@ -5,10 +5,22 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["use_huge_pages"]
+__all__ = ["keep_memory", "use_huge_pages"]
 
 _HUGE = 1 << 21  # bytes of a huge page
 _MADV_COLLAPSE = 25
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_memory() -> None:
+    """Let arrays of up to 32 MiB lie where others did, here and in what is forked.
+
+    The C library would give the pages back, and Linux would fill new ones with zeros: that took
+    half of the time of tests with arrays of some MiB. A library without `mallopt` goes on so.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    mallopt(_M_TRIM_THRESHOLD, 512 << 20)
 
 
 def use_huge_pages() -> None:
