@@ -103,8 +103,8 @@ def take_apart(context, cases):
         np.testing.assert_array_equal(x.numpy(), before)
 
 
-@examples(5)
-@given(cases=lists_of(matrices, most=5))
+@examples(4)
+@given(cases=lists_of(matrices, most=4))
 def test_factors_of_any_matrix(contexts, cases):
     size, calls = cases
     contexts.run(take_apart, calls, ranks=size)
@@ -131,8 +131,8 @@ def eigenvalues(context, cases):
         np.testing.assert_allclose(got, expected, atol=size)
 
 
-@examples(4)
-@given(cases=lists_of(hermitian, most=6))
+@examples(3)
+@given(cases=lists_of(hermitian, most=5))
 def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
     size, calls = cases
     contexts.run(eigenvalues, calls, ranks=size)
@@ -161,7 +161,7 @@ def least_squares(context, cases):
         np.testing.assert_array_equal(y.numpy(), b)
 
 
-@examples(4)
+@examples(3)
 @given(cases=lists_of(equations, most=5))
 def test_least_squares_of_any_equations(contexts, cases):
     size, calls = cases

@@ -53,8 +53,8 @@ def norms_of(context, cases):
             agree(linalg.matrix_norm(x, **words), linalg.matrix_norm(a, **words), close=True)
 
 
-@examples(6)
-@given(cases=lists_of(normed, most=10))
+@examples(5)
+@given(cases=lists_of(normed, most=8))
 def test_norms(contexts, cases):
     size, calls = cases
     contexts.run(norms_of, calls, ranks=size)
@@ -117,7 +117,7 @@ def small_functions(context, cases):
         assert linalg.svd(x).U.shape == linalg.svd(a).U.shape
 
 
-@examples(4)
+@examples(3)
 @given(cases=lists_of(stacks, most=5))
 def test_functions_of_matrices_and_stacks(contexts, cases):
     size, calls = cases

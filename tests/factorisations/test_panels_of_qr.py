@@ -49,7 +49,7 @@ def test_reflectors_make_a_triangle(shape, dtype):
     assert not np.tril(r, -1).any()
 
 
-@pytest.mark.parametrize("rows", [3, 100, 6_000, 20_001])
+@pytest.mark.parametrize("rows", [3, 100, 9_001])
 def test_a_tall_part_is_a_tree_of_leaves(rows):
     """Each stage is of rows that the stages before have left, and R is left in the first rows."""
     a = np.random.default_rng(rows).standard_normal((rows, 96))

@@ -1,0 +1,133 @@
+"""QR and singular values beside SciPy, NumPy and Dask: `benchmarks/decompositions.py [python]`.
+
+2 ranks of 1 thread beside one process with 2 threads: SciPy's and NumPy's by BLAS, Dask's its own.
+`python` names an interpreter that has Dask, by default this one; without Dask its rows are left
+out. Ways take turns, so that what else the machine does falls on all; figures are of the least of
+all calls: seconds, and those of processors, of all ranks, which say what a call takes where others
+want the cores, too. All start from a matrix in memory, of float64, and end with factors there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import record
+
+import shardmath
+from shardmath.collectives import all_reduce
+from shardmath.distribution import Slab
+from shardmath.launch import spawn
+from shardmath.linalg import norm, qr, svd_lowrank
+
+RANKS, TURNS, CALLS = 2, 1, 2
+CASES = {
+    "QR": {"shape": (4096, 4096), "peers": ["scipy"], "goals": {"scipy": 0.85}},
+    "tall QR": {"shape": (1_000_000, 64), "peers": ["numpy", "dask"],
+                "goals": {"numpy": 1.0, "dask": 1.0}},
+    "svd_lowrank": {"shape": (20_000, 2000), "peers": ["numpy", "dask"],
+                    "goals": {"numpy": 1.0, "dask": 1.0}},
+}  # fmt: skip
+RANK, OVERSAMPLING, ITERATIONS = 20, 10, 2
+PEER = """
+import sys, time, numpy as np
+case, peer, m, n, rank, oversampling, iterations, calls = sys.argv[1:3] + [*map(int, sys.argv[3:])]
+x = np.random.default_rng(0).standard_normal((m, n))
+if peer == "scipy":
+    from scipy.linalg import qr
+    call = lambda: qr(x, mode="economic")
+elif peer == "numpy":
+    call = lambda: np.linalg.qr(x) if "QR" in case else np.linalg.svd(x, full_matrices=False)
+else:
+    import dask, dask.array as da
+    dask.config.set(scheduler="threads", num_workers=2)
+    if "QR" in case:
+        y = da.from_array(x, chunks=(m // 16, n))
+        call = lambda: dask.compute(*da.linalg.qr(y))
+    else:
+        y = da.from_array(x, chunks=(m // 4, n))
+        words = {"n_power_iter": iterations, "n_oversamples": oversampling, "seed": 0}
+        call = lambda: dask.compute(*da.linalg.svd_compressed(y, rank, **words))
+for _ in range(calls):
+    start, begun = time.perf_counter(), time.process_time()
+    call()
+    print([time.perf_counter() - start, time.process_time() - begun])
+"""
+
+
+def main() -> None:
+    dask = sys.argv[1] if len(sys.argv) > 1 else sys.executable
+    has_dask = subprocess.run([dask, "-c", "import dask.array"], capture_output=True, check=False)
+    seconds: dict[tuple[str, str], list[list[float]]] = {}
+    for turn in range(TURNS):
+        for what, case in CASES.items():
+            ours = spawn(measure, RANKS, what, case["shape"], timeout=900)[0]
+            seconds.setdefault((what, "shardmath"), []).extend(ours)
+            for peer in case["peers"]:
+                if (peer == "dask" and has_dask.returncode) or (turn and (what, peer) in SLOW):
+                    continue
+                python = dask if peer == "dask" else sys.executable
+                taken = of_peer(python, what, peer, case["shape"])
+                seconds.setdefault((what, peer), []).extend(taken)
+    rows = []
+    for what, case in CASES.items():
+        own, busy = min(seconds[what, "shardmath"])
+        row: dict[str, Any] = {"what": what, "shape": case["shape"]}
+        row |= {"seconds": own, "cpu_seconds": busy}
+        print(f"{what:12} {own:8.3f} s, {busy:8.3f} of processors", end="")
+        for peer in case["peers"]:
+            if (what, peer) in seconds:
+                (other, worked), goal = min(seconds[what, peer]), case["goals"][peer]
+                row |= {f"seconds_{peer}": other, f"cpu_seconds_{peer}": worked}
+                row |= {f"x_{peer}": other / own, f"goal_{peer}": goal}
+                print(f"; {peer} {other:8.3f} s, {worked:8.3f}: {other / own:5.2f} x", end="")
+        print()
+        rows.append(row)
+    every = {f"{what}, {way}": taken for (what, way), taken in seconds.items()}
+    load = os.getloadavg()[0]
+    print(record.write("decompositions", rows, ranks=RANKS, rank=RANK, load=load, turns=every))
+
+
+SLOW = {("QR", "scipy"), ("svd_lowrank", "numpy")}  # called once
+
+
+def measure(what: str, shape: tuple[int, int]) -> list[list[float]]:
+    """Seconds of calls of ours, of the slower rank each, and those of both ranks' processors."""
+    context = shardmath.initialize("cpu")
+    x = shardmath.standard_normal(shape, seed=0, distribution=Slab.X)
+    times, busy = [], []
+    for _ in range(CALLS):
+        context.barrier()
+        start, begun = time.perf_counter(), time.process_time()
+        is_low = what == "svd_lowrank"
+        results = svd_lowrank(x, RANK, OVERSAMPLING, ITERATIONS) if is_low else qr(x)
+        times.append(time.perf_counter() - start)
+        busy.append(time.process_time() - begun)
+    if what != "svd_lowrank":
+        q, r = results
+        assert float(norm(q @ r - x) / norm(x)) < 1e-13
+    slowest = all_reduce(np.asarray(times), op="max")
+    taken: list[list[float]] = np.stack([slowest, all_reduce(np.asarray(busy))], axis=1).tolist()
+    shardmath.finalize()
+    return taken
+
+
+def of_peer(python: str, what: str, peer: str, shape: tuple[int, int]) -> list[list[float]]:
+    """Seconds of calls of a peer's, in a process of its own."""
+    threads = "1" if peer == "dask" else str(RANKS)
+    calls = 1 if (what, peer) in SLOW else CALLS
+    numbers = map(str, (*shape, RANK, OVERSAMPLING, ITERATIONS, calls))
+    command = [python, "-c", PEER, what, peer, *numbers]
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+    variables.pop("PYTHONPATH", None)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    main()
