@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _MODES = ("forbid", "warn", "allow")
 # The lines that a call adds to which is explained, and not made; None where calls are made.
-explanation: ContextVar[list[str] | None] = ContextVar("shardmathexplanation", default=None)
+explanation: ContextVar[list[str] | None] = ContextVar("shardmath_explanation", default=None)
 _mode: ContextVar[str] = ContextVar("shardmath_communication", default="allow")
 
 
