@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
@@ -194,3 +194,13 @@ class Plans:
     def _set_count(self, count: int) -> None:
         self._count, self.made = count, _MADE.pack(count)
         self.repeated.clear()
+
+
+def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> NoReturn:
+    """Raise `mistake` on all ranks, which call `operation` or make the same mistake. Collective."""
+
+    def describe() -> bytes:
+        raise mistake
+
+    context.gather(operation, describe)
+    raise AssertionError("a mistake was sent")

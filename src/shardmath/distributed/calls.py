@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from inspect import unwrap
 from typing import Any
 
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from shardmath.distributed import parts, products, systems, transforms
 from shardmath.distributed.layouts import layout_of, unbound
-from shardmath.distributed.movement import agreed_layout, refuse, within
+from shardmath.distributed.movement import agreed_layout, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
 from shardmath.operators.fft import (
@@ -150,7 +151,7 @@ def _alike(function: Function, ours: Function) -> Function:
                 f"{function.__name__} of parts and of arrays that know how they are split: make "
                 "arrays of the parts, shardmath.array(part, distribution), or pass x.local"
             )
-            refuse(context, function.__name__, mixed)
+            raise_on_all_ranks(context, function.__name__, mixed)
         if any(x.context is not context for x in operands if isinstance(x, Distributed)):
             raise ValueError("the operands are split over the ranks of different contexts")
         return ours(*given, **words)

@@ -19,11 +19,12 @@ from numpy.linalg import LinAlgError
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
-from shardmath.distributed.movement import end_explanation, rearranged, refuse
+from shardmath.distributed.movement import end_explanation, rearranged
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Replicated, Slab, Spans
@@ -482,4 +483,4 @@ def replicated(a: Any, host: HostArray) -> Any:
 
 def refused(a: Distributed, name: str, mistake: Exception) -> NoReturn:
     """Raise a mistake on all ranks, which make it, too, or call `name`. Collective."""
-    refuse(a.context, name, mistake)
+    raise_on_all_ranks(a.context, name, mistake)

@@ -13,6 +13,7 @@ import numpy as np
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.distributed import (
     calls,
     elementwise,
@@ -29,7 +30,7 @@ from shardmath.distributed import (
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
-from shardmath.distributed.movement import agreed_layout, brought, rearranged, refuse, within
+from shardmath.distributed.movement import agreed_layout, brought, rearranged, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.redistribute import redistribute
@@ -94,7 +95,7 @@ class DistributedArray(Distributed):
         """
         if not isinstance(distribution, Distribution):
             wrong = TypeError(f"to takes a distribution such as Slab.X, not {distribution!r}")
-            refuse(self.context, "redistribute", wrong)
+            raise_on_all_ranks(self.context, "redistribute", wrong)
         if not distribution.per_rank and distribution == self.distribution:
             return self
         local = within(
@@ -114,7 +115,7 @@ class DistributedArray(Distributed):
         size = self.context.size
         if root is not None and not (type(root) is int and 0 <= root < size):
             wrong = ValueError(f"root is None or a rank from 0 to {size - 1}, not {root!r}")
-            refuse(self.context, "rearrange", wrong)
+            raise_on_all_ranks(self.context, "rearrange", wrong)
         if root is None or self.layout.is_replicated:
             target = Layout.replicated(self.shape, size)
         else:

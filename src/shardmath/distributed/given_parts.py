@@ -11,10 +11,10 @@ from functools import wraps
 from typing import Any
 
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import require_context
 from shardmath.distributed import parts
 from shardmath.distributed.creation import array
-from shardmath.distributed.movement import refuse
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution
 
@@ -40,13 +40,13 @@ def of_parts_too(function: Callable[..., Any], operands: int = 1) -> Callable[..
         context = require_context()
         if len(arrays) < operands or not all(parts.is_array(x) for x in arrays):
             mistake = TypeError(f"{name} takes {operands} array(s): DistributedArrays, or parts")
-            refuse(context, "array", mistake)
+            raise_on_all_ranks(context, "array", mistake)
         if len(wanted) < operands:
             mistake = TypeError(
                 f"{name} of parts takes distributions=[...] of its {operands} operand(s), and of "
                 f"results; it was given {len(wanted)}"
             )
-            refuse(context, "array", mistake)
+            raise_on_all_ranks(context, "array", mistake)
         split = [array(x, how) for x, how in zip(arrays, wanted, strict=False)]  # type: ignore[arg-type]
         results = function(*split, *rest, **words)
         return _parts(_split(results, wanted[operands:], name, context))
@@ -60,7 +60,7 @@ def _split(results: Any, wanted: Sequence[Distribution | None], name: str, conte
     ones = list(results) if several else [results]
     if len(wanted) > len(ones):
         mistake = TypeError(f"{name} has {len(ones)} result(s), not {len(wanted)} to distribute")
-        refuse(context, "redistribute", mistake)
+        raise_on_all_ranks(context, "redistribute", mistake)
     for place, how in enumerate(wanted):
         if how is not None and isinstance(ones[place], Distributed):
             ones[place] = ones[place].to(how)

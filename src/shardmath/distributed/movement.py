@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from functools import lru_cache
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from shardmath.arrays import array_of
 from shardmath.base import current
@@ -228,13 +228,3 @@ def stays(src: Layout, dst: Layout) -> bool:
 def received(src: Layout, dst: Layout, itemsize: int) -> int:
     """The bytes that change their rank when `src` becomes `dst`."""
     return sum(bytes_received(src, dst, itemsize))
-
-
-def refuse(context: DistributedContext, operation: str, mistake: Exception) -> NoReturn:
-    """Raise `mistake` on all ranks, which call `operation` or make the same mistake. Collective."""
-
-    def describe() -> bytes:
-        raise mistake
-
-    context.gather(operation, describe)
-    raise AssertionError("a mistake was sent")

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardmath.arrays import DType, array_of, dtypes
 from shardmath.base import current
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts
 from shardmath.distributed.elementwise import needed_layout
@@ -31,7 +32,7 @@ from shardmath.distributed.layouts import (
     rearranged,
     selector,
 )
-from shardmath.distributed.movement import brought, explanation, in_place_of, refuse
+from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated
 
@@ -156,7 +157,7 @@ def checked_axes(x: Distributed, axis: Axis, operation: str = "all_reduce") -> t
     except (TypeError, ValueError) as mistake:
         if x.layout.is_replicated:
             raise
-        refuse(x.context, operation, mistake)
+        raise_on_all_ranks(x.context, operation, mistake)
 
 
 def axes_of(axis: Axis, ndim: int) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import array_of, dtypes
+from shardmath.arrays import dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.decompositions import of_square_stacks
+from shardmath.distributed.decompositions import of_square_stacks, replicated
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import broadcast_to
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
@@ -63,7 +63,7 @@ def det(x: Any, /, **words: Any) -> Any:
     (a,) = _of_one_type([x])
     end_explanation(lambda: f"det of {a.layout}")
     made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
-    return _everywhere(a, np.asarray(made))
+    return replicated(a, np.asarray(made))
 
 
 def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
@@ -75,7 +75,7 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     (a,) = _of_one_type([x])
     end_explanation(lambda: f"slogdet of {a.layout}")
     made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
-    return api.SignAndLogarithm(*(_everywhere(a, np.asarray(one)) for one in made))
+    return api.SignAndLogarithm(*(replicated(a, np.asarray(one)) for one in made))
 
 
 def _like_last(
@@ -125,13 +125,6 @@ def _wanted(distributions: Any) -> list[Any]:
     if distributions is None:
         return []
     return list(distributions) if isinstance(distributions, Sequence) else [distributions]
-
-
-def _everywhere(a: Any, host: Any) -> Any:
-    """The array of which every rank has all."""
-    local = parts.on_device(host, a.library, a.library.spec(a.local).device)
-    layout = Layout.replicated(np.shape(host), a.context.size)
-    return a.like(array_of(local), Replicated(), layout)
 
 
 def _of_one_type(arrays: Sequence[Distributed]) -> list[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.linalg import LinAlgError
 
 from shardmath.base.collective_call import collective_call, settled
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
@@ -141,7 +142,9 @@ def solve(
     kind = _STRUCTURES.get(assume_a)
     if kind is None:
         named = ", ".join(map(repr, _STRUCTURES))
-        _refuse("solve", ValueError(f"assume_a is one of {named}, not {assume_a!r}"))
+        raise_on_all_ranks(
+            require_context(), "solve", ValueError(f"assume_a is one of {named}, not {assume_a!r}")
+        )
     turned, check = bool(transposed), bool(check_finite)
     operation: Operation[Any] = SOLVE_TRIANGULAR
     flags: tuple[Any, ...] = "NT"[turned], kind == "lower", False, check
@@ -253,18 +256,12 @@ def _op(operation: str, trans: int | str) -> str:
     """The letter of what is done to a matrix first. Collective where it is refused."""
     letters = {0: "N", 1: "T", 2: "C", "N": "N", "T": "T", "C": "C"}
     if trans not in letters:
-        _refuse(operation, ValueError(f"trans is 0, 1, 2, 'N', 'T' or 'C', not {trans!r}"))
+        raise_on_all_ranks(
+            require_context(),
+            operation,
+            ValueError(f"trans is 0, 1, 2, 'N', 'T' or 'C', not {trans!r}"),
+        )
     return letters[trans]
-
-
-def _refuse(operation: str, mistake: Exception) -> NoReturn:
-    """Raise a mistake of this rank's on all ranks. Collective."""
-
-    def describe() -> bytes:
-        raise mistake
-
-    require_context().gather(operation, describe)
-    raise AssertionError("a mistake was sent")
 
 
 def _called(

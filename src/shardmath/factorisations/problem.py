@@ -111,7 +111,7 @@ class Factorisation:
         return tuple(facts), tuple(d.encode() for d in distributions), flags, options.block_size
 
     def _distributions(self, given: Any) -> tuple[Distribution, ...]:
-        """Those of the operands that are split, and of the result."""
+        """The distributions of the operands that are split, and of the result, last."""
         names = [name for name in self.names.operands if name != "pivots"]
         every = given if isinstance(given, tuple) else (given,)
         for one in every:
