@@ -114,9 +114,11 @@ struct Launch {
         number = cells.counts[2 * block + 1] + 1;
         word = cells.tag << 16 | (number & 0xffff);
         usable = load_relaxed(&cells.team.own().broken) == 0;
-        if (usable && block == blockIdx.x)
-            for (int i = threadIdx.x; i < kRanks; i += blockDim.x)
-                store_relaxed(words(cells, i) + cells.team.rank, word);
+        // By one thread, to its own rank last: other blocks of this rank that see all words may refuse the call, and
+        // whoever looked at `broken` after that would tell its peer nothing, who would wait for it.
+        if (usable && block == blockIdx.x && threadIdx.x == 0)
+#pragma unroll
+            for (int i = 0; i < kRanks; ++i) store_relaxed(words(cells, i) + cells.team.rank, word);
     }
     __device__ u64* words(const Cells& cells, int i = kRanks - 1) const { return cells.words(i, number, block); }
     __device__ bool come(u64 seen) const { return ((seen ^ word) & 0xffff) == 0; }

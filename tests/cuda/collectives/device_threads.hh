@@ -6,6 +6,7 @@
 
 #include <emmintrin.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <barrier>
 #include <chrono>

@@ -29,11 +29,12 @@ LANES, INBOX, MAIL, THREADS = 2, 48 << 10, 3 * 256, 3
 SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
 SMALLER |= {"_FEW_BYTES": 64, "_FEW_THREADS": THREADS}
 SECONDS = 3600  # nobody waits in vain here
+NONE = 0xFFFFFFFF  # no thread is late
 OURS, OTHER = 7, 8  # tags
 
 RUN = """
 typedef const ExchangeArgument* Argument;
-extern "C" void run(Argument argument, unsigned blocks, unsigned threads, bool few) {
+extern "C" void run(Argument argument, unsigned blocks, unsigned threads, bool few, unsigned late) {
     std::vector<std::thread> all;
     std::vector<std::unique_ptr<Block>> made;
     for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
@@ -43,6 +44,7 @@ extern "C" void run(Argument argument, unsigned blocks, unsigned threads, bool f
                 threadIdx = {t, 0, 0}, blockIdx = {b, 0, 0};
                 blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
                 block_of_thread = block, meetings = 0;
+                if (t == late && b == 0) usleep(20000);
                 (few ? exchange_few : exchange)(*argument);
             });
     for (auto& each : all) each.join();
@@ -135,12 +137,12 @@ class Rank(DeviceCollectives):
         """Put it on the stream."""
         self.launches.append((launch.argument.first, launch.grid))
 
-    def run(self):
-        """All launches, one after the other."""
+    def run(self, late):
+        """All launches, one after the other; that thread of their first blocks starts late."""
         for argument, grid in self.launches:
             place = aligned(len(argument))
             place[:] = np.frombuffer(argument, np.uint8)
-            self._library.run(ctypes.c_void_p(place.ctypes.data), *grid)
+            self._library.run(ctypes.c_void_p(place.ctypes.data), *grid, late)
 
     @property
     def noted(self):
@@ -188,8 +190,8 @@ class Exchanges:
                 self.ranks[rank].exchange(source.ctypes.data, place, parts, 0, tag=tag)
             self.results.append((rank, source, target, 2 * shift, wanted))
 
-    def run(self):
-        streams = [threading.Thread(target=rank.run) for rank in self.ranks]
+    def run(self, late=NONE):
+        streams = [threading.Thread(target=rank.run, args=[late]) for rank in self.ranks]
         for stream in streams:
             stream.start()
         for stream in streams:
@@ -268,13 +270,15 @@ def test_nothing_is_written_where_one_has_other_room(kernel, count):
 
 
 @pytest.mark.parametrize("count", [5, 3000])
-def test_nothing_is_written_where_one_makes_another_call(kernel, count):
+@pytest.mark.parametrize("late", [NONE, *range(THREADS)], ids=["none", *map(str, range(THREADS))])
+def test_nothing_is_written_where_one_makes_another_call(kernel, count, late):
+    """One thread of a block may start late, when others have seen that the exchange fails."""
     exchanges, size = Exchanges(kernel), kernel[0]
     table = np.full((size, size), count).tolist()
     exchanges.put(table)
     exchanges.put(table, tags=[OURS] * (size - 1) + [OTHER])
     exchanges.put(table)
-    exchanges.run()
+    exchanges.run(late)
     assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
     for rank in exchanges.ranks:
         others = [r for r in range(size) if (r == size - 1) != (rank.team.rank == size - 1)]
