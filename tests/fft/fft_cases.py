@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import partial
 from itertools import permutations, product
 from random import Random
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from arrangements import SEEDS, distributions
 from shardmath.arrays import dtypes, library_named
+from shardmath.handles.allocation import empty_on_heap
+from shardmath.local.trigonometric import SERIES
 
 EXTENTS = st.one_of(st.sampled_from([1, 7, 8, 9, 13, 31, 37]), st.integers(1, 40))
 LARGEST = {1: 40, 2: 40, 3: 20, 4: 9}
@@ -101,6 +104,41 @@ def result_dtype(case):
     return RESULTS.get(case["kind"], {}).get(case["dtype"], case["dtype"])
 
 
+def placed(context, form, part, store):
+    """`part` as the user would hold it: (array, the whole around it or None).
+
+    `form` is a library; "torch gpu" has the array on the rank's GPU, "torch cpu" in the host's
+    memory beside one. Strided arrays lie in a larger one whose other elements are sentinels.
+    """
+    name, _, where = form.partition(" ")
+    library = library_named(name)
+    order = "F" if store.endswith("F") else "C"
+    strided = store.endswith(("strided", "reversed"))
+    shape = tuple(2 * n + 3 for n in part.shape) if strided else part.shape
+    device = f"cuda:{context.device_id}" if where == "gpu" else "cpu"
+    if store.startswith("heap") and where != "cpu":
+        whole = empty_on_heap(context, library, shape, part.dtype, order)
+    else:
+        whole = library.empty(shape, part.dtype, order, device)
+    array = whole
+    if strided:
+        fill(whole, as_type(np.full(shape, 77), part.dtype))
+        array = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+    if store == "reversed" and name != "torch":
+        array = array[(slice(None, None, -1),) * part.ndim]
+    fill(array, part)
+    return array, whole if strided else None
+
+
+def untouched(whole, shape):
+    """Whether the sentinels around a strided array are as they were."""
+    if whole is None:
+        return True
+    rest = to_host(whole)
+    rest[tuple(slice(1, 1 + 2 * n, 2) for n in shape)] = 77
+    return bool((wide(rest).real == 77).all())
+
+
 def as_type(array, dtype):
     """Numbers in a type that may be complex32."""
     if dtype != HALVES:
@@ -153,6 +191,10 @@ def wanted(case, array):
         last = axes[-1] % array.ndim
         shape = result_shape(array.shape, last, case["kind"], case["parity"])
         return np.zeros(shape, np.float64 if case["kind"] == "C2R" else np.complex128)
+    if case["kind"] in SERIES:
+        series, words = SERIES[case["kind"]], {"axes": axes, "norm": case["norm"]}
+        words |= {"type": series.type, "orthogonalize": series.orthogonal}
+        return of_both_parts(partial(getattr(scipy.fft, f"{series.function}n"), **words), array)
     forward = case["kind"] in ("C2C", "R2C")
     norm = case["norm"] or ("backward" if forward else "forward")
     if case["kind"] == "C2R":
@@ -162,6 +204,14 @@ def wanted(case, array):
         return scipy.fft.irfftn(array, s=sizes, axes=axes, norm=norm)
     function = {"C2C": scipy.fft.fftn, "C2C inverse": scipy.fft.ifftn, "R2C": scipy.fft.rfftn}
     return function[case["kind"]](array, axes=axes, norm=norm)
+
+
+def of_both_parts(series, array):
+    """A transform of the parts of complex numbers: whether these are orthogonalized, scipy makes
+    depend on the norm, whatever it is told.
+    """
+    real = series(array.real)
+    return real if array.dtype.kind == "f" else real + 1j * series(array.imag)
 
 
 def close(got, want, count):

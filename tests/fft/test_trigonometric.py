@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import scipy.fft
-from fft_cases import AXES, BLOCKS, DIMENSIONS, EXTENTS, LARGEST, NORMS, STORES, close
+from fft_cases import (
+    AXES,
+    BLOCKS,
+    DIMENSIONS,
+    EXTENTS,
+    LARGEST,
+    NORMS,
+    STORES,
+    close,
+    of_both_parts,
+    placed,
+    to_host,
+    untouched,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fft_any import placed, untouched
-
-sys.path.append(str(Path(__file__).parent.parent / "program"))
-
-from pretended import pretended_gpu
 
 from arrangements import SEEDS, distributions, part_of
 from mistakes import heard, misses
 from shardmath import fft
-from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.geometry import decode
 from shardmath.program import blocks
@@ -34,9 +39,9 @@ TYPES = ("float32", "float64", "complex64", "complex128", "float16")
 
 
 @st.composite
-def cases(draw):
-    """A call as a dictionary of plain data, on 1 to 4 ranks."""
-    size = draw(st.integers(1, 4))
+def cases(draw, most=4):
+    """A call as a dictionary of plain data, on 1 to `most` ranks."""
+    size = draw(st.integers(1, most))
     ndim = draw(DIMENSIONS)
     number = draw(st.sampled_from((1, 2, 3, 4)))
     name = draw(st.sampled_from(NAMES))
@@ -80,7 +85,7 @@ def run_case(context, case):
 
 def check_case(context, case):
     rank, size = context.rank, context.size
-    library, axes, words = library_named(case["library"]), case["axes"], case["words"]
+    form, axes, words = case["library"], case["axes"], case["words"]
     wide = "complex128" if case["dtype"].startswith("complex") else "float64"
     rng = np.random.default_rng(math.prod(case["shape"]))
     array = rng.standard_normal(case["shape"]).astype(wide)
@@ -88,20 +93,19 @@ def check_case(context, case):
         array += 1j * rng.standard_normal(case["shape"])
     array = array.astype(case["dtype"])
     full = array.astype(wide)
-    if array.size:  # of complex numbers scipy orthogonalizes as the norm says, whatever it is told
+    if array.size:
         transform = partial(getattr(scipy.fft, f"{case['name']}n"), axes=axes, **words)
-        real = transform(full.real)
-        full = real + 1j * transform(full.imag) if wide == "complex128" else real
+        full = of_both_parts(transform, full)
     source = decode(case["inputs"][rank])
     target = source if case["outputs"] is None else decode(case["outputs"][rank])
     part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
-    operand, view, around = placed(context, library, part, case["stores"][rank])
+    operand, around = placed(context, form, part, case["stores"][rank])
     dtype = np.dtype("float32" if case["dtype"] == "float16" else case["dtype"])
     out, whole = None, None
     if case["out"] == "operand" and (part.shape, part.dtype) == (want.shape, dtype):
         out = operand
     elif case["out"] not in ("none", "operand"):
-        out, _, whole = placed(context, library, np.zeros(want.shape, dtype), case["out"])
+        out, whole = placed(context, form, np.zeros(want.shape, dtype), case["out"])
     given_as = {"distribution": (source, target), "out": out}
     with context:
         if axes is not None and len(axes) == 1:
@@ -109,12 +113,12 @@ def check_case(context, case):
         else:
             got = getattr(fft, f"{case['name']}n")(operand, axes=axes, **words, **given_as)
     assert out is None or got is out
-    host = library.host_view(got)
+    host = to_host(got)
     assert (host.dtype, host.shape) == (dtype, want.shape)
     count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
     assert close(host, want, 4 * count)
     if out is not operand:
-        assert view.tobytes() == part.tobytes()
+        assert to_host(operand).tobytes() == part.tobytes()
     assert untouched(around, part.shape)
     assert untouched(whole, want.shape)
 
@@ -202,17 +206,3 @@ def differ(context):
 def test_calls_that_differ(contexts):
     said = contexts.run(differ, ranks=2)
     assert not misses(said, lambda word: (ValueError, word))
-
-
-def on_a_gpu(context):
-    context.barrier()
-    with (
-        pretended_gpu(context),
-        context,
-        pytest.raises(NotImplementedError, match="its mirror image"),
-    ):
-        fft.dct(np.ones((3, 4)), distribution=Slab.X)
-
-
-def test_gpus_have_none_and_say_so(contexts):
-    contexts.run(on_a_gpu, ranks=2)

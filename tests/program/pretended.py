@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+from rank_interpreter import turned
 
 from copying import perform
 from shardmath.arrays.dtypes import to_numpy
@@ -26,7 +27,7 @@ from shardmath.handles import device_array
 from shardmath.operators.fft import gpus as fft_gpus
 from shardmath.operators.fft import lowering
 from shardmath.operators.fft.gpus import TransformProgram
-from shardmath.operators.fft.local_steps import LocalFFT, Scale
+from shardmath.operators.fft.local_steps import LocalFFT, Scale, Turn
 from shardmath.program import gpu_performing, gpu_steps, gpus
 from shardmath.program.arithmetic import round_into
 from shardmath.redistribution import Window
@@ -245,6 +246,9 @@ def transform(program, step, memories):
     if isinstance(step, Scale):
         round_into(source * source.real.dtype.type(step.factor), target)
         return
+    if isinstance(step, Turn):
+        turned(step, source, target)
+        return
     wide = source.astype(np.complex128 if source.dtype.kind == "c" else np.float64)
     if step.kind == "R2C":
         made = np.fft.rfftn(wide, axes=step.axes)
@@ -266,7 +270,7 @@ def array_at(memories, view):
     return Window(memories.address(view), view.strides, None).array(view.shape, dtype)
 
 
-PERFORMERS = TransformProgram.PERFORMERS | dict.fromkeys((LocalFFT, Scale), transformed)
+PERFORMERS = TransformProgram.PERFORMERS | dict.fromkeys((LocalFFT, Scale, Turn), transformed)
 
 
 @contextmanager
@@ -286,6 +290,7 @@ def pretended_gpu(context, *, chunks=False):
             (gpu_performing, "stream_of", lambda context, spec, stream: 0),
             (gpu_performing, "beside_captures", nullcontext),
             (fft_gpus, "Lane", Lane),
+            (fft_gpus, "Constant", lambda device, array: None),
             (fft_gpus, "CuFFT", SimpleNamespace(of=lambda device: CuFFT())),
             (lowering, "USE_CHUNKS", chunks),
             (TransformProgram, "PERFORMERS", PERFORMERS),

@@ -24,14 +24,14 @@ from streams import schedule
 from copying import copy_boxes
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
-from shardmath.operators.fft.local_steps import LocalFFT, Scale
+from shardmath.operators.fft.local_steps import LocalFFT, Scale, Turn
 from shardmath.operators.fft.pushes import Chunk
 from shardmath.program.rank_program import USERS, Copy, View
 from shardmath.program.steps import Get, Move, Pack, Unpack, plain
 from shardmath.redistribution.copies import lowered
 from shardmath.redistribution.plan import SomeMoves
 
-__all__ = ["Rank", "interpret_ranks", "perform"]
+__all__ = ["Rank", "interpret_ranks", "perform", "turned"]
 
 
 class Rank:
@@ -222,6 +222,19 @@ def scale(step, rank):
     target[...] = fft_cases.as_type(made * step.factor, target.dtype)
 
 
+def turn(step, rank):
+    turned(step, rank.array(step.source), rank.array(step.target))
+
+
+def turned(step, source, target):
+    """As kernels/turn.cu."""
+    source, into = (np.moveaxis(array, step.axis, -1) for array in (source, target))
+    extent = step.factors.size
+    made = source[..., :extent].astype(step.factors.dtype) * step.factors
+    into[..., :extent] = made if target.dtype.kind == "c" else made.real
+    into[..., extent:] = 0
+
+
 def local_fft(step, rank):
     """As cuFFT: batches of `lengths`, each side placed by its embedding, stride and distance."""
     plan, kind = step.plan, step.kind
@@ -275,5 +288,6 @@ PERFORM = {
     Get: get,
     Unpack: unpack,
     Scale: scale,
+    Turn: turn,
     LocalFFT: local_fft,
 }

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "fft"))
 import fft_cases
 import test_fft_any
 import test_repeated_transforms
+import test_trigonometric
 from few import few
 from hypothesis import given
 from pretended import pretended_gpu
@@ -29,7 +30,7 @@ BODIES = {
         test_fft_any.check_case,
         test_repeated_transforms.exchanges,
     )
-}
+} | {"series": test_trigonometric.check_case}
 
 
 def on_gpus(context, body, *args):
@@ -51,6 +52,13 @@ def on_gpus(context, body, *args):
 def test_any_transform(ranks, case):
     if case["library"] == "numpy":
         ranks.run(on_gpus, "check_case", case, ranks=case["size"])
+
+
+@few(40)
+@given(case=test_trigonometric.cases())
+def test_any_cosines_and_sines(ranks, case):
+    if case["library"] == "numpy":
+        ranks.run(on_gpus, "series", case, ranks=case["size"])
 
 
 @pytest.mark.parametrize("given_out", [True, False])

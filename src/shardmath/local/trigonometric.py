@@ -1,8 +1,8 @@
 """One rank's cosine and sine transforms of types I to IV, along axes that it holds whole.
 
-ducc0's where it is installed, else scipy's; where neither is, they are made of NumPy's Fourier
-transforms. Definitions, scaling and `orthogonalize` are those of scipy.fft: type I of a cosine has
-n - 1 intervals, of a sine n + 1, and all others n.
+ducc0's where it is installed, else scipy's; where neither is, and on GPUs, they are made of Fourier
+transforms, by `turns`. Definitions, scaling and `orthogonalize` are those of scipy.fft: type I of a
+cosine has n - 1 intervals, of a sine n + 1, and all others n.
 
     DCT   y[k] = 2 sum over j of w[j] x[j] cos(pi (j + a) (k + b) / m)      DST: sin
     type      I         II        III       IV
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shardmath.arrays.base import HostArray
 
@@ -69,6 +70,34 @@ def bound_series(
         np.copyto(out, made(x, axes, series, scale))
 
     return copied
+
+
+Turn = npt.NDArray[np.complex128]
+
+
+def turns(series: Series, extent: int) -> tuple[Turn, Turn]:
+    """What `extent` numbers are multiplied by before their Fourier transform, and after it.
+
+    The sum over j is a Fourier transform of as many places as the period has, the rest of them 0,
+    between two turns by the halves of places. The real part of what is then there is the result.
+    """
+    function, number, orthogonal = series
+    period, sine, places = series.period(extent), function == "dst", np.arange(extent)
+    a, b = (0.5 if number in halves else float(sine) for halves in ((2, 4), (3, 4)))
+    weights, factors = np.ones(extent), np.full(extent, 2.0)
+    if number == 1 and not sine:
+        weights[[0, -1]] = 0.5
+    if number == 3:
+        weights[-1 if sine else 0] = 0.5
+    if orthogonal:
+        ends = [-1] if sine else [0] if number in (2, 3) else [0, -1]
+        if number == 3 or (number == 1 and not sine):
+            weights[ends] *= math.sqrt(2)
+        if number == 2 or (number == 1 and not sine):
+            factors[ends] /= math.sqrt(2)
+    before = weights * np.exp(-2j * np.pi * places * b / period)
+    after = factors * np.exp(-2j * np.pi * a * (places + b) / period)
+    return before, after * 1j if sine else after
 
 
 def _by_ducc0(
@@ -122,27 +151,10 @@ def _of_both(transform: Callable[..., HostArray], x: HostArray, *arguments: Any)
 
 
 def _lines_by_numpy(x: HostArray, series: Series, scale: str) -> HostArray:
-    """The transform of each line: the sum over j is a Fourier transform of as many places as the
-    period has, the rest of them 0, between two turns by the halves of places.
-    """
-    function, number, orthogonal = series
-    n, period = x.shape[-1], series.period(x.shape[-1])
-    sine, places = function == "dst", np.arange(x.shape[-1])
-    a, b = (0.5 if number in halves else float(sine) for halves in ((2, 4), (3, 4)))
-    weights, factors = np.ones(n), np.full(n, 2.0)
-    if number == 1 and not sine:
-        weights[[0, -1]] = 0.5
-    if number == 3:
-        weights[-1 if sine else 0] = 0.5
-    if orthogonal:
-        ends = [-1] if sine else [0] if number in (2, 3) else [0, -1]
-        if number == 3 or (number == 1 and not sine):
-            weights[ends] *= math.sqrt(2)
-        if number == 2 or (number == 1 and not sine):
-            factors[ends] /= math.sqrt(2)
-    factors *= {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[scale]
-    turned = x * (weights * np.exp(-2j * np.pi * places * b / period))
-    sums = np.fft.fft(turned, period, axis=-1)[..., :n]
-    sums *= np.exp(-2j * np.pi * a * (places + b) / period)
-    lines: Any = (-sums.imag if sine else sums.real) * factors
+    """The transform of each line."""
+    extent = x.shape[-1]
+    period = series.period(extent)
+    before, after = turns(series, extent)
+    after *= {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[scale]
+    lines: Any = (np.fft.fft(x * before, period, axis=-1)[..., :extent] * after).real
     return lines.astype(x.dtype)  # type: ignore[no-any-return]

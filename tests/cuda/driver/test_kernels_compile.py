@@ -71,6 +71,8 @@ CASES = [
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
     ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),
     ("signals", RANKS, "sm_90"),
+    ("turn", ("SOURCE=bfloat16", "TARGET=complex64", "FACTOR=complex64"), "sm_90"),
+    ("turn", ("SOURCE=complex128", "TARGET=float64", "FACTOR=complex128"), "sm_90"),
 ]
 
 

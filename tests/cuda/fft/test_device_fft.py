@@ -7,7 +7,6 @@ A rank tells what went wrong instead of raising, so that one ride shows all fail
 from __future__ import annotations
 
 import importlib
-import math
 import traceback
 import weakref
 from functools import partial
@@ -16,48 +15,14 @@ import fft_cases
 import numpy as np
 import pytest
 import test_allocated_operands
-from fft_cases import fill, to_host
+import test_fft_any
+import test_trigonometric
+from fft_cases import fill, placed, to_host
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
-from shardmath.arrays import library_named, library_of
-from shardmath.arrays.dtypes import to_numpy
-from shardmath.geometry import decode
-from shardmath.handles.allocation import empty_on_heap, is_symmetric
-
-FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
-
-
-def placed(context, form, part, store):
-    """`part` as the user would hold it: (array, the whole around it or None)."""
-    name, _, where = form.partition(" ")
-    library = library_named(name)
-    order = "F" if store.endswith("F") else "C"
-    strided = store.endswith(("strided", "reversed"))
-    shape = tuple(2 * n + 3 for n in part.shape) if strided else part.shape
-    if store.startswith("heap") and where == "gpu":
-        whole = empty_on_heap(context, library, shape, part.dtype, order)
-    else:
-        device = f"cuda:{context.device_id}" if where == "gpu" else "cpu"
-        whole = library.empty(shape, part.dtype, order, device)
-    array = whole
-    if strided:
-        fill(whole, fft_cases.as_type(np.full(shape, 77), part.dtype))
-        array = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
-    if store == "reversed" and name != "torch":
-        array = array[(slice(None, None, -1),) * part.ndim]
-    fill(array, part)
-    return array, whole if strided else None
-
-
-def untouched(whole, shape):
-    if whole is None:
-        return True
-    rest = to_host(whole)
-    rest[tuple(slice(1, 1 + 2 * n, 2) for n in shape)] = 77
-    return bool((fft_cases.wide(rest).real == 77).all())
 
 
 def use(context):
@@ -70,67 +35,18 @@ def use(context):
 
 
 def run_case(context, case):
+    """What goes wrong in the body of the host's tests."""
+    body = test_trigonometric if "name" in case else test_fft_any
+    use(context)
     try:
-        return performed(context, case)
+        body.check_case(context, case)
     except Exception:
         return traceback.format_exc(limit=-3)
 
 
-def performed(context, case):
-    import shardmath
-
-    use(context)
-    rank, size, form = context.rank, context.size, case["library"]
-    array = fft_cases.operand_of(case)
-    full = fft_cases.wanted(case, array)
-    source = decode(case["inputs"][rank])
-    target = source if case["outputs"] is None else decode(case["outputs"][rank])
-    part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
-    operand, around = placed(context, form, part, case["stores"][rank])
-    dtype = to_numpy(fft_cases.result_dtype(case))
-    out, whole = None, None
-    if case["out"] == "operand" and (part.shape, part.dtype) == (want.shape, dtype):
-        out = operand
-    elif case["out"] not in ("none", "operand"):
-        out, whole = placed(context, form, np.zeros(want.shape, dtype), case["out"])
-    with context:
-        got = getattr(shardmath.fft, FUNCTIONS[case["kind"]])(
-            operand,
-            distribution=source if case["outputs"] is None else (source, target),
-            axes=case["axes"],
-            norm=case["norm"],
-            options=fft_cases.options_of(case),
-            out=out,
-        )
-    context.team.synchronize(0)
-    found = []
-    host = to_host(got)
-    axes = range(array.ndim) if case["axes"] is None else case["axes"]
-    count = math.prod(full.shape[axis] for axis in axes)
-    if (host.dtype, host.shape) != (dtype, want.shape):
-        found.append(f"{host.dtype} {host.shape}, not {dtype} {want.shape}")
-    elif not fft_cases.close(host, want, count):
-        error = np.abs(fft_cases.wide(host) - want).max() / np.abs(want).max()
-        found.append(f"rank {rank}: relative error {error}")
-    if out is not None and got is not out:
-        found.append("out is not what is returned")
-    if type(got) is not type(operand):
-        found.append("another library")
-    if out is None and form.endswith("gpu"):
-        if is_symmetric(got) != case["stores"][rank].startswith("heap"):
-            found.append("not where the operand is")
-        if want.ndim > 1 and library_of(got).spec(got).order == "strided":
-            found.append("gaps")
-    if out is not operand and not (fft_cases.wide(to_host(operand)) == fft_cases.wide(part)).all():
-        found.append("the operand has changed")
-    if not (untouched(around, part.shape) and untouched(whole, want.shape)):
-        found.append("written beside the array")
-    return "; ".join(found)
-
-
 @st.composite
-def gpu_cases(draw, most, least=1):
-    case = draw(fft_cases.cases(most, least))
+def on_gpus(draw, cases):
+    case = draw(cases)
     forms = ["torch cpu", "torch gpu"]
     if "complex32" not in (case["dtype"], fft_cases.result_dtype(case)):
         forms += ["numpy cpu", "cupy gpu"]
@@ -141,7 +57,7 @@ def gpu_cases(draw, most, least=1):
 
 
 def wrong_transforms(pool, cases, count):
-    """What goes wrong in so many of the cases, each with its case."""
+    """What goes wrong in so many of the host's cases, each with its case."""
     wrong = []
 
     @settings(
@@ -152,7 +68,7 @@ def wrong_transforms(pool, cases, count):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=cases)
+    @given(case=on_gpus(cases))
     def each(case):
         if len(wrong) > 8:
             return
@@ -168,7 +84,12 @@ def wrong_transforms(pool, cases, count):
 
 
 def test_any_transform(gpus, size):
-    wrong = wrong_transforms(gpus, gpu_cases(size), 60)
+    wrong = wrong_transforms(gpus, fft_cases.cases(size), 60)
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_any_cosines_and_sines(gpus, size):
+    wrong = wrong_transforms(gpus, test_trigonometric.cases(size), 60)
     assert not wrong, "\n\n".join(wrong)
 
 
@@ -195,7 +116,7 @@ def check_chunks(context, cases):
             source, target = getattr(Slab, one), getattr(Slab, two)
             part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
             operand, _ = placed(context, "torch gpu", part, "heap C" if heap else "C")
-            function = getattr(shardmath.fft, FUNCTIONS[kind])
+            function = getattr(shardmath.fft, test_fft_any.FUNCTIONS[kind])
 
             call = partial(
                 function, operand, distribution=(source, target), norm=norm, options=options

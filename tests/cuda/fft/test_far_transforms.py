@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import fft_cases
 import pytest
 import test_device_fft as on_one_host
 from visible import RANKS
@@ -12,7 +13,7 @@ ALL = max(RANKS, 1)
 
 
 def test_any_transform(far_gpus):
-    wrong = on_one_host.wrong_transforms(far_gpus, on_one_host.gpu_cases(ALL, ALL), 60)
+    wrong = on_one_host.wrong_transforms(far_gpus, fft_cases.cases(ALL, ALL), 60)
     assert not wrong, "\n\n".join(wrong)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_device_fft import placed, to_host, use
+from fft_cases import placed, to_host
+from test_device_fft import use
 
 from arrangements import part_of
 from shardmath.distribution import Slab

@@ -33,7 +33,7 @@ _CUFFT_TYPES = {  # (kind, double): cufftType
     ("R2C", True): 0x6A,
     ("C2R", True): 0x6C,
 }
-_DIMS = 8  # kDims of scale.cu
+_DIMS = 65  # kDims of strided.cuh
 _THREADS = 256
 
 _Key = tuple[Kind, bool, PlanMany]
@@ -179,33 +179,71 @@ def scale(
     `strides` are bytes, of source and target; `dtypes` theirs: both float32 or float64, or one of
     them float32 and the other float16 or bfloat16.
     """
-    strided = sorted(zip(shape, *strides, strict=True), key=lambda dim: abs(dim[2]))
-    dims = coalesced(strided)[::-1]
-    if 0 in shape:
-        return
-    if len(dims) > _DIMS:
-        (extent, one, two), *rest = dims
-        inner = [list(column) for column in zip(*rest, strict=True)]
-        for i in range(extent):
-            scale(
-                device,
-                source + i * one,
-                target + i * two,
-                inner[0],
-                (inner[1], inner[2]),
-                stream,
-                dtypes=dtypes,
-                factor=factor,
-            )
-        return
+    dims = coalesced(sorted(zip(shape, *strides, strict=True), key=_speed))[::-1]
     vector, dims = _vectorized(dims, (source, target), dtypes)
-    count = math.prod(extent for extent, _, _ in dims)
-    packed = struct.pack("QQdQQ", source, target, factor, count, len(dims))
-    packed += b"".join(struct.pack("Qqq", *dim) for dim in dims)
-    packed += bytes(24 * (_DIMS - len(dims)))
     defines = (f"SOURCE={dtypes[0]}", f"TARGET={dtypes[1]}", f"VECTOR={vector}")
+    packed = _packed(source, target, dims) + struct.pack("d", factor)
+    _launch(device, "scale", defines, dims, packed, stream)
+
+
+def turn(
+    device: Device,
+    source: int,
+    target: int,
+    shape: Sequence[int],
+    strides: tuple[Sequence[int], Sequence[int]],
+    stream: int,
+    *,
+    axis: int,
+    length: int,
+    factors: int,
+    dtypes: tuple[str, str],
+) -> None:
+    """Launch: multiply the numbers at `source` along an axis by complex factors, and write to
+    `target`, of this shape, complex numbers if the source is real, and else their real parts.
+
+    Of the source there are `length` numbers along the axis, and of the factors, which are at an
+    address; beyond these the target becomes 0. `strides` are bytes, and `dtypes` those of source
+    and target, one of them complex and the other its parts' or, of a source, narrower.
+    """
+    dims = list(zip(shape, *strides, strict=True))
+    along = dims.pop(axis)
+    dims.sort(key=_speed)
+    faster = [dim for dim in dims if _speed(dim) < _speed(along)]
+    inner, outer = coalesced(faster)[::-1], coalesced(dims[len(faster) :])[::-1]
+    dims = [*outer, along, *inner]
+    factor = next(dtype for dtype in dtypes if dtype.startswith("complex"))
+    defines = (f"SOURCE={dtypes[0]}", f"TARGET={dtypes[1]}", f"FACTOR={factor}")
+    packed = _packed(source, target, dims) + struct.pack("QQQ", factors, len(outer), length)
+    _launch(device, "turn", defines, dims, packed, stream)
+
+
+def _speed(dim: Dimension) -> int:
+    """How near neighbours are in the target."""
+    return abs(dim[2])
+
+
+def _packed(source: int, target: int, dims: Sequence[Dimension]) -> bytes:
+    """As the struct of strided.cuh."""
+    count = math.prod(extent for extent, _, _ in dims)
+    words = [word for dim in dims for word in dim]
+    packed = struct.pack(f"QQQQ{len(words)}q", source, target, count, len(dims), *words)
+    return packed + bytes(24 * (_DIMS - len(dims)))
+
+
+def _launch(
+    device: Device,
+    name: str,
+    defines: tuple[str, ...],
+    dims: Sequence[Dimension],
+    packed: bytes,
+    stream: int,
+) -> None:
+    """Launch the kernel of that name, one thread for some of the elements."""
+    count = math.prod(extent for extent, _, _ in dims)
     blocks = min(8 * device.processors, -(-count // _THREADS))
-    kernel(device, "scale", "scale", defines).launch(stream, blocks, _THREADS, Argument(packed))
+    if count:
+        kernel(device, name, name, defines).launch(stream, blocks, _THREADS, Argument(packed))
 
 
 def _vectorized(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardmath.context.context import Context
@@ -21,8 +20,8 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import new_event, new_stream
 from shardmath.handles.operand import Operand
-from shardmath.local.gpu.fft import CuFFT, scale
-from shardmath.operators.fft.local_steps import LocalFFT, LocalStep, Scale
+from shardmath.local.gpu.fft import CuFFT, scale, turn
+from shardmath.operators.fft.local_steps import LocalFFT, LocalStep, Scale, Turn, real_numbers
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.pushes import Signal, Start, tables
 from shardmath.operators.lanes import LANES, Lane
@@ -223,6 +222,7 @@ class TransformProgram(GPUProgram):
         self.forward = forward
         start = next((step.plan for _, step in self.steps if _starts(step)), None)
         self.tables = None if start is None else PushTables(self.device, start)
+        self._factors: dict[Turn, Constant] = {}
         self._streams: set[int] = set()  # for which cuFFT has plans and a work area
         self._warmed_up = False  # whether all kernels beside pushes have been launched before
         self._graph_buffers: list[Buffer] = []  # what the user's graphs write to
@@ -244,6 +244,8 @@ class TransformProgram(GPUProgram):
             for step in self.local:
                 if isinstance(step, LocalFFT):
                     cufft.prepare(step.kind, double=step.double, plan=step.plan, stream=stream)
+                elif isinstance(step, Turn) and step not in self._factors:
+                    self._factors[step] = Constant(self.device, step.factors)
             self._streams.add(stream)
         if self.tables is not None and not self._warmed_up:
             self._warm_up(own, stream, span)
@@ -290,7 +292,7 @@ class TransformProgram(GPUProgram):
         return launch
 
     def _scale(self, step: Scale, memories: Memories) -> Launch:
-        one, two = _real(step.source), _real(step.target)
+        one, two = real_numbers(step.source), real_numbers(step.target)
         addresses = memories.address(step.source), memories.address(step.target)
 
         def launch(stream: int) -> None:
@@ -302,6 +304,26 @@ class TransformProgram(GPUProgram):
                 stream,
                 dtypes=(one.dtype, two.dtype),
                 factor=step.factor,
+            )
+
+        return launch
+
+    def _turn(self, step: Turn, memories: Memories) -> Launch:
+        source, target = step.source, step.target
+        addresses = memories.address(source), memories.address(target)
+        factors = self._factors[step]
+
+        def launch(stream: int) -> None:
+            turn(
+                self.device,
+                *addresses,
+                target.shape,
+                (source.strides, target.strides),
+                stream,
+                axis=step.axis,
+                length=step.factors.size,
+                factors=factors.address,
+                dtypes=(source.dtype, target.dtype),
             )
 
         return launch
@@ -327,6 +349,7 @@ class TransformProgram(GPUProgram):
         **GPUProgram.PERFORMERS,
         LocalFFT: _transform,
         Scale: _scale,
+        Turn: _turn,
         Start: _start,
         Signal: _signal,
     }
@@ -338,16 +361,3 @@ def _starts(step: Any) -> bool:
 
 def _view(memory: str, array: Operand) -> View:
     return View(memory, array.shape, array.strides, array.dtype, array.address % 16)
-
-
-def _real(view: View) -> View:
-    """The real numbers that an array consists of."""
-    if not view.dtype.startswith("complex"):
-        return view
-    size = view.itemsize // 2
-    return replace(
-        view,
-        shape=(*view.shape, 2),
-        strides=(*view.strides, size),
-        dtype=f"float{8 * size}",
-    )

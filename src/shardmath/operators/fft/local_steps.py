@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
+from shardmath.local.trigonometric import SERIES, turns
 from shardmath.machine import h200
 from shardmath.program.rank_program import Copy, View, packed
 
@@ -61,7 +66,34 @@ class LocalFFT(Immutable):
         return f"{self.kind} along {self.axes} {where}" + f", {calls} calls" * (calls > 1)
 
 
-LocalStep = Copy | Scale | LocalFFT
+class Turn(Immutable):
+    """The numbers of `source` along `axis` times complex factors, before or after the Fourier
+    transform that stands behind a series.
+
+    Before it `source` is real and `target` complex, of the length of the period: what is beyond the
+    numbers becomes 0. After it `source` is complex, and `target` the real parts, times `factor`.
+    """
+
+    kind: Kind
+    axis: int
+    source: View
+    target: View
+    factor: float = 1.0
+
+    @cached_property
+    def factors(self) -> npt.NDArray[np.complexfloating]:
+        """What the numbers are multiplied by, in the precision of the complex ones."""
+        extent = min(view.shape[self.axis] for view in (self.source, self.target))
+        before, after = turns(SERIES[self.kind], extent)
+        if self.target.dtype.startswith("complex"):
+            return before.astype(self.target.dtype)
+        return (after * self.factor).astype(self.source.dtype)
+
+    def __str__(self) -> str:
+        return f"turn {self.source} along {self.axis} for {self.kind} to {self.target}"
+
+
+LocalStep = Copy | Scale | LocalFFT | Turn
 
 
 def local_steps(
@@ -81,6 +113,8 @@ def local_steps(
     """
     if source.size == 0 or target.size == 0:
         return []
+    if kind in SERIES:
+        return _series_steps(kind, axes, source, target, factor)
     before: list[LocalStep] = []
     after: list[LocalStep] = [Scale(target, target, factor)] if factor != 1 else []
     computed = {x.dtype: dtypes.accumulator(x.dtype).name for x in (source, target)}
@@ -101,6 +135,15 @@ def local_steps(
     return [*before, *_group_steps(kind, groups, source, target), *after]
 
 
+def real_numbers(view: View) -> View:
+    """The real numbers that an array consists of."""
+    if not view.dtype.startswith("complex"):
+        return view
+    size = view.itemsize // 2
+    shape, strides = (*view.shape, 2), (*view.strides, size)
+    return replace(view, shape=shape, strides=strides, dtype=f"float{8 * size}")
+
+
 def strided(view: View) -> StridedArray:
     """A view, as `plan_many` takes it."""
     return StridedArray(view.shape, view.strides, view.itemsize, view.misalignment)
@@ -110,6 +153,30 @@ def _like(memory: str, view: View, dtype: str) -> View:
     """A packed view whose axes lie in memory in the order that those of `view` have."""
     axes = sorted(range(len(view.shape)), key=lambda axis: -abs(view.strides[axis]))
     return packed(memory, view.shape, dtype, axes)
+
+
+def _series_steps(
+    kind: Kind, axes: Sequence[int], source: View, target: View, factor: float
+) -> list[LocalStep]:
+    """A series along one axis after the other: turned, transformed, and turned back."""
+    steps: list[LocalStep] = []
+    one, two = real_numbers(source), real_numbers(target)
+    for axis in axes:
+        shape = [*two.shape]
+        shape[axis] = SERIES[kind].period(shape[axis])
+        order = sorted(range(len(shape)), key=lambda axis: -abs(two.strides[axis]))
+        if order[-1] != axis:  # between others it would take many calls
+            order.remove(axis)
+            order.insert(0, axis)
+        turned = packed("pack turned", shape, dtypes.of(two.dtype).complex, order)
+        last = factor if axis == axes[-1] else 1.0
+        steps += [
+            Turn(kind, axis, one, turned),
+            LocalFFT("C2C", (axis,), turned, turned),
+            Turn(kind, axis, turned, two, last),
+        ]
+        one = two
+    return steps
 
 
 def _c2r_steps(

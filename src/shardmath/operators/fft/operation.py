@@ -11,7 +11,7 @@ from typing import Any
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.context.context import Context
 from shardmath.local.fft import Kind
-from shardmath.local.trigonometric import SERIES, Series
+from shardmath.local.trigonometric import Series
 from shardmath.machine import Machine
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of
 from shardmath.operators.fft.passes import cores_program
@@ -63,12 +63,6 @@ class FourierTransform:
         """
         if machine.kind == "cpu":
             return cores_program(choose(problem.widened), problem)
-        if problem.kind in SERIES:
-            raise NotImplementedError(
-                f"{problem.kind} on GPUs: make it of a Fourier transform of the array and its "
-                "mirror image, np.concatenate([x, np.flip(x, axis)], axis), or compute on cores, "
-                'after shardmath.initialize("cpu")'
-            )
         from shardmath.operators.fft.lowering import GPUPlan
 
         model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS

@@ -18,6 +18,7 @@ from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, keeps_shape
+from shardmath.local.trigonometric import SERIES
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 from shardmath.redistribution import TransferPlan
@@ -75,7 +76,9 @@ def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
         return "R2C", problem.result
     if problem.kind == "C2R" and problem.axes[-1] in step.axes:
         return "C2R", problem.result
-    return (problem.kind if keeps_shape(problem.kind) else "C2C"), dtype
+    if problem.kind in SERIES:
+        return problem.kind, problem.result
+    return "C2C", dtype
 
 
 def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
@@ -92,7 +95,8 @@ def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
     if "complex32" not in (problem.dtype, problem.result):
         axes = problem.axes if first else ()
     shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
-    count = math.prod(shape[axis] for axis in axes)
+    series = SERIES.get(problem.kind)
+    count = math.prod(series.period(shape[axis]) if series else shape[axis] for axis in axes)
     whole = "forward" if problem.direction < 0 else "backward"
     return {"ortho": 1 / math.sqrt(count), whole: 1 / count}.get(problem.norm or "", 1.0)
 
@@ -167,7 +171,7 @@ def split_axes(stages: Sequence[Stage]) -> tuple[int, ...] | None:
     """
     if len(stages) not in (3, 4) or [stage.kind is None for stage in stages[:3]] != [0, 1, 0]:
         return None
-    if len(stages) == 4 and (stages[3].kind is not None or stages[2].kind != "C2C"):
+    if len(stages) == 4 and (stages[3].kind is not None or stages[2].kind in ("R2C", "C2R")):
         return None
     layouts = [stages[1].layout, stages[1].result]
     if len(stages) == 4:

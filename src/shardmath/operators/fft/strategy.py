@@ -162,7 +162,8 @@ class Strategy(Immutable):
         turns = (
             index
             for index, step in enumerate(self.steps, 1)
-            if isinstance(step, Transform) and self.problem.axes[-1] in step.axes
+            if isinstance(step, Transform)
+            and (keeps_shape(self.problem.kind) or self.problem.axes[-1] in step.axes)
         )
         count = next(turns, 0)
         return (before,) * count + (after,) * (len(self.steps) - count)

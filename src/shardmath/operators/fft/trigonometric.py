@@ -80,7 +80,7 @@ _ABOUT = """
 
     Raises the same on all ranks, before an element is written: what `fft` does; ValueError for
     another type, and for one element along an axis of a cosine transform of type 1;
-    NotImplementedError on GPUs, and for `n` and `s` of parts.
+    NotImplementedError for `n` and `s` of parts.
     Source: """
 
 dct, dctn = _functions("dct", "The cosine transform")
