@@ -95,10 +95,21 @@ def of_positive_definite(context, cases):
             split[3],
             growth=300,
         )
+        refined(context, x, y, [of_x, of_y, of_solution], words, solution, split[3])
         again = linalg.solve(x, y, distributions=[of_x, of_y, of_solution], **words)
         assert host(again).tobytes() == host(made).tobytes()
         assert (host(x) == before[0]).all() and (host(y) == before[1]).all()
         with_global_view(context, split, library, (a, b), (want, solution), lower)
+
+
+def refined(context, x, y, split, words, want, encoded):
+    """By factors of a lower type: as exact as by those of the operands' type."""
+    if want.dtype.name not in ("float64", "complex128"):
+        return
+    made = linalg.solve(x, y, distributions=split, factor_dtype="float32", **words)
+    assert made.backward_error <= 2 * max(1, len(want)) ** 0.5 * np.finfo("float64").eps
+    assert made.factor_dtype == {"float64": "float32", "complex128": "complex64"}[want.dtype.name]
+    right(context, made.x, want, encoded, 1e3)
 
 
 def with_global_view(context, split, library, operands, wants, lower):
@@ -141,6 +152,8 @@ def general_matrices(context, cases):
                 "det": linalg.det(x, distributions=of_x, options=options),
                 "slogdet": linalg.slogdet(x, distributions=of_x, options=options),
             }
+            refined(context, x, y, three["distributions"], {"transposed": flag, "options": options},
+                    wants["solve"], split[3])  # fmt: skip
             lu, pivots = made.pop("lu")
             assert host(pivots).tolist() == wants["pivots"].tolist()
             three["distributions"][0] = to_factor

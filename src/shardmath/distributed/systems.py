@@ -60,7 +60,7 @@ def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
     if x.ndim > 2:
         return of_square_stacks("det", [x], lambda a: (np.linalg.det(a),))[0]
-    (a,) = _of_one_type([x])
+    (a,) = of_one_type([x])
     end_explanation(lambda: f"det of {a.layout}")
     made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
     return replicated(a, np.asarray(made))
@@ -72,7 +72,7 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     """
     if x.ndim > 2:
         return api.SignAndLogarithm(*of_square_stacks("slogdet", [x], np.linalg.slogdet))
-    (a,) = _of_one_type([x])
+    (a,) = of_one_type([x])
     end_explanation(lambda: f"slogdet of {a.layout}")
     made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
     return api.SignAndLogarithm(*(replicated(a, np.asarray(one)) for one in made))
@@ -84,7 +84,7 @@ def _like_last(
     """The result of a function on parts, split as its last operand is, or as is said."""
     split = [x for x in given if isinstance(x, Distributed)]
     more = given[len(split) :]
-    arrays = _of_one_type(split)
+    arrays = of_one_type(split)
     last, context = arrays[-1], arrays[-1].context
     (target,) = _wanted(distributions) or [last.distribution]
     layout = last.layout if distributions is None else agreed_layout(target, last.shape, context)
@@ -96,7 +96,7 @@ def _like_last(
 
 
 def _lu_factor(a: Any, /, *, distributions: Any = None, **words: Any) -> tuple[Any, Any]:
-    (a,) = _of_one_type([a])
+    (a,) = of_one_type([a])
     pivots: list[Any] = []
 
     def factors(part: Any, **all_words: Any) -> Any:
@@ -127,7 +127,7 @@ def _wanted(distributions: Any) -> list[Any]:
     return list(distributions) if isinstance(distributions, Sequence) else [distributions]
 
 
-def _of_one_type(arrays: Sequence[Distributed]) -> list[Any]:
+def of_one_type(arrays: Sequence[Distributed]) -> list[Any]:
     """The arrays in the one floating type that NumPy promotes theirs to."""
     names = [x.library.spec(x.local).dtype for x in arrays]
     if len({*names}) == 1 and dtypes.of(names[0]).kind not in "iub":

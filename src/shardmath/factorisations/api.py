@@ -126,25 +126,11 @@ def solve(
     transposed: bool = False,
     options: Options = None,
 ) -> Any:
-    """X of a @ X = b, for any number of right-hand sides: this rank's part of it. Collective.
-
-        x = solve(a, b, assume_a="pos", distributions=[Slab.X, Slab.X])
-
-    `a` is this rank's part of an n x n matrix, `b` of a vector or of a matrix of n rows, of the
-    same type. `assume_a` says what a is, as in scipy.linalg.solve: "gen", which is factorised with
-    partial pivoting; "pos", positive definite, of which only the triangle that `lower` names is
-    read; "lower triangular" or "upper triangular". If `transposed`, it is a.T @ X = b.
-    `distributions` are those of `a`, `b` and x, which may be left out where it is that of `b`.
-
-    Raises LinAlgError where a pivot is 0, which is named, or a leading minor not positive.
-    Arguments and errors otherwise as `cholesky`. Source: scipy.linalg.solve.
-    """
-    kind = _STRUCTURES.get(assume_a)
-    if kind is None:
-        named = ", ".join(map(repr, _STRUCTURES))
-        raise_on_all_ranks(
-            require_context(), "solve", ValueError(f"assume_a is one of {named}, not {assume_a!r}")
-        )
+    """`shardmath.linalg.solve`, of parts, by factors of the operands' type. Collective."""
+    try:
+        kind = structure_of(assume_a)
+    except ValueError as mistake:
+        raise_on_all_ranks(require_context(), "solve", mistake)
     turned, check = bool(transposed), bool(check_finite)
     operation: Operation[Any] = SOLVE_TRIANGULAR
     flags: tuple[Any, ...] = "NT"[turned], kind == "lower", False, check
@@ -231,6 +217,14 @@ def det(
             parts = np.ldexp(mantissa.real, exponent), np.ldexp(mantissa.imag, exponent)
             return type(mantissa)(complex(*parts))
         return np.ldexp(mantissa, exponent)
+
+
+def structure_of(assume_a: str) -> str:
+    """Which of "gen", "pos", "lower", "upper" a matrix is. Raises ValueError for another word."""
+    if assume_a not in _STRUCTURES:
+        named = ", ".join(map(repr, _STRUCTURES))
+        raise ValueError(f"assume_a is one of {named}, not {assume_a!r}")
+    return _STRUCTURES[assume_a]
 
 
 def _determinant(

@@ -8,6 +8,7 @@ from numpy.linalg import LinAlgError
 
 from shardmath.distributed import decompositions, low_rank, norms
 from shardmath.distributed.given_parts import of_parts_too
+from shardmath.distributed.refinement import RefinedSolution, solve
 from shardmath.factorisations.api import (
     cholesky,
     det,
@@ -15,7 +16,6 @@ from shardmath.factorisations.api import (
     lu_factor,
     lu_solve,
     slogdet,
-    solve,
     solve_triangular,
 )
 from shardmath.factorisations.problem import FactorisationOptions
@@ -38,6 +38,7 @@ __all__ = [
     "ComputeType",
     "FactorisationOptions",
     "LinAlgError",
+    "RefinedSolution",
     "advanced",
     "cholesky",
     "cond",

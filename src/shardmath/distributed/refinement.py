@@ -1,0 +1,297 @@
+"""Solutions as exact as those of the operands' type, by factors in a lower one, and refinement.
+
+    factors of A in float32, 2/3 n^3 operations      x = 0, r = b
+    x = x + (float32: A^-1 r) ; r = b - A x          4 n^2 a turn, r in float64, until r is small
+
+A turn multiplies the error by about cond(A) times the lower type's epsilon. Where that is no
+longer less than 1 it does not help, and the factors of the operands' type are computed after all.
+
+Source: Langou, Langou, Luszczek, Kurzak, Buttari, Dongarra, "Exploiting the performance of 32
+bit floating point arithmetic in obtaining 64 bit accuracy", SC 2006; LAPACK's dsgesv and dsposv;
+Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, chapter 12.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.linalg import LinAlgError
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
+from shardmath.base.caller import caller_place
+from shardmath.base.collective_call import collective_call
+from shardmath.context.agreement import require_equal
+from shardmath.distributed import parts, reductions
+from shardmath.distributed.given_parts import of_parts_too
+from shardmath.distributed.manipulation import tril, triu
+from shardmath.distributed.movement import end_explanation, within
+from shardmath.distributed.norms import diagonal, vector_norm
+from shardmath.distributed.state import Distributed
+from shardmath.distributed.systems import of_one_type
+from shardmath.factorisations import api
+from shardmath.geometry import BlockCyclic, Distribution, ProcessGrid, Slab
+from shardmath.geometry.integers import slices
+from shardmath.operators.matmul import matmul as product_of_parts
+
+_MOST_TURNS = 30  # as LAPACK's
+_LOWER = {"float64": ("float32",), "complex128": ("complex64", "float32")}
+_PLAIN = 1e30  # norms up to which, and down to its inverse, a matrix need not be scaled
+_SQUARED = 1e140  # numbers whose squares, and those of their inverses, can be added
+_BLOCK = 128  # columns, where options name no block size: how factors are kept
+_ROWS_AT_ONCE = 64  # that are copied to another order: of so many a line of a cache is full
+_ROWS = Slab(0)
+
+Correction = Callable[[Any], Any]  # what makes A^-1 r, nearly, of r
+
+
+class RefinedSolution(NamedTuple):
+    """A solution, and how exact it is.
+
+    `backward_error` is the largest ||b - A x|| / (||A|| ||x|| + ||b||) of the columns, by the norm
+    of Frobenius of A and that of Euclid of vectors: the least relative change of A and b of which x
+    is the solution. `iterations` says how often x was corrected, `factor_dtype` of which type its
+    factors are: the operands' where those of the lower one were of no use.
+    """
+
+    x: Any
+    backward_error: float
+    iterations: int
+    factor_dtype: str
+
+
+@collective_call
+def solve(
+    a: Any,
+    b: Any,
+    *,
+    distributions: Any = None,
+    lower: bool = False,
+    check_finite: bool = True,
+    assume_a: str = "gen",
+    transposed: bool = False,
+    factor_dtype: Any = None,
+    options: api.Options = None,
+) -> Any:
+    """X of a @ X = b, for any number of right-hand sides: this rank's part of it. Collective.
+
+        x = solve(a, b, assume_a="pos", distributions=[Slab.X, Slab.X])
+        x, backward_error, iterations, _ = solve(a, b, factor_dtype="float32", distributions=...)
+
+    `a` is this rank's part of an n x n matrix, `b` of a vector or of a matrix of n rows, of the
+    same type. `assume_a` says what a is, as in scipy.linalg.solve: "gen", which is factorised with
+    partial pivoting; "pos", positive definite, of which only the triangle that `lower` names is
+    read; "lower triangular" or "upper triangular". If `transposed`, it is a.T @ X = b.
+    `distributions` are those of `a`, `b` and x, which may be left out where it is that of `b`; of
+    DistributedArrays they are left out, or that of x alone.
+
+    With `factor_dtype`, "float32" for operands of float64 or complex128, the factors are of that
+    type, and x is refined in the operands' type until its backward error is at most 2^-53, or not
+    halved any more: a RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such
+    factors, a RuntimeWarning says so, and x is that of factors in the operands' type.
+
+    Raises LinAlgError where a pivot is 0, which is named, or a leading minor not positive;
+    ValueError for a `factor_dtype` that is not a lower type LAPACK has, or of a triangular matrix.
+    Arguments and errors otherwise as `cholesky`. Sources: scipy.linalg.solve; LAPACK's dsgesv.
+    """
+    words: dict[str, Any] = {
+        "lower": lower,
+        "check_finite": check_finite,
+        "assume_a": assume_a,
+        "transposed": transposed,
+        "options": options,
+    }
+    if factor_dtype is None:
+        return api.solve(a, b, distributions=distributions, **words)
+    if isinstance(distributions, Distribution):
+        distributions = [distributions]
+    return _of_parts_too(a, b, factor_dtype=factor_dtype, distributions=distributions, **words)
+
+
+def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolution:
+    a, b = of_one_type([a, b])
+    end_explanation(lambda: f"solve of {a.layout} by factors of {factor_dtype}, and refinement")
+    kind = a.library.spec(a.local).dtype
+    low = _agreed(a, b, kind, factor_dtype, words)
+    how, vector = b.distribution, b.ndim == 1
+    rows = (b[:, None] if vector else b).to(_ROWS)
+    with np.errstate(all="ignore"):  # what is not finite is no solution
+        system = _System(a, words)
+        made = _refined(system, rows, low)
+    if not isinstance(made, RefinedSolution):
+        file, line = caller_place()
+        text = f"solve: {made}; x is by factors of {kind}"
+        warnings.warn_explicit(text, RuntimeWarning, file, line)
+        x = api.solve(a, rows, **words)
+        with np.errstate(all="ignore"):
+            error = system.backward_error(rows, x, system.residual(rows, x))
+        made = RefinedSolution(x, error, 0, kind)
+    x = made.x[:, 0] if vector else made.x
+    return made._replace(x=x.to(how))
+
+
+_of_parts_too = of_parts_too(_solve, operands=2)
+
+
+def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any]) -> str:
+    """The type of the factors, when all ranks agree on the call. Collective."""
+
+    def describe() -> Any:
+        structure = api.structure_of(words["assume_a"])
+        if structure not in ("gen", "pos"):
+            raise ValueError("factor_dtype is of factors, and a triangular matrix has none")
+        if a.ndim != 2 or b.ndim not in (1, 2) or not a.shape[0] == a.shape[1] == b.shape[0]:
+            raise ValueError(f"a is square, and b has as many rows: not {a.shape} and {b.shape}")
+        known = _LOWER.get(kind, ())
+        name = dtypes.of(factor_dtype).name
+        if name not in known:
+            raise ValueError(
+                f"factor_dtype {name!r} of a matrix of {kind}: LAPACK on cores has "
+                f"{' or '.join(map(repr, known)) or 'no lower type'}"
+            )
+        flags = structure, *(bool(words[name]) for name in ("lower", "transposed", "check_finite"))
+        return known[0], flags
+
+    def check(specs: list[Any]) -> str:
+        require_equal("the arguments of solve", specs)
+        name: str = specs[0][0]
+        return name
+
+    made: str = a.context.agree("solve, refined", describe, check)
+    return made
+
+
+def _refined(system: _System, b: Any, low: str) -> RefinedSolution | str:
+    """The solution, or why there is none by factors of a lower type. Collective."""
+    if not np.isfinite(system.norm):
+        return "the norm of a is not finite"
+    eps = float(np.finfo(system.kind).eps)
+    x, left, error, turns = None, b, math.inf, 0
+    try:
+        correct = system.correction(low)
+        while True:
+            step = correct(left)
+            tried = step if x is None else x + step
+            left = system.residual(b, tried)
+            last, now = error, system.backward_error(b, tried, left)
+            if now < error:
+                x, error = tried, now
+            if error <= eps / 2 or turns == _MOST_TURNS or not now < last / 2:
+                break
+            turns += 1
+    except LinAlgError as mistake:
+        return f"{mistake}, in {low}"
+    if x is None or error > 2 * math.sqrt(b.shape[0]) * eps:
+        return f"refinement by factors of {low} ends at a backward error of {error:.1e}"
+    return RefinedSolution(x, error, turns, low)
+
+
+class _System:
+    """A X = B for right-hand sides split by rows: what is left of B by some X, and factors of A.
+
+    Of a positive definite A that is A = T + T^H - D, of the triangle T that is read.
+    """
+
+    def __init__(self, a: Any, words: dict[str, Any]) -> None:
+        self.options = words["options"]
+        self.lower = bool(words["lower"]) is not bool(words["transposed"])
+        self.seen = a.T if words["transposed"] else a
+        self.kind = dtypes.to_numpy(a.library.spec(a.local).dtype)
+        self.diagonal = None
+        if api.structure_of(words["assume_a"]) == "pos":
+            self.seen = (tril if self.lower else triu)(self.seen)
+            self.diagonal = diagonal(self.seen).real.to(_ROWS)
+        self.norm = float(_norms(self.seen, None))
+        if self.diagonal is not None and self.norm:
+            part = float(_norms(self.diagonal, None)) / self.norm
+            self.norm *= math.sqrt(2 - part**2)
+
+    def residual(self, b: Any, x: Any) -> Any:
+        """B - A X. Collective."""
+        if self.diagonal is None:
+            return _minus_product(b, self.seen, x)
+        left = _minus_product(b + self.diagonal[:, None] * x, self.seen, x)
+        return _minus_product(left.conj(), self.seen.T, x.conj()).conj()
+
+    def backward_error(self, b: Any, x: Any, left: Any) -> float:
+        """The largest of all columns, where `left` is B - A X; NaN where that is not finite."""
+        errors = _norms(left, 0) / (self.norm * _norms(x, 0) + _norms(b, 0))
+        return float(np.where(_norms(left, 0) == 0, 0, errors).max(initial=0))
+
+    def correction(self, low: str) -> Correction:
+        """What makes A^-1 r of r by factors of a lower type. Collective. Raises LinAlgError.
+
+        Powers of 2 keep A and each column of r within the type.
+        """
+        plain = not self.norm or 1 / _PLAIN < self.norm < _PLAIN
+        scale = 1.0 if plain else 0.5 ** math.frexp(self.norm)[1]
+        solved = self._factorised(_in_columns(self.seen if plain else self.seen * scale, low))
+
+        def correct(r: Any) -> Any:
+            sizes = _norms(r, 0)
+            units = _units(sizes)
+            step = solved((r / units).astype(low)).astype(self.kind)
+            return step * (units * scale)
+
+        return correct
+
+    def _factorised(self, a: Any) -> Correction:
+        """What solves with A by its factors, which are dealt to the ranks as they are read."""
+        n, size = a.shape[0], a.context.size
+        dealt = BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), _BLOCK))
+        words = {"check_finite": False, "options": self.options}
+        if self.diagonal is None:
+            factors = api.lu_factor(a, distributions=dealt, **words)
+            return lambda r: api.lu_solve(factors, r, **words)
+        factor = api.cholesky(a, self.lower, distributions=dealt, **words)
+        first, second = (0, 2) if self.lower else (2, 0)
+
+        def solved(r: Any) -> Any:
+            half = api.solve_triangular(factor, r, first, self.lower, **words)
+            return api.solve_triangular(factor, half, second, self.lower, **words)
+
+        return solved
+
+
+def _in_columns(x: Any, dtype: str) -> Any:
+    """The matrix in another type, in column-major order, as panels of it are read."""
+    part, library = x.local, x.library
+    made = library.empty(part.shape, dtypes.of(dtype), "F", library.spec(part).device)
+    for rows in slices(part.shape[0], _ROWS_AT_ONCE):
+        made[rows] = part[rows]
+    return x.like(made, x.distribution, x.layout)
+
+
+def _minus_product(c: Any, a: Any, x: Any) -> Any:
+    """C - A X, split by rows. Collective."""
+    how = [a.distribution, _ROWS, _ROWS]
+    words: dict[str, Any] = {"distributions": how, "alpha": -1, "beta": 1}
+    local = within(c.context, lambda: product_of_parts(a.local, x.local, c.local, **words))
+    return c.like(local, c.distribution, c.layout)
+
+
+def _norms(x: Any, axis: int | None) -> HostArray:
+    """The norm of all elements, or of each column, on every rank, if its square can be held or not.
+    Collective.
+    """
+    norms = _host(vector_norm(x, axis=axis))
+    if ((norms > 1 / _SQUARED) & (norms < _SQUARED)).all():
+        return norms
+    units = _units(_host(reductions.max(abs(x), axis))) if x.size else 1
+    return np.asarray(_host(vector_norm(x / units, axis=axis)) * units)
+
+
+def _units(sizes: HostArray) -> HostArray:
+    """Powers of 2 near these numbers; 1 where one is 0 or not finite."""
+    exponents = np.frexp(sizes)[1] - 1
+    return np.where((sizes > 0) & np.isfinite(sizes), np.ldexp(1.0, exponents), 1)
+
+
+def _host(x: Any) -> HostArray:
+    """The elements of an array of which every rank has all."""
+    assert isinstance(x, Distributed) and not x.layout.partitioned_axes, "on every rank"
+    return parts.on_host(x.local, x.library)
