@@ -129,6 +129,13 @@ def eigenvalues(context, cases):
         np.testing.assert_allclose(w, expected, atol=size)
         got = shardmath.linalg.eigvalsh(x, triangle).numpy()
         np.testing.assert_allclose(got, expected, atol=size)
+        if triangle == "L":  # what is above it is not read
+            u, s, vh = np.linalg.svd(x, hermitian=True)
+            assert u.distribution == vh.distribution == x.distribution
+            require_orthonormal(u.numpy())
+            require_product(a, u.numpy() * s.numpy(), vh.numpy())
+            values = np.linalg.svd(x, compute_uv=False, hermitian=True).numpy()
+            np.testing.assert_allclose(values, np.sort(abs(expected))[::-1], atol=size)
 
 
 @examples(3)
@@ -250,6 +257,7 @@ def refused(context):
         for call in (
             lambda: linalg.qr(x[:, 0]),
             lambda: linalg.svd(x[0]),
+            lambda: linalg.svd(x[:3], hermitian=True),
             lambda: linalg.eigh(x),
             lambda: linalg.lstsq(x, square),
         ):

@@ -162,17 +162,22 @@ def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
 
 
 @collective_call
-def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
+def svd(
+    a: Any, full_matrices: bool = False, compute_uv: bool = True, hermitian: bool = False
+) -> Any:
     """The singular value decomposition A = U diag(S) V^H, S descending. Collective.
 
     U is m x k, S has k elements and Vh is k x n, k = min(m, n); with `full_matrices` U is m x m and
     Vh n x n. Without `compute_uv` it is S alone. The longer of U and Vh is split as A is, or as
     slabs of rows, of columns; the other and S are on every rank, as LAPACK's gesdd of the k x k
-    triangle is: k is to be moderate. Raises as `qr`, and LinAlgError where it does not converge.
+    triangle is: k is to be moderate. Of a `hermitian` matrix it is made of eigenvalues and vectors,
+    as `eigh` computes them of the lower triangle, and U and Vh are split as A is. Raises as `qr`,
+    and LinAlgError where it does not converge.
     """
-    kind = described("svd", [a], words=(bool(full_matrices), bool(compute_uv)))
-    if a.ndim > 2:
-        made = of_stacks("svd", [a], lambda x: _svd(x, full_matrices, compute_uv), kind)
+    words = bool(full_matrices), bool(compute_uv), bool(hermitian)
+    kind = described("svd", [a], words=words, fit=require_square if hermitian else None)
+    if hermitian or a.ndim > 2:
+        made = _by_whole_matrices("svd", a, lambda x: _svd(x, *words), kind)
         return SVDResult(*made) if compute_uv else made[0]
     if a.shape[0] < a.shape[1]:
         made = svd(a.T.conj(), full_matrices, compute_uv)
@@ -197,9 +202,9 @@ def svdvals(a: Any) -> Any:
     return svd(a, compute_uv=False)
 
 
-def _svd(x: HostArray, full: bool, vectors: bool) -> tuple[HostArray, ...]:
+def _svd(x: HostArray, full: bool, vectors: bool, hermitian: bool = False) -> tuple[HostArray, ...]:
     """NumPy's decomposition, or the singular values alone."""
-    made = _NUMPY.svd(x, full_matrices=full, compute_uv=vectors)
+    made = _NUMPY.svd(x, full_matrices=full, compute_uv=vectors, hermitian=hermitian)
     return tuple(made) if vectors else (made,)
 
 
@@ -291,13 +296,22 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
             return tuple(_NUMPY.eigh(x, triangle))
         return (_NUMPY.eigvalsh(x, triangle),)
 
+    return _by_whole_matrices(name, a, compute, kind)
+
+
+def _by_whole_matrices(
+    name: str, a: Any, compute: Callable[[HostArray], tuple[HostArray, ...]], kind: np.dtype[Any]
+) -> Sequence[Any]:
+    """What NumPy computes of a square matrix, which every rank gathers: matrices are split as it
+    is, vectors on every rank. Of stacks each rank computes its own.
+    """
     if a.ndim > 2:
         return of_stacks(name, [a], compute, kind)
     whole = Layout.replicated(a.shape, a.context.size)
     part = a.local if a.layout == whole else rearranged(a, whole)
     host = parts.on_host(part, a.library).astype(kind)
-    values, *vectors = together(name, a, lambda: compute(host))
-    return replicated(a, values), *(_cut(a, x) for x in vectors)
+    made = together(name, a, lambda: compute(host))
+    return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
 
 
 def _cut(a: Any, host: HostArray) -> Any:

@@ -217,10 +217,8 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _svd(
-    a: Any, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False
-) -> Any:
-    return decompositions.svd(a, full_matrices, compute_uv)
+def _svd(a: Any, full_matrices: bool = True, *more: Any, **words: Any) -> Any:
+    return decompositions.svd(a, full_matrices, *more, **words)
 
 
 # NumPy's functions that have another name here, or other arguments.
