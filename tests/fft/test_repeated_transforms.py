@@ -65,6 +65,40 @@ def test_a_repeated_transform_is_one_exchange(contexts, where, given, form):
         assert found[1:] == [1] * 4
 
 
+def barriers(context, source, target):
+    """How many barriers each of three executions has, of which each result is right."""
+    whole, found = np.arange(120.0).reshape(SHAPE) * (1 + 2j), []
+    slabs = getattr(Slab, source), getattr(Slab, target)
+    with context:
+        x, _ = make(context, "heap")
+        cut, place = (slab.slices(context.rank, SHAPE, size=context.size) for slab in slabs)
+        with FFT(x, distribution=slabs) as transform:
+            transform.plan()
+            for factor in range(1, 4):
+                x[...] = factor * whole[cut]
+                before = context.board.barriers
+                y = transform.execute()
+                found.append(context.board.barriers - before)
+                assert np.allclose(y, factor * scipy.fft.fft2(whole)[place])
+    return found
+
+
+WAITS = [
+    # To the others and back: what peers read last is written only after the next exchange.
+    ("X", "X", 1),
+    # Along what each rank has, and then to the others: the next call writes before its exchange.
+    ("X", "Y", 1),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "count"), WAITS)
+def test_a_transform_waits_for_readers_only_where_they_may_come_late(
+    contexts, source, target, count
+):
+    for found in contexts.run(barriers, source, target, ranks=3):
+        assert found == [count] * 3
+
+
 def calls(context):
     """The Python calls of an execution before its first copy, of operands on the heap."""
     with context:

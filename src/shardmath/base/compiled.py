@@ -7,6 +7,7 @@ which `SHARDMATH_COMPILED=0` takes everywhere.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -33,6 +34,10 @@ _INTERFACES = {
     "shardmath.call._direct": 8,
     "shardmath.cuda._launch": 1,
 }
+
+
+class CompiledStep(partial[Any]):
+    """A call of compiled code in which no line of Python runs, and so no handler of a signal."""
 
 
 def extension(name: str) -> Any:

@@ -66,9 +66,9 @@ enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
-                                    "data_ptr", "interrupt", "func", "again", "dtype"};
+                                    "data_ptr", "interrupt", "again", "dtype", "_operation"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
-       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_func, s_again, s_dtype, NAMES };
+       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_again, s_dtype, s_operation_now, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
 static const Rounds *rounds;
@@ -439,17 +439,10 @@ static int meet(Turn *turn) {
     return set_number(board, s_barriers, number);
 }
 
-/* Whether no line of Python runs in a step: it copies boxes, or is a function of NumPy's on arrays. */
+/* Whether no line of Python runs in a step: it copies boxes, or is a `CompiledStep`. */
 static int is_plain(PyObject *step) {
     const char *kind = Py_TYPE(step)->tp_name;
-    if (strcmp(kind, "shardmath.redistribution._box.Boxes") == 0)
-        return 1;
-    if (strcmp(kind, "functools.partial") != 0)
-        return 0;
-    PyObject *function = PyObject_GetAttr(step, names[s_func]);
-    int plain = function != NULL && strcmp(Py_TYPE(function)->tp_name, "numpy.ufunc") == 0;
-    Py_XDECREF(function);
-    return plain;
+    return strcmp(kind, "shardmath.redistribution._box.Boxes") == 0 || strcmp(kind, "CompiledStep") == 0;
 }
 
 static int run(Turn *turn, PyObject *steps) {
@@ -636,7 +629,7 @@ static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
 /* Make the result, and the steps that end there; 0 where the driver is to make the call. */
 static int prepare(Turn *turn) {
     PyObject *board = ITEM(turn->shared, BOARD), *call = turn->call;
-    int under_way = equal(board, s_operation, ITEM(call, OPERATION));
+    int under_way = equal(board, s_operation_now, ITEM(call, OPERATION));
     if (under_way < 0 ||
         (under_way == 0 && PyObject_SetAttr(board, names[s_operation], ITEM(call, OPERATION)) < 0))
         return -1;
@@ -941,8 +934,11 @@ static int is_idle(PyObject *shared) {
 
 /* The call that is kept for the half that has its turn, a new reference. */
 static PyObject *its_call(PyObject *kept) {
+    PyObject *calls = ITEM(kept, ITS_CALLS), *call = PyList_GET_ITEM(calls, 0);
+    if (call != Py_None && call == PyList_GET_ITEM(calls, 1))
+        return Py_NewRef(call); /* which uses neither */
     PyObject *half = PyObject_CallNoArgs(ITEM(kept, ITS_TURN));
-    PyObject *call = half == NULL ? NULL : PyList_GetItem(ITEM(kept, ITS_CALLS), PyLong_AsSsize_t(half));
+    call = half == NULL ? NULL : PyList_GetItem(calls, PyLong_AsSsize_t(half));
     Py_XDECREF(half);
     return call == Py_None ? NULL : Py_XNewRef(call);
 }

@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
+from shardmath.base.compiled import CompiledStep
 from shardmath.base.immutable import Immutable
 from shardmath.local.trigonometric import SERIES, bound_series
 
@@ -81,11 +82,11 @@ class _Transform(Immutable, eq=False):
             return None
         divisor = _divisor(self.scale, self.forward)
         if self.kind == "C2C":
-            return partial(inner.c2c, x, self.axes, self.forward, divisor, out, 1)
+            return CompiledStep(inner.c2c, x, self.axes, self.forward, divisor, out, 1)
         if self.kind == "R2C":
-            return partial(inner.r2c, x, self.axes, True, divisor, out, 1)
+            return CompiledStep(inner.r2c, x, self.axes, True, divisor, out, 1)
         *rest, last = self.axes
-        halved = partial(inner.c2r, x, (last,), out.shape[last], False, divisor, out, 1)
+        halved = CompiledStep(inner.c2r, x, (last,), out.shape[last], False, divisor, out, 1)
         if not rest:
             return halved
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
+from shardmath.base.compiled import CompiledStep
 from shardmath.geometry.integers import slices
 
 # Converting an n x n block costs about 1/n of multiplying it: at 2048, 1 to 5 %. Three such blocks
@@ -77,7 +78,7 @@ def bind(
         target, a, b, conj_a, conj_b = out.T, b.T, a.T, conj_b, conj_a
     if a.dtype == b.dtype == out.dtype == work and not (conj_a or conj_b):
         if not accumulate:
-            return partial(np.matmul, a, b, target)
+            return CompiledStep(np.matmul, a, b, target)
         return partial(_multiply_plain, a, b, target, accumulate)
     return partial(
         _multiply_converted,

@@ -1,7 +1,8 @@
 """Heap memory that operations of one context pass data through, kept from one to the next.
 
 Operations of a context follow one another, and each ends with a barrier of its own: whoever takes
-a buffer of the workspace may write into it, since no peer reads it any more.
+a buffer of the workspace may write into it, since no peer reads it any more. For what is
+`kept_for_readers` the exchange of the next operation is that barrier.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ class Workspace:
         """Give all buffers back."""
         self.version += 1
         self._buffers.clear()
+
+
+def kept_for_readers(context: Context, name: str, nbytes: int) -> Buffer:
+    """The memory of that name and so many bytes, which stays while the context does. Local.
+
+    No operation waits at its end for the peers that read it: what they may still be reading is
+    written only when the ranks have met in another exchange. Raises HeapExhausted.
+    """
+    buffers: dict[tuple[str, int], Buffer] = context.cache("kept for readers", dict)
+    buffer = buffers.get((name, nbytes))
+    if buffer is None:
+        buffer = buffers[name, nbytes] = context.allocate_shared(nbytes)
+        context.keep_for_readers(buffer)
+    return buffer
 
 
 def give_back(context: Context) -> None:

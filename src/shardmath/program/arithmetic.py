@@ -15,6 +15,7 @@ import numpy as np
 
 from shardmath.arrays import Library
 from shardmath.arrays.base import HostArray, raw_view
+from shardmath.base.compiled import CompiledStep
 from shardmath.context.context import Context
 from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
@@ -146,7 +147,7 @@ def _bind_axpby(step: Axpby, arrays: Mapping[str, HostArray], numbers: Numbers) 
     target, alpha = arrays[step.target], numbers[step.alpha]
     bound: Calls = []
     if alpha != 1:
-        bound.append(partial(np.multiply, target, np.asarray(alpha, target.dtype), target))
+        bound.append(CompiledStep(np.multiply, target, np.asarray(alpha, target.dtype), target))
     if step.addend and numbers[step.beta] != 0:
         beta = np.asarray(numbers[step.beta], target.dtype)
         bound.append(partial(add_times, target, beta, arrays[step.addend]))
@@ -317,7 +318,7 @@ class Binding:
                 if weight is not None:
                     bound.append(partial(add_times, own, weight, theirs))
                 else:
-                    bound.append(partial(np.add, own, theirs, own))
+                    bound.append(CompiledStep(np.add, own, theirs, own))
         if sums is not target:
             bound.append(partial(np.copyto, target, sums, "unsafe"))
         return bound

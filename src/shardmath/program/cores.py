@@ -28,7 +28,7 @@ from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
 from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
-from shardmath.operators.workspace import KEPT_STAGING, Workspace
+from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_readers
 from shardmath.program import two_shots
 from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
 from shardmath.program.blocks import Blocks
@@ -36,6 +36,8 @@ from shardmath.program.cores_blocks import Calls, Pass, run
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.offers import (
     LENT,
+    STAGED,
+    STAGED_BYTES,
     DoubleBuffer,
     Offers,
     Payload,
@@ -44,6 +46,7 @@ from shardmath.program.offers import (
     note_of,
     offer,
     raw_note,
+    room_for,
     window_at,
 )
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
@@ -285,7 +288,9 @@ class Cores:
                 note.append(raw_note(place))
                 offered.copies += staging
             elif name in workspace:
-                note.append(note_of(LENT, announced(context, workspace[name])))
+                lent = any(workspace[name].block is block for *_, block in memory)
+                kind = LENT if lent else STAGED
+                note.append(note_of(kind, announced(context, workspace[name])))
             else:
                 note.append(offered.notes.get(name) or note_of(LENT, None))
         arrays |= {**workspace, **offered.replaced}
@@ -489,7 +494,7 @@ class Cores:
         first, last = _agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
-        if isinstance(program.steps[-1], Synchronise) and not offers.waits:
+        if isinstance(program.steps[-1], Synchronise) and not _waits(program, offers):
             last -= 1  # no peer reads anything any more that is written next
         for number in range(first, last):
             calls = self._bind_step(plan, number, bound, turn.prepared.library)
@@ -585,7 +590,8 @@ class Cores:
         self, program: Program, arrays: Mapping[str, Operand]
     ) -> tuple[dict[str, Operand], list[tuple[str, int, Block]]]:
         """This rank's parts of the buffers of a program, in the workspace, shown to its peers; and
-        the memory that they lie in: its name there, its bytes and its block.
+        the memory that they lie in, where that may be given back: its name, its bytes and its
+        block.
         """
         operands: dict[str, Operand] = {}
         sizes: dict[str, int] = {}
@@ -598,12 +604,19 @@ class Cores:
             operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
             sizes[memory] = max(sizes.get(memory, 0), operands[name].nbytes)
-        blocks = {name: self._workspace.buffer(name, n).block for name, n in sizes.items()}
+        stays = {self._name(name) for name in _staged(program)}
+        stays = {name for name in stays if sizes[name] <= STAGED_BYTES}
+        blocks = {
+            name: kept_for_readers(self._context, name, room_for(nbytes)).block
+            if name in stays
+            else self._workspace.buffer(name, nbytes).block
+            for name, nbytes in sizes.items()
+        }
         for name, array in program.workspace.items():
             block = blocks[self._name(array.memory or name)]
             self._context.announce(block)
             operands[name] = replace(operands[name], address=block.address, block=block)
-        return operands, [(name, sizes[name], block) for name, block in blocks.items()]
+        return operands, [(name, sizes[name], blocks[name]) for name in sizes if name not in stays]
 
     def release(self) -> None:
         """See Performer."""
@@ -652,6 +665,25 @@ def _agreed_at(program: Program) -> int:
     """How many steps come before the ranks agree, which is the first synchronisation."""
     kinds = [isinstance(step, Synchronise) for step in program.steps]
     return kinds.index(True) if True in kinds else 0
+
+
+def _staged(program: Program) -> set[str]:
+    """The memory of workspace that peers read, and that is written only when the ranks agree."""
+    memory = {name: array.memory or name for name, array in program.workspace.items()}
+    early = {name for step in program.steps[: _agreed_at(program)] for name in buffers_of(step)}
+    read = {memory[name] for name in program.published if name in memory}
+    return read - {memory[name] for name in early if name in memory}
+
+
+def _waits(program: Program, offers: Offers) -> bool:
+    """Whether a rank waits at the end: for the readers of what peers read behind all other
+    synchronisations, or since it has said that it would.
+    """
+    steps = program.steps[:-1]
+    places = [place for place, step in enumerate(steps) if isinstance(step, Synchronise)]
+    behind = steps[max(places, default=0) :]
+    arrived = any(isinstance(step, Arrive) for step in behind)
+    return arrived or offers.wait(replace(program, steps=behind).published)
 
 
 def _ranges(

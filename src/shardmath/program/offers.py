@@ -7,8 +7,9 @@ A rank's note says of each buffer that its program publishes where peers read it
     lent     many are read where they lie on the heap, or from a copy there
 
 A half is written again only in the second call after, before whose exchange every peer has entered
-that of the call between, and so has read what was there: nobody waits at the end of a call in which
-nothing was lent. An owner waits for the readers of what it has lent.
+that of the call between, and so has read what was there. Workspace is staged, too, where it is
+small and written only after the exchange of each call. Nobody waits at the end of a call for the
+readers of what was staged; an owner waits for those of what it has lent.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from shardmath.redistribution.copies import whole
 from shardmath.symmetric.heap import Block, Buffer, Location
 
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
-_STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
+STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
 _LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
-_SENT, _STAGED, LENT = b"e", b"s", b"l"
+_SENT, STAGED, LENT = b"e", b"s", b"l"
 
 _LENGTH = struct.Struct("<H")
 _NOWHERE = Location(0, 0)  # of what is sent: it lies where it lands
@@ -80,9 +81,13 @@ class DoubleBuffer:
         if buffer is None or buffer.block.nbytes < nbytes:
             self.version += 1
             self._buffers[self.half] = None  # no peer reads the old half any more
-            room = 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
-            buffer = self._buffers[self.half] = self._context.allocate_shared(room)
+            buffer = self._buffers[self.half] = self._context.allocate_shared(room_for(nbytes))
         return buffer
+
+
+def room_for(nbytes: int) -> int:
+    """At least so many bytes, of which there are few: memory of growing sizes grows seldom."""
+    return 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
 
 
 @dataclass
@@ -141,7 +146,7 @@ def offer(
     together = {**kept, **staged}
     room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in together.items())
     small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
-    if together and small and not lends and room <= _STAGED_BYTES:
+    if together and small and not lends and room <= STAGED_BYTES:
         half = DoubleBuffer.of(context).buffer(room)
         staged, lent, offered.half = together, set(), half.block
         buffer = partial(_same, half)
@@ -175,7 +180,7 @@ def _stage(
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, start = LENT if offered.half is None else _STAGED, 0
+    kind, start = LENT if offered.half is None else STAGED, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         block = buffer(name, nbytes).block
@@ -252,10 +257,14 @@ class Offers:
                     self._places[name, rank] = kind, place, room
                     room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
                 offset += length
-        kinds = {kind for kind, _, _ in self._places.values()}
-        self.landing = np.empty(room, np.uint8) if _SENT in kinds else None
+        sent = any(kind == _SENT for kind, _, _ in self._places.values())
+        self.landing = np.empty(room, np.uint8) if sent else None
+
+    def wait(self, names: Collection[str]) -> bool:
+        """Whether the owners of these buffers wait for the readers of one of them."""
+        kinds = {place[0] for (name, _), place in self._places.items() if name in names}
         # Memory of another host can be read only while its rank is there.
-        self.waits = LENT in kinds or (_STAGED in kinds and context.multi_host)
+        return LENT in kinds or (STAGED in kinds and self._context.multi_host)
 
     def sent(self, name: str, rank: int) -> bool:
         """Whether the buffer of a rank, or what is read of it, was sent along."""

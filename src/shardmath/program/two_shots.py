@@ -33,9 +33,10 @@ from shardmath.context.context import Context
 from shardmath.geometry.integers import up
 from shardmath.handles.operand import Operand
 from shardmath.local.reduction import Reduction, reduce_local
+from shardmath.operators.workspace import kept_for_readers
 from shardmath.program.steps import Combine
 from shardmath.redistribution import Window
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Location
 
 # One shot reads every operand on every rank, and takes one exchange; two shots read each operand
 # once, and take a barrier more. Measured on 2 cores with 4 ranks: they meet between 1 and 2 MB.
@@ -46,6 +47,7 @@ _LINE_ELEMENTS = 64  # parts begin at whole cache lines
 _NOTE = struct.Struct("<6q")
 _NOWHERE = (-1, -1)
 _KIND = b"t"  # of what a note says of a buffer
+_STAGING = "staging of two shots"
 
 
 class StagingLayout(Immutable):
@@ -163,7 +165,7 @@ def offer(
     """
     assert step.reduction is not None, "taken"
     layout = StagingLayout.of(step.reduction, context.size)
-    staging = _staging(context, layout)
+    staging = kept_for_readers(context, _STAGING, layout.nbytes)
     copies: list[Callable[[], object]] = []
     if operand.block is None:
         stages, _ = layout.views(np.asarray(staging))
@@ -186,7 +188,8 @@ def bind(
     peers = [_peer(context, rank, note, size, layout) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
     block = size if whole and not context.multi_host else layout.block
-    own = layout.views(np.asarray(_staging(context, layout)))
+    staging = kept_for_readers(context, _STAGING, layout.nbytes)
+    own = layout.views(np.asarray(staging))
     direct = result.flags.c_contiguous
     target = result.reshape(-1) if direct else np.empty(0, result.dtype)
     pipeline = _Pipeline(context, reduction, flat, target, peers, block, *own)
@@ -281,16 +284,6 @@ class _Pipeline(Immutable):
 
 def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
-
-
-def _staging(context: Context, layout: StagingLayout) -> Buffer:
-    """This rank's stages and slots of that layout."""
-    buffers: dict[int, Buffer] = context.cache("staging of two shots", dict)
-    staging = buffers.get(layout.nbytes)
-    if staging is None:
-        staging = buffers[layout.nbytes] = context.allocate_shared(layout.nbytes)
-        context.keep_for_readers(staging)
-    return staging
 
 
 def _flat(operand: Operand, dtype: np.dtype[Any]) -> HostArray:

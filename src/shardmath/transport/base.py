@@ -55,6 +55,9 @@ class _NonePending(Fence):
         return True
 
 
+_NONE_PENDING = _NonePending()
+
+
 class Segment(Immutable):
     """`nbytes` of memory that one rank exports: its `index`-th segment."""
 
@@ -167,7 +170,7 @@ class Transport(ABC):
 
         It can be set at most other times: not while what is asked for is captured in a CUDA graph.
         """
-        return _NonePending()
+        return _NONE_PENDING
 
     @abstractmethod
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
