@@ -100,6 +100,18 @@ NVMATH = {
     "linalg.advanced.MatmulOptions": lambda inplace=False, compute_type=None, scale_type=None, result_type=None, algo_type=None, result_amax=False, block_scaling=False, sm_count_communication=None, logger=None, blocking="auto": (
         0
     ),
+    "linalg.direct_solver": lambda a, b, /, *, distributions, options=None, stream=None: 0,
+    "linalg.DirectSolver": lambda a, b, /, *, distributions, options=None, stream=None: 0,
+    "linalg.DirectSolver.plan": lambda self, *, stream=None: 0,
+    "linalg.DirectSolver.factorize": lambda self, *, stream=None: 0,
+    "linalg.DirectSolver.solve": lambda self, *, stream=None: 0,
+    "linalg.DirectSolver.reset_operands": lambda self, *, a=None, b=None, stream=None: 0,
+    "linalg.DirectSolver.reset_operands_unchecked": lambda self, *, a=None, b=None, stream=None: 0,
+    "linalg.DirectSolver.release_operands": lambda self: 0,
+    "linalg.DirectSolver.free": lambda self: 0,
+    "linalg.DirectSolverOptions": lambda logger=None, blocking="auto", inplace_a=True, inplace_b=True, handle=None: (
+        0
+    ),
     "linalg.advanced.MatmulPlanPreferences": lambda epilog=None: 0,
     "linalg.advanced.MatmulEpilogPreferences": lambda aux_type=None, aux_amax=False: 0,
     "linalg.advanced.MatmulQuantizationScales": lambda a=None, b=None, c=None, d=None: 0,

@@ -18,6 +18,7 @@ __all__ = [
     "CudaError",
     "HeapExhausted",
     "InvalidDevice",
+    "InvalidDirectSolverState",
     "InvalidFFTState",
     "InvalidMatmulState",
     "InvalidRedistributeState",
@@ -90,6 +91,10 @@ class InvalidDevice(ShardmathError, TypeError, ValueError):
 
     nvmath.distributed raises TypeError for what is no integer.
     """
+
+
+class InvalidDirectSolverState(ShardmathError, RuntimeError):
+    """A `DirectSolver` was used after `free`."""
 
 
 class InvalidFFTState(ShardmathError, RuntimeError):

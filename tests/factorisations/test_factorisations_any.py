@@ -19,7 +19,7 @@ from split_arrays import examples, lists_of, placed
 from arrangements import distributions, part_of
 from mistakes import heard
 from shardmath import linalg
-from shardmath.arrays import library_named
+from shardmath.arrays import library_named, library_of
 from shardmath.distributed import DistributedArray, parts
 from shardmath.distribution import Replicated, Slab
 from shardmath.geometry import decode
@@ -151,9 +151,11 @@ def general_matrices(context, cases):
                 "inv": linalg.inv(x, distributions=[of_x, to_factor], options=options),
                 "det": linalg.det(x, distributions=of_x, options=options),
                 "slogdet": linalg.slogdet(x, distributions=of_x, options=options),
+                "direct": directly(x, y, [of_x, of_y], options),
             }
             refined(context, x, y, three["distributions"], {"transposed": flag, "options": options},
                     wants["solve"], split[3])  # fmt: skip
+            right(context, made.pop("direct"), wants["direct"], split[1], 1e3)
             lu, pivots = made.pop("lu")
             assert host(pivots).tolist() == wants["pivots"].tolist()
             three["distributions"][0] = to_factor
@@ -170,6 +172,16 @@ def general_matrices(context, cases):
             views(context, split, library, a, b, wants, flag)
 
 
+def directly(x, y, split, options):
+    """By a DirectSolver, in copies of the operands; x is left in that of b."""
+    a, b = (parts.on_device(host(one).copy(), library_of(one), "cpu") for one in (x, y))
+    made = linalg.direct_solver(a, b, distributions=split, options=options)
+    assert made is b
+    lu, _ = linalg.lu_factor(x, distributions=split[0], options=options)
+    assert host(a).tobytes() == np.ascontiguousarray(host(lu)).tobytes()
+    return made
+
+
 def wanted(a, b, flag):
     """What SciPy and NumPy have."""
     n = len(a)
@@ -183,6 +195,7 @@ def wanted(a, b, flag):
         "pivots": pivots,
         "solve": solution,
         "lu_solve": solution,
+        "direct": (np.linalg.solve(a, b) if b.size else b).astype(a.dtype),
         "triangular": triangular.astype(a.dtype),
         "inv": np.linalg.inv(a),
         "det": np.linalg.det(a),

@@ -25,6 +25,7 @@ from shardmath.fft import FFT
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.allocation import free_symmetric_memory
 from shardmath.handles.rendezvous import rendezvous
+from shardmath.linalg import DirectSolver
 from shardmath.linalg.advanced import Matmul
 from shardmath.symmetric import board
 
@@ -186,6 +187,11 @@ LOCAL = {
     "fft": (
         used_after_free(FFT, SQUARE, distribution=Slab.X),
         "InvalidFFTState",
+        "make a new one",
+    ),
+    "direct solver": (
+        used_after_free(DirectSolver, SQUARE, SQUARE, distributions=[Slab.X, Slab.X]),
+        "InvalidDirectSolverState",
         "make a new one",
     ),
     "matmul": (

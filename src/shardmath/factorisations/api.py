@@ -31,7 +31,7 @@ _STRUCTURES = {
     "upper triangular": "upper",
 }
 _MINOR = "the leading minor of order {} is not positive: a is not positive definite"
-_PIVOT = "a is singular: pivot {} is 0"
+PIVOT = "a is singular: pivot {} is 0"
 
 
 class SignAndLogarithm(NamedTuple):
@@ -67,7 +67,7 @@ def cholesky(
     numpy.linalg.cholesky's is True.
     """
     out, fault = _called(CHOLESKY, (a,), distributions, (bool(lower), bool(check_finite)), options)
-    _require_good(fault, _MINOR)
+    require_good(fault, _MINOR)
     return out
 
 
@@ -86,7 +86,7 @@ def lu_factor(
     minors. Source: scipy.linalg.lu_factor.
     """
     lu, pivots, fault = _called(LU_FACTOR, (a,), distributions, (bool(check_finite),), options)
-    _require_good(fault)
+    require_good(fault)
     return lu, pivots
 
 
@@ -110,7 +110,7 @@ def lu_solve(
     lu, pivots = lu_and_piv
     flags = _op("lu_solve", trans), bool(check_finite)
     x, fault = _called(LU_SOLVE, (lu, pivots, b), distributions, flags, options)
-    _require_good(fault, _PIVOT)
+    require_good(fault, PIVOT)
     return x
 
 
@@ -139,7 +139,7 @@ def solve(
     elif kind == "gen":
         operation, flags = SOLVE, (turned, check)
     x, fault = _called(operation, (a, b), distributions, flags, options)
-    _require_good(fault, _MINOR if kind == "pos" else _PIVOT)
+    require_good(fault, _MINOR if kind == "pos" else PIVOT)
     return x
 
 
@@ -165,7 +165,7 @@ def solve_triangular(
     op = _op("solve_triangular", trans)
     flags = op, bool(lower), bool(unit_diagonal), bool(check_finite)
     x, fault = _called(SOLVE_TRIANGULAR, (a, b), distributions, flags, options)
-    _require_good(fault, _PIVOT)
+    require_good(fault, PIVOT)
     return x
 
 
@@ -180,7 +180,7 @@ def inv(
     scipy.linalg.inv, numpy.linalg.inv.
     """
     out, fault = _called(INVERSE, (a,), distributions, (bool(check_finite),), options)
-    _require_good(fault, _PIVOT)
+    require_good(fault, PIVOT)
     return out
 
 
@@ -233,7 +233,7 @@ def _determinant(
     """The determinant as a number between 1/2 and 1 in size, or 0, and a power of 2."""
     flags = (bool(check_finite),)
     diagonal, pivots, fault = _called(DIAGONAL, (a,), distributions, flags, options)
-    _require_good(fault)
+    require_good(fault)
     numbers, rows = np.asarray(diagonal), np.asarray(pivots)
     product, exponent = numbers.dtype.type(1), 0
     if np.count_nonzero(rows != np.arange(len(rows))) % 2:
@@ -272,7 +272,7 @@ def _called(
     return call(operation, Arguments(operands, results, (distributions, flags), options))
 
 
-def _require_good(fault: Any, otherwise: str = "") -> None:
+def require_good(fault: Any, otherwise: str = "") -> None:
     """Raise, on all ranks, what one of them has found; `otherwise` of the number that it names."""
     code = int(fault[0])
     if code == NOT_PIVOTS:

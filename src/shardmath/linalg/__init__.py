@@ -1,7 +1,7 @@
 """Linear algebra on distributed arrays and on parts: products in `advanced`, factorisations, norms.
 
-Names are NumPy's and SciPy's. `advanced`, and `ComputeType`, its MatmulComputeType, are those of
-nvmath.distributed.linalg.
+Names are NumPy's and SciPy's. `advanced`, `ComputeType`, its MatmulComputeType, and `DirectSolver`
+are those of nvmath.distributed.linalg.
 """
 
 from numpy.linalg import LinAlgError
@@ -9,6 +9,7 @@ from numpy.linalg import LinAlgError
 from shardmath.distributed import decompositions, low_rank, norms
 from shardmath.distributed.given_parts import of_parts_too
 from shardmath.distributed.refinement import RefinedSolution, solve
+from shardmath.errors import InvalidDirectSolverState
 from shardmath.factorisations.api import (
     cholesky,
     det,
@@ -17,6 +18,11 @@ from shardmath.factorisations.api import (
     lu_solve,
     slogdet,
     solve_triangular,
+)
+from shardmath.factorisations.direct_solver import (
+    DirectSolver,
+    DirectSolverOptions,
+    direct_solver,
 )
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.linalg import advanced
@@ -36,13 +42,17 @@ svdvals = of_parts_too(decompositions.svdvals)
 
 __all__ = [
     "ComputeType",
+    "DirectSolver",
+    "DirectSolverOptions",
     "FactorisationOptions",
+    "InvalidDirectSolverState",
     "LinAlgError",
     "RefinedSolution",
     "advanced",
     "cholesky",
     "cond",
     "det",
+    "direct_solver",
     "eigh",
     "eigvalsh",
     "inv",

@@ -1,0 +1,296 @@
+"""`DirectSolver`: a matrix that is factorised once, and solved with many times.
+
+    DirectSolver(a, b) ── plan ── factorize ── solve ── reset_operands(b=...) ── solve ── free
+                           │          │          └ reads the factors
+                           └ memory   └ writes them
+
+The factors lie on the symmetric heap, in blocks of columns dealt to the ranks, in column-major
+order: what a solution reads of them is copied from there as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from logging import Logger
+from typing import Any, ClassVar, Literal
+
+from shardmath.arrays import ArraySpec, library_of
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced_methods
+from shardmath.call.driver import Driver, Operation
+from shardmath.call.planned import Planned
+from shardmath.context.agreement import checked, require_equal
+from shardmath.errors import InvalidDirectSolverState
+from shardmath.factorisations.api import PIVOT, require_good
+from shardmath.factorisations.lu import LU_FACTOR, LU_SOLVE, Solve
+from shardmath.factorisations.problem import FactorisationOptions, Problem
+from shardmath.geometry import BlockCyclic, Distribution, Layout, ProcessGrid
+from shardmath.handles.allocation import empty_on_heap
+from shardmath.operators.arguments import check_blocking, check_logger, check_stream, options_of
+from shardmath.operators.redistribute.operation import REDISTRIBUTE
+from shardmath.program.performing import Arguments, Names
+
+
+@dataclass(frozen=True)
+class DirectSolverOptions:
+    """`logger` is told what is planned; without one, a logger below "shardmath" is. `inplace_a`:
+    `factorize` leaves the factors in a, besides; `inplace_b`: `solve` leaves x in b, and returns b.
+    `block_size` is the number of columns of a panel, as in FactorisationOptions. `blocking`: True,
+    or "auto"; a `handle` of a library has no effect.
+
+    Raises TypeError where `logger` is not a logging.Logger, ValueError for other invalid values.
+    Source: nvmath.distributed.linalg.DirectSolverOptions; `block_size` is ours.
+    """
+
+    logger: Logger | None = None
+    blocking: Literal[True, "auto"] = "auto"
+    inplace_a: bool = True
+    inplace_b: bool = True
+    handle: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_logger(self.logger)
+        check_blocking(self.blocking)
+        for name in ("inplace_a", "inplace_b"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        self.of_calls()
+
+    def of_calls(self) -> FactorisationOptions:
+        """The options of the factorisation, and of a solution."""
+        return FactorisationOptions(block_size=self.block_size)
+
+
+class DirectSolution(Solve):
+    """The operation: X of A X = B, of which the object does one part after the other."""
+
+    names = Names("DirectSolver", ("a", "b"), ("x", "fault"))
+    options = DirectSolverOptions  # type: ignore[assignment]
+
+    def describe(
+        self, arrays: Mapping[str, ArraySpec | None], words: tuple[Any, ...], options: Any
+    ) -> tuple[Any, ...]:
+        """As Factorisation, and which operands are overwritten."""
+        given, flags = words
+        if not isinstance(given, Sequence) or len(given) != 2:
+            raise ValueError(f"distributions are those of a and b: two, not {given!r}")
+        described = super().describe(arrays, (tuple(given), flags), options)
+        return described, (options.inplace_a, options.inplace_b)
+
+    def check(self, specs: Sequence[Any]) -> Problem:
+        """See Operation."""
+        described, in_place = zip(*specs, strict=True)
+        require_equal("options.inplace_a and inplace_b", in_place)
+        return super().check(described)
+
+
+DIRECT_SOLUTION = DirectSolution()
+
+
+@untraced_methods
+class DirectSolver(Planned):
+    """The solution of a @ x = b by LU with partial pivoting, step by step. Collective to make.
+
+        with DirectSolver(a, b, distributions=[Slab.X, Slab.X]) as solver:
+            solver.plan()
+            solver.factorize()
+            x = solver.solve()                  # b itself, unless options say otherwise
+            for b in others:
+                solver.reset_operands(b=b)
+                x = solver.solve()
+
+    `a` is this rank's part of an n x n matrix of float32, float64, complex64 or complex128, `b` of
+    a vector or of a matrix of n rows, of the same type; `distributions` are those of a and b. By
+    default `factorize` leaves L and U in a, and `solve` leaves x in b: see DirectSolverOptions. The
+    factors are kept besides, so that what is written into a has an effect in the next `factorize`
+    only; what is written into b, in the next `solve`.
+
+    All methods but `reset_operands_unchecked`, `release_operands` and `free` are collective: an
+    error on one rank is raised on all. RuntimeError: methods in another order, released operands;
+    InvalidDirectSolverState, which is one, after `free`. ValueError and TypeError as `solve`.
+    Source: nvmath.distributed.linalg.DirectSolver.
+    """
+
+    noun: ClassVar[str] = "DirectSolver"
+    invalid = InvalidDirectSolverState
+
+    def __init__(
+        self,
+        a: Any,
+        b: Any,
+        /,
+        *,
+        distributions: Sequence[Distribution],
+        options: DirectSolverOptions | dict[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        words = distributions, (False, True)  # as they are, and finite
+        super().__init__(DIRECT_SOLUTION, Arguments((a, b), (None, None), words, options, stream))
+        self._own = options_of(DirectSolverOptions, options)
+        self._calls = self._own.of_calls()
+        self._split = tuple(distributions)
+        self._factors: Any = None  # L and U
+        self._pivots: Any = None  # None where they are not those of a
+
+    @collective_call
+    def plan(self, *, stream: Any = None) -> None:  # type: ignore[override]
+        """Reserve memory for the factors; a second call does nothing. Collective.
+
+        Raises RuntimeError where operands were released, HeapExhausted, a MemoryError.
+        """
+
+        def described() -> None:
+            self._require_held()
+            check_stream(stream)
+            if not self._planned:
+                self._reserve()
+
+        self._gather("plan", described)
+        self._planned = True
+
+    @collective_call
+    def factorize(self, *, stream: Any = None) -> None:
+        """Factorise a, with partial pivoting. Collective.
+
+        Raises RuntimeError before `plan`; LinAlgError, a ValueError, which names the pivot that is
+        0, and ValueError for NaN and infinity: a is then as it was.
+        """
+        self._gather("factorize", lambda: self._require_step("factorize", stream))
+        a, self._pivots = self._operands["a"], None
+        how, back = (self._split[0], self._dealt), (self._dealt, self._split[0])
+        given = Arguments((a,), (self._factors, None, None), (how, (True,)), self._calls, stream)
+        _, pivots, fault = self._call(LU_FACTOR, given)
+        require_good(fault, PIVOT)
+        if self._own.inplace_a:
+            self._call(REDISTRIBUTE, Arguments((self._factors,), (a,), back, None, stream))
+        self._pivots = pivots
+
+    @collective_call
+    def solve(self, *, stream: Any = None) -> Any:
+        """This rank's part of x, by the factors of the last `factorize`: b, unless `inplace_b` is
+        False. Collective.
+
+        Raises RuntimeError before `factorize`, and where a was reset since; ValueError for NaN and
+        infinity: b is then as it was.
+        """
+        self._gather("solve", lambda: self._require_step("solve", stream))
+        b = self._operands["b"]
+        words = (self._dealt, self._split[1]), ("N", True)
+        operands = self._factors, self._pivots, b
+        x, fault = self._call(
+            LU_SOLVE, Arguments(operands, (None, None), words, self._calls, stream)
+        )
+        require_good(fault)
+        if not self._own.inplace_b:
+            return x
+        b[...] = x
+        return b
+
+    @collective_call
+    def reset_operands(self, *, a: Any = None, b: Any = None, stream: Any = None) -> None:
+        """Use other operands, of the same library, dtype and shape, from now on; another a has to
+        be factorised first. Collective.
+
+        What is None stays; after `release_operands` both are needed. Raises ValueError on every
+        rank, and nothing is then changed.
+        """
+        given = {name: x for name, x in (("a", a), ("b", b)) if x is not None}
+
+        def described() -> bytes:
+            check_stream(stream)
+            if not given:
+                raise ValueError("reset_operands was given nothing to reset")
+            if not self._has_operands and len(given) < 2:
+                raise ValueError("the operands were released: reset_operands needs both a and b")
+            self._check_operands(given)
+            return ",".join(given).encode()
+
+        told = self._gather("reset_operands", described)
+        checked(self.context.board, partial(require_equal, "which operands are reset"), told)
+        self._take(given)
+
+    def reset_operands_unchecked(self, *, a: Any = None, b: Any = None, stream: Any = None) -> None:
+        """Use these operands from now on; the next step raises what does not fit. Local."""
+        self._require_alive()
+        self._take({name: x for name, x in (("a", a), ("b", b)) if x is not None})
+
+    def release_operands(self) -> None:
+        """Drop the references to a and b; then `reset_operands` must be given both. Local."""
+        self._require_alive()
+        self._release_operands()
+
+    # -- what the steps have in common -------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """Make room for this rank's part of the factors. Local."""
+        problem, context = self._plan.problem, self.context
+        width = problem.block_on(self._driver.machine)
+        grid = ProcessGrid(shape=(1, context.size))
+        self._dealt = BlockCyclic(grid, (max(problem.n, 1), width))
+        layout = Layout.bind([self._dealt] * context.size, (problem.n, problem.n))
+        shape = layout.local_shape(context.rank)
+        library = library_of(self._operands["a"])
+        self._factors = empty_on_heap(context, library, shape, problem.dtype, "F")
+
+    def _call(self, operation: Operation[Any], arguments: Arguments) -> Any:
+        """The results of an operation in the context of this object. Collective."""
+        return Driver.of(self.context, operation).call(arguments)
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        self._set_operands(**given)
+        if "a" in given:
+            self._pivots = None
+
+    def _require_held(self) -> None:
+        if not self._has_operands:
+            raise RuntimeError(
+                "this DirectSolver has no operands: they were released; reset them first"
+            )
+
+    def _require_step(self, step: str, stream: Any) -> None:
+        """Raise unless a step can be made."""
+        self._require_held()
+        if not self._planned:
+            raise RuntimeError(f"this DirectSolver is not planned yet; call plan() before {step}()")
+        if step == "solve" and self._pivots is None:
+            raise RuntimeError("this a has not been factorised; call factorize() before solve()")
+        check_stream(stream)
+        self._check_operands(self._operands)
+
+    def _check_operands(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for operands unlike those that the object was made for."""
+        for name, x in given.items():
+            try:
+                self._check_like(name, library_of(x, name).spec(x))
+            except TypeError as mistake:
+                raise ValueError(str(mistake)) from None
+
+    def _release(self) -> None:
+        super()._release()
+        self._factors = self._pivots = None
+
+
+def direct_solver(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    distributions: Sequence[Distribution],
+    options: DirectSolverOptions | dict[str, Any] | None = None,
+    stream: Any = None,
+) -> Any:
+    """X of a @ x = b, by a DirectSolver that is used once. Collective.
+
+        x = direct_solver(a, b, distributions=[Slab.X, Slab.X], options={"inplace_b": False})
+
+    By default a is overwritten by its factors, and b by x, which is returned; `solve` leaves them
+    as they are. Arguments and errors as DirectSolver. Source:
+    nvmath.distributed.linalg.direct_solver.
+    """
+    with DirectSolver(a, b, distributions=distributions, options=options, stream=stream) as solver:
+        solver.plan(stream=stream)
+        solver.factorize(stream=stream)
+        return solver.solve(stream=stream)
