@@ -11,7 +11,7 @@ the gathered matrix. Of stacks each rank has whole matrices, and NumPy decompose
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.linalg import LinAlgError
@@ -19,13 +19,11 @@ from numpy.linalg import LinAlgError
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
-from shardmath.distributed.movement import end_explanation, rearranged
-from shardmath.distributed.state import Distributed
+from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Replicated, Slab, Spans
 from shardmath.local import lapack
@@ -147,8 +145,7 @@ def by_rows(a: Any, kind: np.dtype[Any]) -> tuple[Layout, HostArray]:
     held = sum(part[0].length for part in layout.parts)
     if any(axis for axis in layout.partitioned_axes) or held != a.shape[0]:
         layout = Layout.slab(a.shape, a.context.size, axis=0)
-    part = a.local if layout == a.layout else rearranged(a, layout)
-    return layout, np.array(parts.on_host(part, a.library), kind, order="C")
+    return layout, np.array(parts.on_host(part_in(a, layout), a.library), kind, order="C")
 
 
 def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
@@ -241,13 +238,12 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     squares = np.zeros(0, s.dtype)
     if wide:
         whole = Layout.replicated(b.shape, a.context.size)
-        right = parts.on_host(b.local if b.layout == whole else rearranged(b, whole), b.library)
+        right = parts.on_host(part_in(b, whole), b.library)
         least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right.astype(kind)))
         x = _of_rows(a, factors.times(least), rows, count)
     else:
         held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
-        part = b.local if b.layout == held else rearranged(b, held)
-        right = np.array(parts.on_host(part, b.library), kind, order="C")
+        right = np.array(parts.on_host(part_in(b, held), b.library), kind, order="C")
         top, below = factors.adjoint_times(right)
         top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
@@ -308,8 +304,7 @@ def _by_whole_matrices(
     if a.ndim > 2:
         return of_stacks(name, [a], compute, kind)
     whole = Layout.replicated(a.shape, a.context.size)
-    part = a.local if a.layout == whole else rearranged(a, whole)
-    host = parts.on_host(part, a.library).astype(kind)
+    host = parts.on_host(part_in(a, whole), a.library).astype(kind)
     made = together(name, a, lambda: compute(host))
     return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
 
@@ -323,6 +318,12 @@ def _cut(a: Any, host: HostArray) -> Any:
 
 
 # -- what all have in common -----------------------------------------------------------------------
+
+
+def require_matrices(x: Any, name: str) -> None:
+    """Raise LinAlgError for an array of less than two axes."""
+    if x.ndim < 2:
+        raise LinAlgError(f"{name} of an array of shape {x.shape}: it takes matrices")
 
 
 def require_square(*arrays: Any) -> None:
@@ -350,8 +351,7 @@ def described(
     def describe() -> Any:
         if modes is not None and words[0] not in modes:
             raise ValueError(f"{name} takes one of {', '.join(modes)}, not {words[0]!r}")
-        if first.ndim < 2:
-            raise LinAlgError(f"{name} of an array of shape {first.shape}: it takes matrices")
+        require_matrices(first, name)
         if fit is not None:
             fit(*arrays)
         lapack.require()
@@ -438,7 +438,7 @@ def of_stacks(
     name: str,
     arrays: Sequence[Any],
     compute: Callable[..., tuple[HostArray, ...]],
-    kind: Any = None,
+    kind: np.dtype[Any],
 ) -> list[Any]:
     """The results of a function of NumPy's of stacks of matrices. Collective.
 
@@ -458,8 +458,7 @@ def of_stacks(
     for x in arrays:
         inner = [None] * (x.ndim - count)
         layout = Layout.product(x.shape, [*columns, *inner], size=size)
-        part = x.local if layout == x.layout else rearranged(x, layout)
-        hosts.append(parts.on_host(part, x.library).astype(kind or part.dtype))
+        hosts.append(parts.on_host(part_in(x, layout), x.library).astype(kind))
     results = []
     for made in _accepted(name, first, lambda: compute(*hosts)):
         shape = (*stack, *made.shape[count:])
@@ -484,8 +483,7 @@ def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
 def _everywhere(x: Any) -> Any:
     """The array on every rank."""
     layout = Layout.replicated(x.shape, x.context.size)
-    local = x.local if x.layout == layout else rearranged(x, layout)
-    return x.like(local, _EVERYWHERE, layout)
+    return x.like(part_in(x, layout), _EVERYWHERE, layout)
 
 
 def replicated(a: Any, host: HostArray) -> Any:
@@ -493,8 +491,3 @@ def replicated(a: Any, host: HostArray) -> Any:
     local = parts.on_device(np.asarray(host), a.library, a.library.spec(a.local).device)
     layout = Layout.replicated(np.shape(host), a.context.size)
     return a.like(array_of(local), _EVERYWHERE, layout)
-
-
-def refused(a: Distributed, name: str, mistake: Exception) -> NoReturn:
-    """Raise a mistake on all ranks, which make it, too, or call `name`. Collective."""
-    raise_on_all_ranks(a.context, name, mistake)

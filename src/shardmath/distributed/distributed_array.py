@@ -30,7 +30,7 @@ from shardmath.distributed import (
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
-from shardmath.distributed.movement import agreed_layout, brought, rearranged, within
+from shardmath.distributed.movement import agreed_layout, brought, part_in, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.redistribute import redistribute
@@ -120,7 +120,7 @@ class DistributedArray(Distributed):
             target = Layout.replicated(self.shape, size)
         else:
             target = Layout.on_one_rank(self.shape, size, rank=root)
-        part = self.local if target == self.layout else rearranged(self, target)
+        part = part_in(self, target)
         if root not in (None, self.context.rank):
             return None
         host = parts.on_host(part, self.library)

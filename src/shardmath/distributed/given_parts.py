@@ -15,6 +15,7 @@ from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import require_context
 from shardmath.distributed import parts
 from shardmath.distributed.creation import array
+from shardmath.distributed.layouts import listed
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution
 
@@ -24,17 +25,20 @@ def of_parts_too(function: Callable[..., Any], operands: int = 1) -> Callable[..
 
     It takes `distributions` besides: of parts those of the operands, and then, where results are
     to be split otherwise than they come, those of the results; of arrays those of the results
-    alone. None leaves a result as it comes. Of parts the results are parts.
+    alone; one need not be in a list. None leaves a result as it comes. Of parts the results are
+    parts.
     """
     name = function.__name__
 
     @collective_call
     @wraps(function)
     def called(
-        *given: Any, distributions: Sequence[Distribution | None] | None = None, **words: Any
+        *given: Any,
+        distributions: Distribution | Sequence[Distribution | None] | None = None,
+        **words: Any,
     ) -> Any:
         arrays, rest = given[:operands], given[operands:]
-        wanted = list(distributions or ())
+        wanted = listed(distributions)
         if arrays and all(isinstance(x, Distributed) for x in arrays):
             return _split(function(*given, **words), wanted, name, arrays[0].context)
         context = require_context()
@@ -47,7 +51,7 @@ def of_parts_too(function: Callable[..., Any], operands: int = 1) -> Callable[..
                 f"results; it was given {len(wanted)}"
             )
             raise_on_all_ranks(context, "array", mistake)
-        split = [array(x, how) for x, how in zip(arrays, wanted, strict=False)]  # type: ignore[arg-type]
+        split = [array(x, how) for x, how in zip(arrays, wanted, strict=False)]
         results = function(*split, *rest, **words)
         return _parts(_split(results, wanted[operands:], name, context))
 

@@ -41,6 +41,13 @@ def layout_of(distribution: Distribution, shape: tuple[int, ...], size: int) -> 
     return Layout.bind([distribution] * size, shape)
 
 
+def listed(distributions: Any) -> list[Any]:
+    """The distributions that a caller gives: none, one, or several."""
+    if distributions is None:
+        return []
+    return [distributions] if isinstance(distributions, Distribution) else list(distributions)
+
+
 def unbound(distribution: Distribution) -> Distribution:
     """The distribution without the shape and the ranks that it is bound to."""
     if distribution.binding is None:

@@ -241,7 +241,7 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
     others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(others) > 1:
         raise ValueError(f"arrays of shapes {', '.join(map(str, shapes))} along axis {axis}")
-    operands = _of_one_type(operands)
+    operands = of_one_type(operands)
     shape = list(shapes[0])
     shape[axis] = sum(one[axis] for one in shapes)
     if not any(axis in x.layout.partitioned_axes for x in operands):
@@ -296,13 +296,17 @@ def _in_one_block(
     return target, layout_of(target, shape, x.context.size)
 
 
-def _of_one_type(operands: Sequence[Any]) -> list[Any]:
-    """The operands in the type that NumPy's rules give them together."""
+def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
+    """The operands in the type that NumPy's rules give them together; `inexact`: in float64 where
+    that is of integers or bool.
+    """
     names = [x.library.spec(x.local).dtype for x in operands]
+    together = dtypes.of(names[0])
     if len({*names}) > 1:
-        together = np.result_type(*map(dtypes.to_numpy, names))
-        return [x.astype(together, copy=False) for x in operands]
-    return list(operands)
+        together = dtypes.of(np.result_type(*map(dtypes.to_numpy, names)))
+    if inexact and together.kind in "iub":
+        together = dtypes.of("float64")
+    return [x.astype(together, copy=False) for x in operands]
 
 
 # -- other shapes ----------------------------------------------------------------------------------

@@ -164,6 +164,11 @@ def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "
     return within(x.context, lambda: call(REARRANGE, arguments))
 
 
+def part_in(x: Distributed, layout: Layout) -> Any:
+    """This rank's part of `x` in a layout: its own where `x` is split so. Collective elsewhere."""
+    return x.local if x.layout == layout else rearranged(x, layout)
+
+
 @collective_call
 def agreed_layout(
     distribution: Distribution, shape: tuple[int, ...], context: DistributedContext

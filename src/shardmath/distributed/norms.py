@@ -102,7 +102,7 @@ def vector_norm(
 @collective_call
 def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     """The norm of the matrices of the last two axes, as numpy.linalg.matrix_norm; see `norm`."""
-    _require_matrices(x, "matrix_norm")
+    decompositions.require_matrices(x, "matrix_norm")
     if ord in ("fro", "f", None):
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (2, -2, "nuc"):
@@ -123,7 +123,7 @@ def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
     singular values, else norm(x, p) * norm(inv(x), p). Collective. inf where a matrix is singular.
     """
-    _require_matrices(x, "cond")
+    decompositions.require_matrices(x, "cond")
     if p not in (None, 2, -2):
         if x.ndim > 2:
             compute = lambda a: (np.linalg.cond(a, p),)  # noqa: E731
@@ -148,7 +148,7 @@ def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
 
     `rtol` is by default max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
     """
-    _require_matrices(x, "matrix_rank")
+    decompositions.require_matrices(x, "matrix_rank")
     values = decompositions.svdvals(x)
     if not values.shape[-1]:
         return reductions.sum(values != 0, -1)
@@ -161,7 +161,7 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
     """The pseudo-inverse, as numpy.linalg.pinv: singular values not above `rtol` times the largest
     count as 0, by default max(m, n) times the type's epsilon. Collective; otherwise as `svd`.
     """
-    _require_matrices(x, "pinv")
+    decompositions.require_matrices(x, "pinv")
     u, s, vh = decompositions.svd(x)
     if s.shape[-1]:
         limit = reductions.max(s, -1, True) * _relative(x, s, rtol)
@@ -187,7 +187,7 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Any:
     """The diagonals of matrices of the last two axes, as numpy.linalg.diagonal. Collective where
     columns are split; the diagonal is then on every rank.
     """
-    _require_matrices(x, "diagonal")
+    decompositions.require_matrices(x, "diagonal")
     k = operator.index(offset)
     rows, columns = x.shape[-2:]
     first = max(0, -k)
@@ -199,7 +199,7 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Any:
 @collective_call
 def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
     """The sums of diagonals, as numpy.linalg.trace. Collective where the matrices are split."""
-    _require_matrices(x, "trace")
+    decompositions.require_matrices(x, "trace")
     return _along_diagonal(x, operator.index(offset), (-2, -1), dtype, narrow=False)
 
 
@@ -265,7 +265,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
     square, or singular.
     """
     count = operator.index(n)
-    _require_matrices(x, "matrix_power")
+    decompositions.require_matrices(x, "matrix_power")
     decompositions.require_square(x)
     if count < 0:
         x, count = inv(x), -count
@@ -285,11 +285,6 @@ def matrix_power(x: Any, n: int, /) -> Any:
 
 
 # -- elements --------------------------------------------------------------------------------------
-
-
-def _require_matrices(x: Any, name: str) -> None:
-    if x.ndim < 2:
-        raise LinAlgError(f"{name} of an array of shape {x.shape}: it takes matrices")
 
 
 def _floating(x: Any) -> Any:

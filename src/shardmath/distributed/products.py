@@ -23,7 +23,13 @@ from shardmath.base import current
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
-from shardmath.distributed.manipulation import first_of, one_axis, permute_dims, reshape
+from shardmath.distributed.manipulation import (
+    first_of,
+    of_one_type,
+    one_axis,
+    permute_dims,
+    reshape,
+)
 from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
@@ -57,7 +63,11 @@ def matmul(x: Any, y: Any) -> Distributed:
         made = _stacked(a, b)
     else:
         kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
-        made = product(*_of_one_type(a, b), kept=kept)
+        a, b = of_one_type([a, b])
+        kind = a.library.spec(a.local).dtype
+        if dtypes.of(kind).kind not in "fc":
+            raise NotImplementedError(f"a product of {kind}: multiply x.astype(float)")
+        made = product(a, b, kept=kept)
     if x.ndim > 1 and y.ndim > 1:
         return made
     gone = [place for place, z in ((made.ndim - 2, x), (made.ndim - 1, y)) if z.ndim == 1]
@@ -217,24 +227,6 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     if distribution is None:  # cycles of b alone
         distribution = unbound(b.distribution)
     return a.like(parts.module_of(a.library).matmul(*locals_), distribution, layout)
-
-
-def _of_one_type(a: Distributed, b: Distributed) -> tuple[Distributed, Distributed]:
-    """The operands in the type of the product. Raises NotImplementedError for integers."""
-    names = [x.library.spec(x.local).dtype for x in (a, b)]
-    name = names[0]
-    if name == names[1] and dtypes.of(name).kind in "fc":
-        return a, b
-    if name != names[1]:
-        name = np.result_type(*map(dtypes.to_numpy, names)).name
-    if dtypes.of(name).kind not in "fc":
-        raise NotImplementedError(f"a product of {name}: multiply x.astype(float)")
-
-    def cast(x: Distributed) -> Distributed:
-        local = parts.cast(x.local, dtypes.of(name), x.library)
-        return x.like(local, x.distribution, x.layout)
-
-    return cast(a), cast(b)
 
 
 @lru_cache(maxsize=1024)

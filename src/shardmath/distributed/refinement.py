@@ -28,13 +28,12 @@ from shardmath.base.collective_call import collective_call
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.given_parts import of_parts_too
-from shardmath.distributed.manipulation import tril, triu
+from shardmath.distributed.manipulation import of_one_type, tril, triu
 from shardmath.distributed.movement import end_explanation, within
 from shardmath.distributed.norms import diagonal, vector_norm
 from shardmath.distributed.state import Distributed
-from shardmath.distributed.systems import of_one_type
 from shardmath.factorisations import api
-from shardmath.geometry import BlockCyclic, Distribution, ProcessGrid, Slab
+from shardmath.geometry import BlockCyclic, ProcessGrid, Slab
 from shardmath.geometry.integers import slices
 from shardmath.operators.matmul import matmul as product_of_parts
 
@@ -107,13 +106,11 @@ def solve(
     }
     if factor_dtype is None:
         return api.solve(a, b, distributions=distributions, **words)
-    if isinstance(distributions, Distribution):
-        distributions = [distributions]
     return _of_parts_too(a, b, factor_dtype=factor_dtype, distributions=distributions, **words)
 
 
 def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolution:
-    a, b = of_one_type([a, b])
+    a, b = of_one_type([a, b], inexact=True)
     end_explanation(lambda: f"solve of {a.layout} by factors of {factor_dtype}, and refinement")
     kind = a.library.spec(a.local).dtype
     low = _agreed(a, b, kind, factor_dtype, words)

@@ -31,7 +31,7 @@ from shardmath.distributed.manipulation import (
     reshape,
     take,
 )
-from shardmath.distributed.movement import brought, end_explanation, permit, rearranged
+from shardmath.distributed.movement import brought, end_explanation, part_in, permit
 from shardmath.distributed.scans import diff
 from shardmath.geometry import Layout, Replicated, Slab, Spans
 
@@ -104,7 +104,7 @@ def _sorted_line(x: Any) -> tuple[Any, Any]:
     context, library, size = x.context, x.library, x.context.size
     permit(lambda: f"sort: {x.layout}, of which elements go where their place is")
     slab = layout_of(Slab(0), x.shape, size)
-    part = x.local if x.layout == slab else rearranged(x, slab)
+    part = part_in(x, slab)
     own = indices(slab.spans(context.rank)[0])
 
     def ordered(*lines: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.movement import rearranged
+from shardmath.distributed.movement import part_in
 from shardmath.distributed.progress import shown
 from shardmath.distributed.shared_file import ROUND, together
 from shardmath.distributed.state import Distributed
@@ -53,7 +53,7 @@ def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int,
     """Write the array into `chunked`, of such chunks, which every rank has opened. Collective."""
     context = x.context
     layout = layout_of_chunks(x.shape, chunk, context.size)
-    part = x.local if layout == x.layout else rearranged(x, layout)
+    part = part_in(x, layout)
     host = together(context, operation, lambda: parts.on_host(part, x.library))
     unit = chunk[_first_long_axis(x.shape)] if x.ndim else 1
 

@@ -7,17 +7,15 @@ pivots and determinants, is an array of which every rank has all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import dtypes
-from shardmath.distributed import parts
 from shardmath.distributed.decompositions import of_square_stacks, replicated
-from shardmath.distributed.layouts import unbound
-from shardmath.distributed.manipulation import broadcast_to
+from shardmath.distributed.layouts import listed, unbound
+from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -60,7 +58,7 @@ def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
     if x.ndim > 2:
         return of_square_stacks("det", [x], lambda a: (np.linalg.det(a),))[0]
-    (a,) = of_one_type([x])
+    (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"det of {a.layout}")
     made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
     return replicated(a, np.asarray(made))
@@ -72,7 +70,7 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     """
     if x.ndim > 2:
         return api.SignAndLogarithm(*of_square_stacks("slogdet", [x], np.linalg.slogdet))
-    (a,) = of_one_type([x])
+    (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"slogdet of {a.layout}")
     made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
     return api.SignAndLogarithm(*(replicated(a, np.asarray(one)) for one in made))
@@ -84,9 +82,9 @@ def _like_last(
     """The result of a function on parts, split as its last operand is, or as is said."""
     split = [x for x in given if isinstance(x, Distributed)]
     more = given[len(split) :]
-    arrays = of_one_type(split)
+    arrays = of_one_type(split, inexact=True)
     last, context = arrays[-1], arrays[-1].context
-    (target,) = _wanted(distributions) or [last.distribution]
+    (target,) = listed(distributions) or [last.distribution]
     layout = last.layout if distributions is None else agreed_layout(target, last.shape, context)
     local = in_place_of(lambda: f"{function.__name__} of {arrays[0].layout}", last, layout)
     if local is None:
@@ -96,7 +94,7 @@ def _like_last(
 
 
 def _lu_factor(a: Any, /, *, distributions: Any = None, **words: Any) -> tuple[Any, Any]:
-    (a,) = of_one_type([a])
+    (a,) = of_one_type([a], inexact=True)
     pivots: list[Any] = []
 
     def factors(part: Any, **all_words: Any) -> Any:
@@ -118,23 +116,6 @@ def _lu_solve(lu_and_piv: Any, b: Any, trans: int = 0, **words: Any) -> Any:
         return api.lu_solve((factors, whole), right, trans, **all_words)
 
     return _like_last(solved, lu, b, **words)
-
-
-def _wanted(distributions: Any) -> list[Any]:
-    """The distributions of results that are asked for."""
-    if distributions is None:
-        return []
-    return list(distributions) if isinstance(distributions, Sequence) else [distributions]
-
-
-def of_one_type(arrays: Sequence[Distributed]) -> list[Any]:
-    """The arrays in the one floating type that NumPy promotes theirs to."""
-    names = [x.library.spec(x.local).dtype for x in arrays]
-    if len({*names}) == 1 and dtypes.of(names[0]).kind not in "iub":
-        return list(arrays)
-    name = np.result_type(*map(dtypes.to_numpy, names)).name
-    kind = dtypes.of("float64" if dtypes.of(name).kind in "iub" else name)
-    return [x.like(parts.cast(x.local, kind, x.library), x.distribution, x.layout) for x in arrays]
 
 
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
