@@ -4,6 +4,8 @@ synchronisations, and what they do after they have arrived is done early or late
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -18,11 +20,13 @@ from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
 from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
 from shardmath.factorisations.panels import Blocks
+from shardmath.factorisations.prediction import predicted
+from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.geometry import Slab, decode
-from shardmath.machine import Machine
-from shardmath.program.steps import Move
+from shardmath.machine import CORES, Machine
+from shardmath.program.steps import Arrive, Move
 
 FEW = settings(
     max_examples=12,
@@ -220,10 +224,41 @@ def test_an_explanation_shows_the_look_ahead():
     text = CHOLESKY.explain(CHOLESKY.check(specs), Machine("cpu", (0, 0)))
     assert "cholesky of 40 x 40 float64 on 2 ranks: 5 panels of 8 columns" in text
     lines = [line.partition(". ")[2] for line in text.splitlines()]
+    assert re.fullmatch(r"predicted .* ms, .* kFLOP, .* of memory and .* of peers per rank",
+                        text.splitlines()[1].replace(" us", " ms"))  # fmt: skip
     ahead = lines.index("factorise columns[16:24, 8:16], and columns[24:40, 8:16] by it")
     assert lines[ahead - 1].endswith("from columns[16:40, 8:16]")
     assert lines[ahead + 1] == "arrive"
     assert lines[ahead + 2].endswith("from columns[32:40, 16:24]")
+
+
+def steps_of(operation, flags, n, size, block):
+    """The steps of all ranks for an n x n matrix that is there already."""
+    layout = Blocks(n, block, size).layout
+    problem = Problem(layout, None, layout, "float64", 8, "F", flags, block)
+    machine = Machine("cpu", (0,) * size)
+    return [operation.program(problem, machine, rank).steps for rank in range(size)]
+
+
+@pytest.mark.parametrize(("operation", "flags", "third"), [
+    (CHOLESKY, (True, True), 1), (LU_FACTOR, (True,), 2),
+])  # fmt: skip
+def test_a_prediction_counts_all_operations(operation, flags, third):
+    n, block = 240, 8
+    alone = predicted(steps_of(operation, flags, n, 1, block), "float64", 8, CORES)
+    assert third / 3 * n**3 <= alone.flops <= 1.1 * third / 3 * n**3  # whole diagonal blocks
+    assert alone.received == 0
+    shared = predicted(steps_of(operation, flags, n, 3, block), "float64", 8, CORES)
+    assert alone.flops / 3 <= shared.flops <= 1.1 * alone.flops / 3
+    assert n**2 / 2 * 8 * 2 / 3 <= shared.received <= 1.1 * n**2 / 2 * 8 * 2 / 3
+
+
+def test_a_prediction_says_what_looking_ahead_is_worth():
+    ahead = steps_of(LU_FACTOR, (True,), 2048, 2, 128)
+    late = [[step for step in steps if not isinstance(step, Arrive)] for steps in ahead]
+    with_it, without = (predicted(x, "float64", 8, CORES).seconds for x in (ahead, late))
+    panels = 0.5 * 2048**2 * 128 / (0.5 * CORES.product("float64"))  # one rank's, all others wait
+    assert 0.3 * panels < without - with_it < 1.2 * panels
 
 
 @pytest.mark.parametrize(("n", "width", "size"), [(10, 3, 2), (7, 8, 3), (12, 2, 3), (0, 4, 2)])

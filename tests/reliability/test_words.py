@@ -20,7 +20,7 @@ from mortal import Job
 from shardmath import errors
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
-from shardmath.distribution import BlockCyclic, Box, Redistribute, Slab
+from shardmath.distribution import BlockCyclic, Box, Redistribute, Replicated, Slab
 from shardmath.fft import FFT
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.allocation import free_symmetric_memory
@@ -190,7 +190,7 @@ LOCAL = {
         "make a new one",
     ),
     "direct solver": (
-        used_after_free(DirectSolver, SQUARE, SQUARE, distributions=[Slab.X, Slab.X]),
+        used_after_free(DirectSolver, SQUARE, SQUARE, distributions=[Replicated(), Replicated()]),
         "InvalidDirectSolverState",
         "make a new one",
     ),

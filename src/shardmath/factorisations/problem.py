@@ -11,6 +11,7 @@ from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.factorisations.cores import FactorisationsOnCores
+from shardmath.factorisations.prediction import predicted
 from shardmath.geometry import Distribution, Layout
 from shardmath.local import lapack
 from shardmath.machine import Machine
@@ -166,7 +167,7 @@ class Factorisation:
         raise NotImplementedError
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What is done, on how many panels, and the first steps of rank 0."""
+        """What is done, on how many panels, the predicted cost, and the first steps of rank 0."""
         n, size, block = problem.n, problem.a.size, problem.block_on(machine)
         lines = [
             f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
@@ -174,7 +175,11 @@ class Factorisation:
         ]
         if problem.b is not None:
             lines[0] += f"; {problem.columns} right-hand sides, split evenly"
-        steps = list(map(str, self.program(problem, machine, 0).steps))
+        ranks = [self.program(problem, machine, rank).steps for rank in range(size)]
+        lines.append(
+            f"predicted {predicted(ranks, problem.dtype, problem.itemsize, machine.rates)}"
+        )
+        steps = list(map(str, ranks[0]))
         lines += [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
         if len(steps) > _SHOWN:
             lines.append(f"  and so on: {len(steps)} steps of rank 0")

@@ -1,0 +1,110 @@
+"""What a factorisation is predicted to take: its steps on all ranks, counted. Pure.
+
+A rank's clock goes on by each of its steps. Where all synchronise, it waits until the last has
+arrived, which a rank that looks ahead has done before the rest of its work:
+
+    owner of k+1   subtract from k+1 ─ factorise k+1 ─ arrive ─ subtract from the rest ─┐
+    others         arrive ─ subtract from the rest ───────────────────── wait for that ─┴ read k+1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import prod
+
+from shardmath.base.immutable import Immutable
+from shardmath.factorisations.steps import (
+    Cut,
+    ExchangeRows,
+    FactoriseCholesky,
+    FactoriseLU,
+    Substitute,
+    Subtract,
+)
+from shardmath.machine import Rates
+from shardmath.operators.matmul.strategy import Cost
+from shardmath.program.steps import Arrive, Move, Step, Synchronise
+
+_OF_A_PANEL = 0.5  # of the rate of products: panels and triangles, whose blocks are narrow
+
+
+class Work(Immutable):
+    """Operations, and what share of the rate of products they are done at; bytes of matrices that
+    they read and write, and of peers.
+    """
+
+    flops: float = 0.0
+    share: float = 1.0
+    touched: int = 0
+    received: int = 0
+
+    def seconds(self, rate: float, rates: Rates) -> float:
+        """How long it takes; a product copies blocks that suit it, but for a vector."""
+        computing = self.flops / (self.share * rate)
+        if self.flops and self.share == 1:
+            computing += self.touched / rates.packing
+        return max(computing, rates.touching(self.touched)) + self.received / rates.link
+
+
+def predicted(ranks: Sequence[Sequence[Step]], dtype: str, itemsize: int, rates: Rates) -> Cost:
+    """The cost of the steps of all ranks, for the rank that does most of each."""
+    size, rate = len(ranks), rates.product(dtype)
+    flops, touched, received, clocks = ([0.0] * size for _ in range(4))
+    for together in zip(*map(_phases, ranks), strict=True):
+        arrivals = []
+        for rank, steps in enumerate(together):
+            arrival = None
+            for step in steps:
+                if isinstance(step, Arrive):
+                    arrival = clocks[rank]
+                    continue
+                work = work_of(step, rank, itemsize)
+                clocks[rank] += work.seconds(rate, rates)
+                flops[rank] += work.flops
+                touched[rank] += work.touched
+                received[rank] += work.received
+            arrivals.append(clocks[rank] if arrival is None else arrival)
+        clocks = [max(*arrivals, clock) + rates.latency for clock in clocks]
+    return Cost(max(flops), int(max(touched)), int(max(received)), max(clocks))
+
+
+def _phases(steps: Sequence[Step]) -> list[list[Step]]:
+    """What a rank does between synchronisations."""
+    return [
+        [*group]
+        for synchronises, group in groupby(steps, lambda step: isinstance(step, Synchronise))
+        if not synchronises
+    ]
+
+
+def work_of(step: Step, rank: int, itemsize: int) -> Work:
+    """What a step is for a rank. What touches each element once is not counted."""
+    work = Work()
+    if isinstance(step, Subtract):
+        (m, n), depth = _extents(step.target), _extents(step.left)[step.ops[0] == "N"]
+        work = Work(2.0 * m * n * depth, 1.0, itemsize * (depth * (m + n) + m * n))
+    elif isinstance(step, Substitute):
+        width, n = _extents(step.target)
+        elements = width * width // 2 + 2 * width * n
+        work = Work(float(width**2 * n), _OF_A_PANEL, itemsize * elements)
+    elif isinstance(step, FactoriseLU):
+        height, width = _extents(step.panel)
+        work = Work(width**2 * (height - width / 3), _OF_A_PANEL, 2 * itemsize * height * width)
+    elif isinstance(step, FactoriseCholesky):
+        width, below = _extents(step.diagonal)[0], _extents(step.below)[0]
+        elements = width * (width + 2 * below)
+        work = Work(width**3 / 3 + width**2 * below, _OF_A_PANEL, itemsize * elements)
+    elif isinstance(step, ExchangeRows):
+        lo, hi = step.place
+        work = Work(touched=4 * itemsize * (hi - lo) * _extents(step.target)[1])
+    elif isinstance(step, Move):
+        received = step.transfer.traffic[1][rank]
+        held = itemsize * prod(step.transfer.result_shape(rank))
+        work = Work(touched=2 * max(0, held - received), received=received)
+    return work
+
+
+def _extents(cut: Cut) -> tuple[int, int]:
+    """The numbers of rows and columns of a block."""
+    return max(0, cut.rows[1] - cut.rows[0]), max(0, cut.columns[1] - cut.columns[0])
