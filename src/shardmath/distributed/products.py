@@ -45,11 +45,21 @@ def matmul(x: Any, y: Any) -> Distributed:
     integers that are in no stack.
     """
     if type(x) is type(y) and isinstance(x, Distributed) and x.context is y.context:
-        a, b, rank = x.local, y.local, x.context.rank
-        plan = _of_matrices(
-            x.layout, x.distribution, y.layout, y.distribution, rank, a.dtype, b.dtype
-        )
-        if plan is not None and explanation.get() is None and current.get() is x.context:
+        a, b, context = x.local, y.local, x.context
+        # As the product before, by identity: to hash what these are takes as long as all else here.
+        p, q, like_x, like_y, dtype, plan = context.caches.get(matmul, _NONE)
+        if not (
+            p is x.layout
+            and q is y.layout
+            and like_x is x.distribution
+            and like_y is y.distribution
+            and dtype is a.dtype is b.dtype
+        ):
+            given = x.layout, y.layout, x.distribution, y.distribution
+            plan = _of_matrices(*given, a.dtype, b.dtype, context.rank)
+            if a.dtype is b.dtype:
+                context.caches[matmul] = (*given, a.dtype, plan)
+        if plan is not None and explanation.get() is None and current.get() is context:
             local = product_of_parts(a, b, distributions=plan[2])
             return x.like(local, plan[0], plan[1])
     first = x if isinstance(x, Distributed) else y
@@ -142,17 +152,18 @@ def product(
 
 
 Plan = tuple[Distribution, Layout, list[Distribution]]
+_NONE = (None,) * 6
 
 
 @lru_cache(maxsize=1024)
 def _of_matrices(
     rows: Layout,
-    like_a: Distribution,
     columns: Layout,
+    like_a: Distribution,
     like_b: Distribution,
-    rank: int,
     type_a: Any,
     type_b: Any,
+    rank: int,
 ) -> Plan | None:
     """How two matrices are multiplied whose product needs nothing but `matmul`; None: others."""
     if type_a != type_b or dtypes.of(type_a).kind not in "fc":
