@@ -197,7 +197,7 @@ class FFT(Planned):
         """The transform of the operand: `out`, or what `fft` returns. Collective.
 
         `direction` None is forward, except for C2R, which only has an inverse. With
-        `release_workspace` the memory of the workspace is freed. Raises RuntimeError before `plan`
+        `release_workspace` the object's workspace is freed. Raises RuntimeError before `plan`
         and after `release_operand`, ValueError for a direction that the transform does not have.
         """
         words = (*self._words[:3], direction)
