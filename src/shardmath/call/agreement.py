@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
-from shardmath.context.agreement import beginning, checked, refuse, require_accepted
+from shardmath.context.agreement import beginning, checked, described, require_accepted
 
 if TYPE_CHECKING:
     from shardmath.context.context import Context
@@ -97,18 +97,8 @@ def agree(
         context.require_open()
     board = context.board
     plans: Plans = context.caches.get(_NAME) or Plans.of(context)
-    mistake: Exception | None = None
-    board.enter(operation)
-    try:
-        own = describe(*arguments)
-        text = beginning(operation) + plans.made + own.spec.digest + own.note
-    except Exception as error:
-        mistake = error
-    if mistake is not None:
-        try:
-            refuse(board, operation, mistake)
-        finally:
-            del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+    own = described(board, operation, describe, *arguments)
+    text = beginning(operation) + plans.made + own.spec.digest + own.note
     known = own.last
     expected = None if known is None else known.texts
     texts, payloads = board.exchange_raw(operation, text, own.payload, expected)

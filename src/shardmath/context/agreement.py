@@ -60,19 +60,24 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    mistake: Exception | None = None
-    board.enter(operation)
-    try:
-        text = beginning(operation) + describe()
-    except Exception as error:
-        mistake = error
-    if mistake is not None:
-        try:
-            refuse(board, operation, mistake)
-        finally:
-            del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+    text = beginning(operation) + described(board, operation, describe)
     texts, _ = board.exchange_raw(operation, text)
     return require_accepted(board, operation, texts)
+
+
+def described(board: Board, operation: str, describe: Callable[..., T], *arguments: Any) -> T:
+    """`describe(*arguments)`, what this rank has to say of its call; an error is raised on all
+    ranks: that of the first rank that has one. Collective where there is one.
+    """
+    board.enter(operation)
+    try:
+        return describe(*arguments)
+    except Exception as error:
+        mistake = error
+    try:
+        refuse(board, operation, mistake)
+    finally:
+        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
 
 
 @lru_cache(maxsize=256)
