@@ -21,8 +21,8 @@ from shardmath.context.agreement import require_equal
 from shardmath.context.context import require_context
 from shardmath.errors import ShardmathError
 from shardmath.operators.arguments import check_stream, options_of
+from shardmath.operators.facts import ArrayFacts
 from shardmath.program.performing import Arguments, Known, Plan, Turn
-from shardmath.program.steps import LocalArray, SplitArray
 
 
 @untraced_methods
@@ -182,7 +182,9 @@ class Planned:
             if x is None:
                 continue
             like, result = next(iter(self._like.values())), self._plan.program.results[name]
-            wrong = misfit(name, library_of(x, name).spec(x), like, result, self.context.rank)
+            shape = result.local_shape(self.context.rank)
+            made = ArrayFacts.of(like)._replace(dtype=result.dtype, shape=shape)
+            wrong = ArrayFacts.of(library_of(x, name).spec(x)).misfit(name, made)
             if wrong:
                 raise ValueError(wrong)
         return self._own_spec
@@ -192,7 +194,7 @@ class Planned:
         if spec.library != like.library:
             raise TypeError(f"the {name} is of {spec.library}, the plan is for {like.library}")
         for what in self.alike:
-            one, other = _fact(spec, what), _fact(like, what)
+            one, other = (getattr(x, what.removeprefix("memory ")) for x in (spec, like))
             if one != other:
                 raise ValueError(f"the {name} has {what} {one}, the plan is for {other}")
 
@@ -271,27 +273,3 @@ class Planned:
             raise RuntimeError(
                 f"this {self.noun} has no operands: they were released; reset them first"
             )
-
-
-def misfit(
-    name: str, spec: ArraySpec, like: ArraySpec, result: SplitArray | LocalArray, rank: int
-) -> str:
-    """What is wrong with an array given for a result on `rank`, in words; "" if nothing.
-
-    Results are of the library and in the memory of the operand, whose spec is `like`.
-    """
-    expected = {
-        "library": like.library,
-        "memory space": like.space,
-        "dtype": result.dtype,
-        "shape": result.local_shape(rank),
-    }
-    for what, other in expected.items():
-        one = _fact(spec, what)
-        if one != other:
-            return f"{name} has {what} {one}, the result has {other}"
-    return ""
-
-
-def _fact(spec: ArraySpec, what: str) -> Any:
-    return getattr(spec, "space" if what == "memory space" else what)

@@ -16,6 +16,7 @@ from shardmath.geometry import Distribution, Layout
 from shardmath.local import lapack
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_logger
+from shardmath.operators.facts import ArrayFacts, agreed_facts
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
 from shardmath.program.steps import Program
@@ -132,25 +133,24 @@ class Factorisation:
         operands, encoded, flags, blocks = zip(*specs, strict=True)
         by_name = dict(zip(self.names.operands, zip(*operands, strict=True), strict=True))
         pivots = by_name.pop("pivots", None)
-        for index, what in enumerate(("library", "memory space", "dtype", "itemsize")):
-            both = {
-                name: require_equal(f"the {what} of {name}", [facts[index] for facts in of_ranks])
-                for name, of_ranks in by_name.items()
-            }
+        arrays = {name: agreed_facts(name, sent) for name, sent in by_name.items()}
+        first = next(iter(arrays.values()))[0]
+        for what in ("library", "memory space", "dtype"):
+            field = what.removeprefix("memory ")
+            both = {name: getattr(facts[0], field) for name, facts in arrays.items()}
             if len(set(both.values())) > 1:
                 said = " and ".join(f"{what} {fact} of {name}" for name, fact in both.items())
                 raise ValueError(f"{said}: convert one of them")
         require_equal(f"the arguments of {self.names.operation}", flags)
         require_equal("options.block_size", blocks)
         layouts = []
-        for number, (name, of_ranks) in enumerate(by_name.items()):
-            require_equal(f"the ndim of {name}", [len(facts[4]) for facts in of_ranks])
-            shapes = [facts[4] for facts in of_ranks]
+        for number, (name, of_ranks) in enumerate(arrays.items()):
+            shapes = [facts.shape for facts in of_ranks]
             layouts.append(infer_layout(name, [one[number] for one in encoded], shapes))
         a, b = layouts[0], layouts[1] if len(layouts) > 1 else None
         n, columns = a.global_shape
         if n != columns:
-            raise ValueError(f"{next(iter(by_name))} is {n} x {columns}, and not square")
+            raise ValueError(f"{next(iter(arrays))} is {n} x {columns}, and not square")
         if b is not None and b.global_shape[0] != n:
             raise ValueError(f"a is {n} x {n}, and b has {b.global_shape[0]} rows")
         for rank, facts in enumerate(pivots or ()):
@@ -158,9 +158,8 @@ class Factorisation:
                 raise ValueError(f"rank {rank}: pivots have shape {facts[4]}, not {(n,)}")
         like = a if b is None else b
         result = bind_layout("the result", [one[-1] for one in encoded], like.global_shape)
-        order = result_order([facts[5] for facts in list(by_name.values())[-1]])
-        _, _, dtype, itemsize, *_ = operands[0][0]
-        return Problem(a, b, result, dtype, itemsize, order, flags[0], blocks[0])
+        order = result_order([facts.order for facts in list(arrays.values())[-1]])
+        return Problem(a, b, result, first.dtype, first.itemsize, order, flags[0], blocks[0])
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""
@@ -189,7 +188,7 @@ class Factorisation:
 _SHOWN = 40  # steps, in an explanation
 
 
-def _facts(operation: str, name: str, spec: ArraySpec) -> tuple[Any, ...]:
+def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
     """What ranks compare of an operand. Raises what is wrong with it."""
     if spec.space != "cpu":
         raise NotImplementedError(
@@ -206,4 +205,4 @@ def _facts(operation: str, name: str, spec: ArraySpec) -> tuple[Any, ...]:
     axes = (2,) if name in ("a", "lu") else (1,) if name == "pivots" else (1, 2)
     if spec.ndim not in axes:
         raise ValueError(f"{name} has {' or '.join(map(str, axes))} axes, not shape {spec.shape}")
-    return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
+    return ArrayFacts.of(spec)

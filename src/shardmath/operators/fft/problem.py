@@ -16,10 +16,11 @@ from shardmath import geometry
 from shardmath.arrays import ArraySpec, dtypes, library_named
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
-from shardmath.errors import BindDistributionError, CollectiveMismatch
+from shardmath.errors import BindDistributionError
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.local.fft import Kind, Norm, keeps_shape
 from shardmath.local.trigonometric import SERIES
+from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.fft.options import (
     COMPARED,
     FFTDirection,
@@ -85,7 +86,7 @@ class Problem(Immutable):
 
 
 # (operand, input distribution, output distribution or None, axes, norm, kind, direction, options,
-# out), where an array is (library, device, dtype, local shape, order).
+# out), where an array is ArrayFacts.
 Description = tuple[Any, ...]
 
 
@@ -113,7 +114,7 @@ def describe(
     if options.halves:
         _require_complex32(operand)
     return (
-        _described_array(operand),
+        ArrayFacts.of(operand),
         given.encode(),
         None if wanted is None else wanted.encode(),
         _axes(axes, operand.ndim),
@@ -121,7 +122,7 @@ def describe(
         kind,
         int(direction),
         options.compared(),
-        None if out is None else _described_array(out),
+        None if out is None else ArrayFacts.of(out),
     )
 
 
@@ -178,9 +179,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     operands, inputs, outputs, axes, norms, kinds, directions, options, outs = zip(
         *descriptions, strict=True
     )
-    for index, what in ((0, "library"), (1, "device"), (2, "dtype")):
-        require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-    require_equal("the ndim of the operand", [len(operand[3]) for operand in operands])
+    facts = agreed_facts("the operand", operands)
     for what, values in (
         ("the kind of transform", kinds),
         ("direction", directions),
@@ -190,7 +189,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("whether a pair of distributions is given", [output is not None for output in outputs]),
     ):
         require_equal(what, values)
-    source = infer_layout("distribution", inputs, [operand[3] for operand in operands])
+    source = infer_layout("distribution", inputs, [x.shape for x in facts])
     agreed = dict(zip(COMPARED, options[0], strict=True))
     shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
     if outputs[0] is None:
@@ -198,7 +197,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     else:
         wanted = outputs
     target = bind_layout("the result's distribution", wanted, shape)
-    library, device, dtype, *_ = operands[0]
+    first = facts[0]
     problem = Problem(
         kind=kinds[0],
         direction=FFTDirection(directions[0]),
@@ -206,28 +205,19 @@ def check(descriptions: Sequence[Description]) -> Problem:
         axes=tuple(axes[0]),
         source=source,
         target=target,
-        library=library,
-        device=device,
-        dtype=dtype,
-        order=result_order([operand[4] for operand in operands]),
+        library=first.library,
+        device=first.space,
+        dtype=first.dtype,
+        order=result_order([x.order for x in facts]),
         inplace=agreed["inplace"],
         half_precision=agreed["halves"],
         blocking=agreed["blocking"] is True,
     )
     for rank, out in enumerate(outs):
         if out is not None:
-            _check_out(problem, rank, out)
+            result = first._replace(dtype=problem.result, shape=target.local_shape(rank))
+            require_fits(rank, out, result)
     return problem
-
-
-def _check_out(problem: Problem, rank: int, out: Sequence[Any]) -> None:
-    expected = (problem.library, problem.device, problem.result, problem.target.local_shape(rank))
-    given = (*out[:3], tuple(out[3]))
-    for what, one, other in zip(
-        ("library", "device", "dtype", "shape"), given, expected, strict=True
-    ):
-        if one != other:
-            raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")
 
 
 def _require_complex32(operand: ArraySpec) -> None:
@@ -242,10 +232,6 @@ def _require_complex32(operand: ArraySpec) -> None:
             f"options.halves=True takes float16 and complex32, and the operand has dtype "
             f"{operand.dtype}"
         )
-
-
-def _described_array(spec: ArraySpec) -> tuple[Any, ...]:
-    return (spec.library, spec.space, spec.dtype, spec.shape, spec.order)
 
 
 def _axes(axes: Any, ndim: int) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
-from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution, Layout
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_blocking, check_logger
+from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
 from shardmath.program.steps import (
@@ -84,14 +84,14 @@ class Redistribution:
     ) -> tuple[Any, ...]:
         """(operand, input distribution, output distribution, blocking, out).
 
-        An array is (library, space, dtype, itemsize, local shape, order), and a distribution what
-        it encodes to. Raises TypeError for what is not a distribution.
+        An array is ArrayFacts, and a distribution what it encodes to. Raises TypeError for what is
+        not a distribution.
         """
         operand, out = arrays["operand"], arrays["out"]
         assert operand is not None, "required"
         source, target = self.encoded(words)
-        facts = None if out is None else _facts(out)
-        return _facts(operand), source, target, options.blocking, facts
+        facts = None if out is None else ArrayFacts.of(out)
+        return ArrayFacts.of(operand), source, target, options.blocking, facts
 
     def encoded(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
         """What a rank says of the layouts of operand and result, as plain data."""
@@ -123,18 +123,15 @@ class Redistribution:
     def check(self, specs: Sequence[Any]) -> Problem:
         """See Operation. Raises ValueError where descriptions do not fit."""
         operands, sources, targets, blocking, outs = zip(*specs, strict=True)
-        for index, what in ((0, "library"), (1, "memory space"), (2, "dtype"), (3, "itemsize")):
-            require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-        require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
+        facts = agreed_facts("the operand", operands)
         require_equal("options.blocking", blocking)
-        library, space, dtype, itemsize, *_ = operands[0]
-        transfer = self.transfer(sources, targets, [operand[4] for operand in operands], itemsize)
+        first = facts[0]
+        transfer = self.transfer(sources, targets, [x.shape for x in facts], first.itemsize)
         for rank, out in enumerate(outs):
             if out is not None:
-                result = (library, space, dtype, transfer.result_shape(rank))
-                _require_alike(rank, (*out[:3], tuple(out[4])), result)
-        order = result_order([operand[5] for operand in operands])
-        return Problem(transfer, library, dtype, order, blocking[0] is True)
+                require_fits(rank, out, first._replace(shape=transfer.result_shape(rank)))
+        order = result_order([x.order for x in facts])
+        return Problem(transfer, first.library, first.dtype, order, blocking[0] is True)
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """One move, which peers take part in only where something changes its rank."""
@@ -169,16 +166,3 @@ class Redistribution:
 
 
 REDISTRIBUTE = Redistribution()
-
-
-def _facts(spec: ArraySpec) -> tuple[Any, ...]:
-    return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
-
-
-def _require_alike(rank: int, given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """Raise where `out` on a rank is not what its result will be."""
-    for what, one, other in zip(
-        ("library", "memory space", "dtype", "shape"), given, expected, strict=True
-    ):
-        if one != other:
-            raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")
