@@ -24,13 +24,15 @@ from matvec import MATVEC
 from arrangements import distributions, part_of
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.libraries.numpy import NumPy
-from shardmath.geometry import Slab, decode
+from shardmath.geometry import Layout, Slab, decode
 from shardmath.machine import Machine
 from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program import blocks
+from shardmath.program.cores import waits_at_end
 from shardmath.program.hosts import between_hosts
-from shardmath.program.steps import Move, Reason, Synchronise
+from shardmath.program.steps import READ, TAKEN, Arrive, Move, Program, Reason, Synchronise
+from shardmath.redistribution import TransferPlan
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
 ANY = settings(
@@ -176,3 +178,30 @@ def test_what_stays_on_its_rank_waits_for_nobody(hosts):
     arrays = [{"operand": np.zeros((2, 4))}] * 2
     found = programs_of(REDISTRIBUTE, arrays, [(Slab.X, Slab.X)] * 2, Machine("cuda", hosts))
     assert [type(step) for step in between_hosts(found[0], 0, hosts).steps] == [Move]
+
+
+ROWS, COLUMNS = (Layout.slab((4, 4), 2, axis=axis) for axis in (0, 1))
+A, B = (Move(TransferPlan(ROWS, COLUMNS, 8), name, f"{name} here") for name in "ab")
+ENDS = [
+    # What comes behind the exchange, and whose readers a rank waits for.
+    ([A], ["a"]),
+    ([A, READ, B], ["b"]),
+    ([READ, A, B], ["a", "b"]),
+    # A peer that has said that it comes to a synchronisation may still be reading `a` behind it.
+    ([READ, Arrive(), A, READ, B], ["a", "b"]),
+    ([A, Arrive(), READ, B], ["b"]),
+    # This rank has said that it comes to the last.
+    ([A, READ, B, Arrive()], True),
+]
+
+
+class Waiting:
+    """Offers of buffers, which say whose readers they were asked about."""
+
+    def wait(self, names):
+        return list(names)
+
+
+@pytest.mark.parametrize(("steps", "names"), ENDS)
+def test_whose_readers_a_rank_waits_for_at_the_end(steps, names):
+    assert waits_at_end(Program((READ, *steps, TAKEN), {}), Waiting()) == names

@@ -107,7 +107,7 @@ class Driver:
     # -- a call ------------------------------------------------------------------------------------
 
     def call(self, arguments: Arguments) -> Any:
-        """Its results. Collective."""
+        """The results of a call. Collective."""
         options = arguments.options
         if options is not None:
             options = self._same_options(options)
@@ -126,8 +126,8 @@ class Driver:
         return self.perform(turn, agreement, payloads)
 
     def _same_options(self, options: Any) -> Any:
-        """One object for all equal options. As they are: those that are wrong, and those with a
-        logger, which is told of each call.
+        """One object for all equal options, so that calls are recognised by it. Options that are
+        wrong, or have a logger, which is told of each call, are returned as they are.
         """
         try:
             read = options_of(self.operation.options, options)
@@ -136,9 +136,8 @@ class Driver:
             return options
 
     def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
-        """A call of which this rank has prepared what it expects, and can be agreed on. Local.
-
-        Raises as `known`, and HeapExhausted.
+        """This rank's side of a call, prepared for the plan that is expected: the ranks can agree.
+        Local. Raises as `known`, and HeapExhausted.
         """
         known = self.known(arguments, spec)
         turn = Turn(arguments, known, known.spec)
@@ -231,7 +230,7 @@ class Driver:
             said = words, tuple(map(type, words)), options, numbers  # True equals 1, and is no axis
             key = self._known.key(said, operands, results)
             known = None if key is None else self._known.find(key)
-        except (TypeError, ValueError):  # a word has no hash, or what is wrong is found out below
+        except (TypeError, ValueError):  # a word has no hash, or is wrong, which `spec` raises
             key = known = None
         if known is not None:
             return known

@@ -494,7 +494,7 @@ class Cores:
         first, last = _agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
-        if isinstance(program.steps[-1], Synchronise) and not _waits(program, offers):
+        if isinstance(program.steps[-1], Synchronise) and not waits_at_end(program, offers):
             last -= 1  # no peer reads anything any more that is written next
         for number in range(first, last):
             calls = self._bind_step(plan, number, bound, turn.prepared.library)
@@ -675,15 +675,18 @@ def _staged(program: Program) -> set[str]:
     return read - {memory[name] for name in early if name in memory}
 
 
-def _waits(program: Program, offers: Offers) -> bool:
-    """Whether a rank waits at the end: for the readers of what peers read behind all other
-    synchronisations, or since it has said that it would.
+def waits_at_end(program: Program, offers: Offers) -> bool:
+    """Whether a rank waits at the end: for the readers of what peers read behind the last other
+    synchronisation, or behind where they said that they had come to it; or since it has said that
+    it would.
     """
     steps = program.steps[:-1]
-    places = [place for place, step in enumerate(steps) if isinstance(step, Synchronise)]
-    behind = steps[max(places, default=0) :]
-    arrived = any(isinstance(step, Arrive) for step in behind)
-    return arrived or offers.wait(replace(program, steps=behind).published)
+    places = [n for n, step in enumerate(steps) if isinstance(step, Synchronise | Arrive)]
+    arrived = [isinstance(steps[place], Arrive) for place in places]
+    if arrived[-1:] == [True]:
+        return True
+    behind = steps[places[-2] if arrived[-2:-1] == [True] else places[-1] :] if places else steps
+    return offers.wait(replace(program, steps=behind).published)
 
 
 def _ranges(

@@ -100,7 +100,9 @@ def arguments_of(
     preferences: Any = None,
     stream: Any = None,
 ) -> Arguments:
-    """One rank's arguments for the driver. It raises nothing: what is wrong is described."""
+    """One rank's arguments for the driver. It raises nothing: `describe` raises what went wrong
+    here, inside the agreement, so that all ranks hear of it.
+    """
     flags, error = _PLAIN, None
     kinds, held, numbers = NO_SCALES
     try:
@@ -202,7 +204,7 @@ def place_of(spec: ArraySpec) -> str:
 
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
-    """What all layers compare of an array: its library and memory, dtype, and shape."""
+    """What ranks compare of an array; its strides may differ from rank to rank."""
     return place_of(spec), spec.dtype, spec.shape
 
 

@@ -17,13 +17,8 @@ from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.operators.layouts import bind_layout, infer_layout
 from shardmath.operators.matmul.description import MATRICES, Facts
-from shardmath.operators.matmul.options import (
-    extras_dtype,
-)
-from shardmath.operators.matmul.scaling import (
-    Scaling,
-    agree_granularities,
-)
+from shardmath.operators.matmul.options import extras_dtype
+from shardmath.operators.matmul.scaling import Scaling, agree_granularities
 
 
 class Problem(Immutable):
