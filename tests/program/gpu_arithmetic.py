@@ -7,6 +7,8 @@ asserted.
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,9 +89,48 @@ def multiply(
     wide = np.result_type(to_numpy(dtypes.accumulator(target.dtype)), np.float64)
     for x, conjugate in ((left, conj_left), (right, conj_right)):
         assert fits(x, target, conjugate=conjugate) and takes_result(target)
-        factors.append((view(x).conj() if conjugate else view(x)).astype(wide))
-    total = add_to(factors[0] @ factors[1] * alpha, beta, c, target)
+        factors.append(Elements.of(view(x).conj() if conjugate else view(x)))
+    total = add_to(product_of(*factors, wide) * alpha, beta, c, target)
     finish(total, target, epilog, bias, aux, target.dtype)
+
+
+class Elements(NamedTuple):
+    """A copy of an array that can be looked up."""
+
+    data: bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, x):
+        return cls(x.tobytes(), x.shape, x.dtype)
+
+    @property
+    def array(self):
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+@lru_cache(maxsize=64)
+def product_of(left, right, wide, of_left=None, of_right=None):
+    """The product of two factors, of which each may be scaled. Not to be written to.
+
+    Each program is performed twice and more: what has been multiplied is remembered.
+    """
+    return scaled_by(of_left, left.array.astype(wide)) @ scaled_by(
+        of_right, right.array.astype(wide)
+    )
+
+
+def scaled_by(scales, x):
+    return x if scales is None else x * spread(scales.array, x.shape)
+
+
+def spread(scales, shape):
+    """Scales of single elements, of blocks of 128, or of whole axes, for each element."""
+    for axis, extent in enumerate(shape):
+        if scales.shape[axis] not in (1, extent):
+            scales = scales.repeat(128, axis)[(slice(None),) * axis + (slice(extent),)]
+    return scales
 
 
 def add_to(total, beta, c, target):
@@ -107,9 +148,10 @@ def multiply_scaled(left, right, target, scales, *, alpha=1, beta=0, c=None, qua
     pairs = {"tensor": {"tensor"}, "outer": {"outer"}, "vectors": {"vectors", "squares"},
              "squares": {"vectors"}}  # fmt: skip
     assert modes[1] in pairs[modes[0]]
-    of_left = decoded(*scales[0], left.rows, left.columns)
-    of_right = decoded(*scales[1], right.columns, right.rows).T
-    total = (view(left).astype(float) * of_left) @ (view(right).astype(float) * of_right)
+    factors = [Elements.of(view(left)), Elements.of(view(right))]
+    of_left = Elements.of(decoded(*scales[0], left.rows, left.columns))
+    of_right = Elements.of(decoded(*scales[1], right.columns, right.rows).T)
+    total = product_of(*factors, np.dtype(float), of_left, of_right)
     total = add_to(total * np.real(alpha), np.real(beta), c, target)
     if quantized is not None:
         raise_to(quantized[1], total)
@@ -120,22 +162,18 @@ def multiply_scaled(left, right, target, scales, *, alpha=1, beta=0, c=None, qua
 
 
 def decoded(mode, address, lines, k):
-    """The scale of each element of a factor, lines first, from cuBLASLt's layouts."""
+    """The scales of a factor, lines first, from cuBLASLt's layouts; see `spread`."""
     deep = -(-k // 128)
     if mode == "tensor":
-        return np.full((lines, k), word(address) if address else 1.0)
+        return np.full((1, 1), word(address) if address else 1.0)
     assert address % 16 == 0
     if mode == "outer":
-        vector = view(Matrix(address, lines, 1, 1, lines, "float32"))
-        return np.broadcast_to(vector, (lines, k))
+        return view(Matrix(address, lines, 1, 1, lines, "float32"))
     if mode == "vectors":
         assert lines % 4 == 0
-        made = view(Matrix(address, lines, deep, 1, lines, "float32"))
-    else:
-        step = -(-deep // 4) * 4
-        made = view(Matrix(address, -(-lines // 128), deep, step, 1, "float32"))
-        made = made.repeat(128, 0)[:lines]
-    return made.repeat(128, 1)[:, :k]
+        return view(Matrix(address, lines, deep, 1, lines, "float32"))
+    step = -(-deep // 4) * 4
+    return view(Matrix(address, -(-lines // 128), deep, step, 1, "float32"))
 
 
 def add_up(

@@ -47,7 +47,10 @@ def _zone(spans: Sequence[Spans], held: int, lo: int, hi: int) -> Iterator[Atom]
     Each of these is there throughout, or periodic.
     """
     cyclic = [j for j in bits(held) if spans[j].period]
-    common = math.lcm(*(spans[j].period for j in cyclic)) if cyclic else hi - lo
+    if not cyclic:
+        yield Atom(lo, hi - lo, 1, 0, held)
+        return
+    common = math.lcm(*(spans[j].period for j in cyclic))
     end = min(hi, lo + common)
     mask = held - sum(1 << j for j in cyclic if lo not in spans[j])
     cuts = [(cut, j) for j in cyclic if (cut := spans[j].cut_after(lo)) is not None]

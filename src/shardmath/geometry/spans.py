@@ -170,7 +170,9 @@ class Spans:
 
     def shared(self, other: Spans) -> int:
         """How many indices are in both."""
-        return _shared(self, other)
+        if self.period or other.period:
+            return _shared(self, other)
+        return max(0, min(self.stop, other.stop) - max(self.start, other.start))
 
     def __str__(self) -> str:
         if not self.block:
