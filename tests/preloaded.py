@@ -92,6 +92,7 @@ class _Server:
             words, environment, folder, numbers = marshal.loads(data)
             if words[0] == "-m":
                 importlib.import_module(words[1])  # here, for all that are started so
+                name_no_methods()
             pid = self._pids[channel] = self._fork(
                 words, environment, folder, dict(zip(numbers, descriptors, strict=True))
             )
@@ -138,6 +139,15 @@ class _Server:
         for descriptor in descriptors.values():
             os.close(descriptor)
         return pid
+
+
+def name_no_methods() -> None:
+    """Let torchrun not look for the name of the method that calls, among all lines of all modules,
+    for each event of a log that nobody reads.
+    """
+    rendezvous = sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    if rendezvous is not None:
+        setattr(rendezvous, "get_method_name", lambda depth=2: "")  # noqa: B010
 
 
 def _take(descriptors: dict[int, int]) -> None:
