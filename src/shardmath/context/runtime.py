@@ -16,6 +16,7 @@ from shardmath.base.config import Settings
 from shardmath.context import agreement
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
+from shardmath.local.freed_memory import keep_freed_memory
 from shardmath.local.threads import ThreadLimit, threads_per_rank
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap, Location
@@ -62,6 +63,7 @@ class Runtime:
 
             self.device = Device.of(ordinal)
         else:
+            keep_freed_memory()
             self._limit = ThreadLimit(self.threads, self.settings.threads)
 
     def open(self, board: Board, group: ProcessGroup) -> None:
