@@ -72,7 +72,7 @@ def get(x: Distributed, key: Any) -> Any:
 
     Raises IndexError for an index that there is not, NotImplementedError for arrays.
     """
-    index = read(key, x.shape)
+    index = _of_number(key, x.shape) if type(key) is int else read(key, x.shape)
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
     if plan is None:
         return get(_without_cycles(x), key)
@@ -181,6 +181,9 @@ def read(key: Any, shape: Shape) -> Index:
         else:
             ranges.append(_one(one, shape[axis], axis))
     return Index(tuple(ranges), tuple(axes))
+
+
+_of_number = lru_cache(maxsize=1024)(read)  # which comes in loops; slices have no hash
 
 
 def _one(key: Any, extent: int, axis: int) -> range:

@@ -262,24 +262,31 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
 def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
     """The operands along an axis that each rank has whole: those that are split otherwise move."""
 
-    def needed(x: Any, like: Any) -> Layout:
-        columns = [like.layout.column(n) for n in range(x.ndim)]
-        columns[axis] = (Spans.interval(0, x.shape[axis]),) * like.layout.size
-        return Layout.product(x.shape, columns, size=like.layout.size)
+    def needed(like: Any) -> list[Layout]:
+        return [_with_whole_axis(like.layout, axis, x.shape[axis]) for x in operands]
 
     def cost(like: Any) -> int:
-        return sum(
-            received(x.layout, needed(x, like), x.library.spec(x.local).itemsize) for x in operands
-        )
+        pairs = zip(operands, needed(like), strict=True)
+        return sum(received(x.layout, to, x.library.spec(x.local).itemsize) for x, to in pairs)
 
-    like = min(operands, key=cost)
-    columns = [like.layout.column(n) for n in range(like.ndim)]
-    columns[axis] = (Spans.interval(0, shape[axis]),) * like.layout.size
-    layout = Layout.product(shape, columns, size=like.layout.size)
+    like = operands[0]
+    if [x.layout for x in operands] != needed(like):
+        like = min(operands, key=cost)
+    layout = _with_whole_axis(like.layout, axis, shape[axis])
     distribution = distribution_of(layout, like.context.rank, unbound(like.distribution))
     assert distribution is not None, "an axis that is whole has any extent"
-    pieces = [brought(x, needed(x, like), f"array {n}") for n, x in enumerate(operands)]
+    places = enumerate(zip(operands, needed(like), strict=True))
+    pieces = [brought(x, to, f"array {n}") for n, (x, to) in places]
     return like.like(parts.joined(pieces, axis, like.library), distribution, layout)
+
+
+@lru_cache(maxsize=1024)
+def _with_whole_axis(layout: Layout, axis: int, extent: int) -> Layout:
+    """The layout with an axis of another extent, all of which each rank has."""
+    columns = [layout.column(n) for n in range(layout.ndim)]
+    columns[axis] = (Spans.interval(0, extent),) * layout.size
+    shape = (*layout.global_shape[:axis], extent, *layout.global_shape[axis + 1 :])
+    return Layout.product(shape, columns, size=layout.size)
 
 
 def _in_one_block(
