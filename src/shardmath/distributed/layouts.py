@@ -181,11 +181,8 @@ def places(held: Spans, needed: Spans) -> slice | Indices:
     if not runs:
         return slice(0, 0)
     run = runs[0]
-    if len(runs) == 1 and run.count == 1:
-        return slice(run.src_start, run.src_start + run.length)
-    if len(runs) == 1 and run.length == 1:
-        end = run.src_start + (run.count - 1) * run.src_step + 1
-        return slice(run.src_start, end, run.src_step)
+    if len(runs) == 1 and 1 in (run.count, run.length):
+        return slice(run.src_start, run.src_stop, None if run.count == 1 else run.src_step)
     return np.searchsorted(indices(held), indices(needed))
 
 

@@ -33,9 +33,14 @@ class Run:
         """How many elements the run holds: `count * length`."""
         return self.count * self.length
 
+    @property
+    def src_stop(self) -> int:
+        """The index behind the last in the source's local axis."""
+        return self.src_start + (self.count - 1) * self.src_step + self.length
+
     def __str__(self) -> str:
         if self.count == 1:
-            src = f"{self.src_start}:{self.src_start + self.length}"
+            src = f"{self.src_start}:{self.src_stop}"
             return f"{src} -> {self.dst_start}:{self.dst_start + self.length}"
         return (
             f"{self.count} x {self.length} at {self.src_start}+{self.src_step}i"

@@ -82,7 +82,7 @@ class Parcel(Immutable):
         """
         lows, highs = [], []
         for move in moves:
-            ends = [(run.src_start, _last(run)) for run in move.runs]
+            ends = [(run.src_start, run.src_stop - 1) for run in move.runs]
             steps = list(zip(ends, self.strides, strict=True))
             lows.append(sum(first * stride for (first, _), stride in steps))
             highs.append(sum(last * stride for (_, last), stride in steps))
@@ -188,10 +188,6 @@ def room_for(ranges: Sequence[Fetch]) -> int:
 
 def _taken(run: Run) -> _Taken:
     return run.count, run.length, run.src_start, run.src_step
-
-
-def _last(run: Run) -> int:
-    return run.src_start + (run.count - 1) * run.src_step + run.length - 1
 
 
 def _columns(moves: Sequence[Move]) -> Columns:

@@ -128,11 +128,7 @@ class Transfer:
             return None
         axes = zip(*(move.runs for move in out), strict=True)
         return tuple(
-            (
-                min(run.src_start for run in runs),
-                max(run.src_start + (run.count - 1) * run.src_step + run.length for run in runs),
-            )
-            for runs in axes
+            (min(run.src_start for run in runs), max(run.src_stop for run in runs)) for runs in axes
         )
 
     @cached_property

@@ -76,7 +76,6 @@ class Block:
 
     __slots__ = (
         "__weakref__",
-        "_lease",
         "address",
         "announced_to",
         "buffer",
@@ -91,10 +90,7 @@ class Block:
         "unused",
     )
 
-    def __init__(
-        self, location: Location, nbytes: int, reserved: int, address: int, lease: object
-    ) -> None:
-        """`lease` keeps the mapping."""
+    def __init__(self, location: Location, nbytes: int, reserved: int, address: int) -> None:
         self.location = location
         self.nbytes = nbytes
         self.reserved = reserved
@@ -107,7 +103,6 @@ class Block:
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
         self.description = described_bytes(address, nbytes)
-        self._lease = lease
 
     @property
     def released(self) -> bool:
@@ -146,16 +141,19 @@ class Buffer:
     """
 
     __slots__ = (
-        *("__weakref__", "_dropped", "_protocol"),
+        *("__weakref__", "_dropped", "_lease", "_protocol"),
         *("block", "group", "rendezvous_states"),
     )
 
-    def __init__(self, block: Block, protocol: tuple[str, str], dropped: deque[Block]) -> None:
+    def __init__(
+        self, block: Block, lease: object, protocol: tuple[str, str], dropped: deque[Block]
+    ) -> None:
         """`protocol` is the interface and the device. `dropped` is told of the block at the end:
         the garbage collector only ever appends.
         """
         self.block = block
         self._dropped = dropped
+        self._lease = lease  # keeps the mapping
         self._protocol = protocol
         self.rendezvous_states: dict[Any, Any] = {}
         self.group: str | None = None
@@ -266,14 +264,14 @@ class Heap:
                     del self._segments[location.segment]
                     self.transport.release()
                 raise
-            address = segment.address + location.offset
-            block = Block(location, nbytes, reserved, address, segment.lease)
+            block = Block(location, nbytes, reserved, segment.address + location.offset)
             self._blocks[block.address] = block
             insort(self._addresses, block.address)
             return self._buffer(block)
 
     def _buffer(self, block: Block) -> Buffer:
-        buffer = Buffer(block, self._protocol, self._dropped)
+        lease = self._segments[block.location.segment].lease
+        buffer = Buffer(block, lease, self._protocol, self._dropped)
         block.buffer = weakref.ref(buffer)
         return buffer
 

@@ -85,7 +85,8 @@ class OperandSteps(Immutable, eq=False):
         panel_offsets, source_ends, at = {}, {}, 0
         for src in sorted(set(sources.tolist()), key=lambda src: (src == last, src)):
             runs = [move.runs[axis] for move in moves if move.src == src]
-            start, source_ends[src] = min(run.src_start for run in runs), max(map(_end, runs))
+            start = min(run.src_start for run in runs)
+            source_ends[src] = max(run.src_stop for run in runs)
             if not (reads_own and src == rank):
                 at = -(-at // step) * step
                 panel_offsets[src] = at - start
@@ -259,11 +260,6 @@ def _ring_distance(steps: OperandSteps) -> Integers:
     """By step, how far the source is behind this rank: no two ranks begin with the same peer."""
     size = max(int(steps.sources.max()), steps.rank, 0) + 1
     return (steps.sources - steps.rank) % size
-
-
-def _end(run: Run) -> int:
-    """Behind its last index in the source."""
-    return run.src_start + (run.count - 1) * run.src_step + run.length
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
