@@ -108,9 +108,9 @@ class _Prepared(Immutable, eq=False):
     """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
     the steps before the first synchronisation.
 
-    It holds while the workspace's buffers, by name and bytes, are in these blocks, and the half of
-    the double buffer that has its turn in `half`, if that was used. `replaced` are operands of
-    which copies take the place. `payload` is what is sent along.
+    It holds while the workspace's buffers, by name and bytes, are in these blocks; `halved`, for
+    the calls in which a half of the double buffer has its turn. `replaced` are operands of which
+    copies take the place. `payload` is what is sent along.
     """
 
     plan: Plan
@@ -120,13 +120,8 @@ class _Prepared(Immutable, eq=False):
     copies: Calls
     replaced: Mapping[str, Operand]
     memory: tuple[tuple[str, int, Block], ...]
-    half: Block | None
+    halved: bool
     payload: Payload | None
-
-    @property
-    def staged(self) -> bool:
-        """Whether it holds only while memory is where it was."""
-        return bool(self.memory) or self.half is not None
 
 
 class _Bound(Immutable, eq=False):
@@ -229,15 +224,11 @@ class Cores:
         half, known = self._halves.turn(), turn.known
         by_half: list[_Prepared | None] = known.prepared or [None, None]
         prepared = by_half[half]
-        if (
-            prepared is None
-            or prepared.plan is not plan
-            or (prepared.staged and not self._holds(prepared))
-        ):
+        if prepared is None or prepared.plan is not plan or not self._holds(prepared):
             prepared = self._prepare(turn, plan)
             if known.lasting and turn.held is None:
                 by_half[half] = prepared
-                known.prepared = by_half if prepared.half is not None else [prepared] * 2
+                known.prepared = by_half if prepared.halved else [prepared] * 2
         turn.prepared = prepared
         for copy in prepared.copies:
             copy()
@@ -252,8 +243,6 @@ class Cores:
 
     def _holds(self, prepared: _Prepared) -> bool:
         """Whether the workspace is where it was."""
-        if prepared.half is not None and self._halves.block is not prepared.half:
-            return False
         buffer = self._workspace.buffer
         return all(buffer(name, nbytes).block is block for name, nbytes, block in prepared.memory)
 
@@ -309,7 +298,7 @@ class Cores:
             copies,
             offered.replaced,
             tuple(memory),
-            offered.half,
+            offered.halved,
             offered.payload,
         )
 
@@ -420,8 +409,6 @@ class Cores:
         bound, makes = self._bound.find((prepared, agreement)), prepared.makes
         if bound is None or len(makes) > 1 or any(result.in_place for result in makes):
             return None
-        if prepared.memory and prepared.half is not None:
-            return None  # which lie in memory of two kinds
         plan, barrier, library = agreement.plan, self._barrier, prepared.library
 
         def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
@@ -431,7 +418,6 @@ class Cores:
             steps = self._steps_into(made, plan, bound, library)
             return tuple(None if call is barrier else call for call in steps)
 
-        staging = self._workspace if prepared.half is None else self._halves
         landing, steps = bound.offers.landing, self._fused(plan).steps
         homes = [library.host_view(x, writable=True) for x in bound.homes.values()]
         summed = None
@@ -439,8 +425,8 @@ class Cores:
             summed = bound.binding.payload_sum(steps[bound.parts[0][0]])
         return Direct(
             before=tuple(prepared.copies),
-            memory=(staging, staging.version) if prepared.staged else None,
-            half=None if prepared.half is None else self._halves.half,
+            memory=(self._workspace, self._workspace.version) if prepared.memory else None,
+            half=self._halves.half if prepared.halved else None,
             payload=prepared.payload,
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,

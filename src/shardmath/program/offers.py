@@ -28,10 +28,11 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import packed_strides
 from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
+from shardmath.operators.workspace import kept_for_readers
 from shardmath.redistribution import Transfer, Window
 from shardmath.redistribution.bound_copies import bind
 from shardmath.redistribution.copies import whole
-from shardmath.symmetric.heap import Block, Buffer, Location
+from shardmath.symmetric.heap import Buffer, Location
 
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
 STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
@@ -48,13 +49,11 @@ Payload = memoryview | Callable[[], bytes]  # where it lies, or what packs it
 
 
 class DoubleBuffer:
-    """The halves of one context, used by turns; `version` rises before one is replaced."""
+    """The halves of one context, used by turns."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._board = context, context.board
-        self.half = self.version = self._rounds = 0
-        self._buffers: list[Buffer | None] = [None, None]
-        context.keep_for_readers(self._buffers)
+        self.half = self._rounds = 0
 
     @classmethod
     def of(cls, context: Context) -> DoubleBuffer:
@@ -69,20 +68,9 @@ class DoubleBuffer:
             self.half ^= 1
         return self.half
 
-    @property
-    def block(self) -> Block | None:
-        """Where the half lies whose turn it is."""
-        buffer = self._buffers[self.half]
-        return None if buffer is None else buffer.block
-
     def buffer(self, nbytes: int) -> Buffer:
         """At least so many bytes of the half whose turn it is. Local. Raises HeapExhausted."""
-        buffer = self._buffers[self.half]
-        if buffer is None or buffer.block.nbytes < nbytes:
-            self.version += 1
-            self._buffers[self.half] = None  # no peer reads the old half any more
-            buffer = self._buffers[self.half] = self._context.allocate_shared(room_for(nbytes))
-        return buffer
+        return kept_for_readers(self._context, f"half {self.half}", room_for(nbytes))
 
 
 def room_for(nbytes: int) -> int:
@@ -94,15 +82,15 @@ def room_for(nbytes: int) -> int:
 class Offered:
     """One rank's offers: a note on each buffer, the `payload`, and staging copies.
 
-    `replaced` are operands of which staged copies take the place, and `half` is where the half of
-    the double buffer lies, if that is used.
+    `replaced` are operands of which staged copies take the place. `halved`: they lie in a half of
+    the double buffer.
     """
 
     notes: dict[str, bytes] = field(default_factory=dict)
     payload: Payload | None = None
     copies: Calls = field(default_factory=list)
     replaced: dict[str, Operand] = field(default_factory=dict)
-    half: Block | None = None
+    halved: bool = False
 
 
 def offer(
@@ -148,7 +136,7 @@ def offer(
     small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
     if together and small and not lends and room <= STAGED_BYTES:
         half = DoubleBuffer.of(context).buffer(room)
-        staged, lent, offered.half = together, set(), half.block
+        staged, lent, offered.halved = together, set(), True
         buffer = partial(_same, half)
     _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
     for name in staged:
@@ -180,7 +168,7 @@ def _stage(
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, start = LENT if offered.half is None else STAGED, 0
+    kind, start = STAGED if offered.halved else LENT, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         block = buffer(name, nbytes).block
@@ -192,7 +180,7 @@ def _stage(
         offered.replaced[name] = Operand(
             target.address, array.shape, target.strides, array.dtype, block
         )
-        start += 0 if offered.half is None else _padded(nbytes)
+        start += _padded(nbytes) if offered.halved else 0
 
 
 def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
