@@ -216,9 +216,10 @@ def runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int,
     starts = np.zeros(1, np.int64)
     for extent, spans in zip(shape[: axis - 1], part[: axis - 1], strict=True):
         starts = (starts[:, None] * extent + indices(spans)).reshape(-1)
-    for start in starts.tolist():
-        for low, high in part[axis - 1].ranges():
-            yield (start * shape[axis - 1] + low) * unit, (high - low) * unit
+    blocks = [(low * unit, (high - low) * unit) for low, high in part[axis - 1].ranges()]
+    for start in (starts * shape[axis - 1] * unit).tolist():
+        for low, count in blocks:
+            yield start + low, count
 
 
 def run_length(part: tuple[Spans, ...], shape: tuple[int, ...]) -> int:

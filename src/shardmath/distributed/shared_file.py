@@ -10,12 +10,12 @@ beside it that nobody knows, and rank 0 renames that when all have written and s
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import groupby
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +34,10 @@ from shardmath.geometry import Layout
 T = TypeVar("T")
 
 SHORT = 1 << 14  # bytes of a run for which a rank would rather not go to the file
+BEGUN = 1 << 24  # bytes that a rank writes before the disk begins with them
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
 SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
 
 def together(context: DistributedContext, operation: str, act: Callable[[], T]) -> T:
@@ -135,18 +137,47 @@ def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
         host = np.ascontiguousarray(parts.on_host(part, x.library))
         return os.open(file, os.O_WRONLY), host
 
-    def write(data: memoryview, place: int) -> int:
-        return os.pwrite(descriptor, data, offset + place)
-
     descriptor, host = together(x.context, operation, begin)
     try:
-        turns = _rounds(layout, x.context.rank, host, write)
+        turns = _rounds(layout, x.context.rank, host, _Writer(descriptor, offset).write)
         for number, turn in enumerate(shown(turns, f"{operation} {file.name}", x.context), 1):
             together(x.context, operation, turn)
             if number % SYNCED == 0 or number == len(turns):
                 together(x.context, operation, partial(os.fdatasync, descriptor))
     finally:
         os.close(descriptor)
+
+
+class _Writer:
+    """Writes to a file from byte `offset` on. The disk begins with what is there while the rest is
+    written, where the system can be told so (sync_file_range).
+    """
+
+    def __init__(self, descriptor: int, offset: int) -> None:
+        self._descriptor, self._offset = descriptor, offset
+        self._first = self._count = 0  # where those bytes begin with which the disk has not begun
+
+    def write(self, data: memoryview, place: int) -> int:
+        """Write the first bytes of `data`, and return how many."""
+        place += self._offset
+        moved = os.pwrite(self._descriptor, data[:BEGUN], place)
+        self._first = self._first if self._count else place
+        self._count += moved
+        if self._count >= BEGUN:
+            begin = _sync_file_range()
+            if begin is not None:
+                begin(self._descriptor, self._first, place + moved - self._first, _WRITE)
+            self._count = 0
+        return moved
+
+
+@lru_cache(maxsize=1)
+def _sync_file_range() -> Any:
+    """The system's function of that name, where it has one. It only asks: errors are fsync's."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    return function
 
 
 def read_part(
@@ -188,16 +219,18 @@ def _rounds(
     """
     data = host.reshape(-1).view(np.uint8).data
     largest = max(prod(layout.local_shape(r)) for r in range(layout.size)) * host.itemsize
-    by_round = groupby(_pieces(layout, rank, host.itemsize), lambda piece: piece[1] // ROUND)
+    pieces = _pieces(layout, rank, host.itemsize)
 
     def turn() -> None:
-        for place, start, stop in next(by_round, (0, ()))[1]:
+        for place, start, stop in pieces:
             done = start
             while done < stop:
                 moved = transfer(data[done:stop], place + done - start)
                 if not moved:
                     raise ValueError("the file has become shorter while it was read")
                 done += moved
+            if not stop % ROUND:
+                return
 
     return [turn] * -(-largest // ROUND)
 
