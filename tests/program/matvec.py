@@ -12,25 +12,14 @@ from dataclasses import dataclass
 from shardmath.base.collective_call import collective_call
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
-from shardmath.context.agreement import require_equal
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Layout
+from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.layouts import bind_layout, infer_layout
 from shardmath.operators.redistribute import RedistributeOptions
 from shardmath.program.performing import Arguments, Names
-from shardmath.program.steps import (
-    Combine,
-    Move,
-    Multiply,
-    Program,
-    Reason,
-    SplitArray,
-    Synchronise,
-)
+from shardmath.program.steps import READ, TAKEN, Combine, Move, Multiply, Program, SplitArray
 from shardmath.redistribution import TransferPlan
-
-READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-REUSE = Synchronise((Reason.BEFORE_REUSING,))
 
 
 @dataclass(frozen=True)
@@ -50,25 +39,25 @@ class MatrixVector:
         a, x, out = (arrays[name] for name in ("a", "x", "out"))
         if (len(a.shape), len(x.shape)) != (2, 1):
             raise ValueError(f"a is a matrix and x a vector, not of shapes {a.shape} and {x.shape}")
-        facts = [(s.library, s.space, s.dtype, s.itemsize, s.shape) for s in (a, x)]
-        given = None if out is None else (out.library, out.space, out.dtype, out.shape)
-        return (*facts, given, *(distribution.encode() for distribution in words))
+        facts = [None if spec is None else ArrayFacts.of(spec) for spec in (a, x, out)]
+        return (*facts, *(distribution.encode() for distribution in words))
 
     def check(self, specs):
         a, x, outs, *encoded = zip(*specs, strict=True)
-        for index, what in enumerate(("library", "memory space", "dtype", "itemsize")):
-            require_equal(f"the {what} of a and x", [each[index] for each in (*a, *x)])
-        layout_a = infer_layout("a", encoded[0], [each[4] for each in a])
-        layout_x = infer_layout("x", encoded[1], [each[4] for each in x])
+        a, x = agreed_facts("a", a), agreed_facts("x", x)
+        first = a[0]
+        if x[0][:4] != first[:4]:
+            raise ValueError(f"a is {first.library} {first.dtype} on {first.space}, and x is not")
+        layout_a = infer_layout("a", encoded[0], [each.shape for each in a])
+        layout_x = infer_layout("x", encoded[1], [each.shape for each in x])
         (m, n), (k,) = layout_a.global_shape, layout_x.global_shape
         if n != k:
             raise ValueError(f"a is {m} x {n}, and x has {k} elements")
         layout_y = bind_layout("y", encoded[2], (m,))
-        library, space, dtype, itemsize, _ = a[0]
         for rank, out in enumerate(outs):
-            if out not in (None, (library, space, dtype, layout_y.local_shape(rank))):
-                raise ValueError(f"rank {rank}: out is not what the result is: {out}")
-        return Problem(layout_a, layout_x, layout_y, dtype, itemsize)
+            if out is not None:
+                require_fits(rank, out, first._replace(shape=layout_y.local_shape(rank)))
+        return Problem(layout_a, layout_x, layout_y, first.dtype, first.itemsize)
 
     def program(self, problem, machine, rank):
         a, workspace, moved = problem.a, {}, []
@@ -89,7 +78,7 @@ class MatrixVector:
             Multiply(left, "x here", "sums"),
             READ,
             Combine(sums, problem.y, "sums", "out"),
-            REUSE,
+            TAKEN,
         )
         return Program(steps, {"out": SplitArray(problem.y, problem.dtype)}, workspace)
 
