@@ -22,6 +22,7 @@ HOST = (
     "autograd",
     "collectives",
     "distributed",
+    "factorisations",
     "fft",
     "local",
     "matmul",

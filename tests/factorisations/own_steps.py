@@ -1,4 +1,4 @@
-"""Steps of factorisations as NumPy and SciPy do them, for the interpreter of programs."""
+"""Steps of factorisations as NumPy and SciPy do them, for the interpreters of programs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import scipy.linalg
 sys.path.append(str(Path(__file__).parent.parent / "program"))
 
 import interpreter
+import rank_interpreter
+from gpu_arithmetic import address_of, on_gpu
 
-from shardmath.factorisations import steps
+from shardmath.arrays.dtypes import to_numpy
+from shardmath.factorisations import gpus, steps
+from shardmath.program.rank_program import View
 
-__all__ = ["interpreter"]
+__all__ = ["interpret_on_gpus", "interpreter"]
 
 
 def cut(own, part):
@@ -118,19 +122,67 @@ def performer(function):
     return lambda step, rank, buffers: function(step, buffers[rank])
 
 
-interpreter.PERFORM |= {
-    kind: performer(function)
-    for kind, function in {
-        steps.Fill: fill,
-        steps.CheckFinite: check_finite,
-        steps.Conjugate: conjugate,
-        steps.SetIdentity: set_identity,
-        steps.KeepLower: keep_lower,
-        steps.CopyDiagonal: copy_diagonal,
-        steps.FactoriseCholesky: factorise_cholesky,
-        steps.FactoriseLU: factorise_lu,
-        steps.ExchangeRows: exchange_rows,
-        steps.Substitute: substitute,
-        steps.Subtract: subtract,
-    }.items()
+def least(step, own):
+    own[step.target][0] = own[step.source].min()
+
+
+class Buffers:
+    """The buffers of a rank on its GPU, by name."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __getitem__(self, name):
+        return self.rank.array(self.rank.named(name))
+
+
+OWN_STEPS = {
+    steps.Fill: fill,
+    steps.CheckFinite: check_finite,
+    steps.Conjugate: conjugate,
+    steps.SetIdentity: set_identity,
+    steps.KeepLower: keep_lower,
+    steps.CopyDiagonal: copy_diagonal,
+    steps.FactoriseCholesky: factorise_cholesky,
+    steps.FactoriseLU: factorise_lu,
+    steps.ExchangeRows: exchange_rows,
+    steps.Substitute: substitute,
+    steps.Subtract: subtract,
+    gpus.Least: least,
 }
+interpreter.PERFORM |= {kind: performer(function) for kind, function in OWN_STEPS.items()}
+rank_interpreter.PERFORM |= {
+    kind: lambda step, rank, function=function: function(step, Buffers(rank))
+    for kind, function in OWN_STEPS.items()
+}
+
+
+def interpret_on_gpus(programs, parts, *, seed, staged):
+    """The results of all ranks, by rank and name, of the programs as GPUs perform them: in an order
+    in which their streams might. `staged`: no peer reaches the operands where they lie.
+    """
+    ranks, results = [], []
+    for number, (program, operands) in enumerate(zip(programs, parts, strict=True)):
+        made = {
+            name: np.empty(look.local_shape(number), to_numpy(look.dtype), order=look.order)
+            for name, look in program.results.items()
+        }
+        arrays = {name: on_gpu(x) for name, x in {**operands, **made}.items()}
+        results.append({name: arrays[name] for name in made})
+        seen = {
+            name: x.transposed() if name in program.transposed else x for name, x in arrays.items()
+        }
+        views = {name: View(name, x.shape, x.strides, x.dtype) for name, x in seen.items()}
+        lowered = gpus.lowered(program, views, number, len(programs), staged=staged)
+        users = {name: (x.keep, x.address - address_of(x.keep)) for name, x in arrays.items()}
+        ranks.append(rank_interpreter.Rank(number, lowered, users))
+    rank_interpreter.interpret_ranks(ranks, seed=seed)
+    return [
+        {
+            name: np.ndarray(
+                x.shape, to_numpy(x.dtype), x.keep, x.address - address_of(x.keep), x.strides
+            )
+            for name, x in own.items()
+        }
+        for own in results
+    ]

@@ -1,5 +1,6 @@
 """Programs of factorisations, every rank in one process: ranks run in any order between
-synchronisations, and what they do after they have arrived is done early or late.
+synchronisations, and what they do after they have arrived is done early or late; and as GPUs
+perform them, in any order that their streams allow.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import scipy.linalg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrices import general, is_small, positive, right_sides, singular
-from own_steps import interpreter
+from own_steps import interpret_on_gpus, interpreter
 
 from arrangements import distributions, part_of
-from shardmath.arrays import ArraySpec
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
 from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
@@ -38,9 +38,9 @@ FEW = settings(
 TYPES = st.sampled_from(["float64", "complex128"])
 
 
-def performed(operation, operands, split, flags, size, *, block, order, late=False):
+def performed(operation, operands, split, flags, size, *, block, order, late=False, gpus=None):
     """All ranks' results by name. `split`: encoded distributions by rank, of operands but pivots,
-    and of the result.
+    and of the result. `gpus`: as GPUs perform it, with that seed.
     """
     rows = [[decode(one[rank]) for one in split] for rank in range(size)]
     parts = []
@@ -60,6 +60,8 @@ def performed(operation, operands, split, flags, size, *, block, order, late=Fal
     machine = Machine("cpu", (0,) * size)
     programs = [operation.program(problem, machine, rank) for rank in range(size)]
     assert operation.explain(problem, machine)
+    if gpus is not None:
+        return interpret_on_gpus(programs, parts, seed=gpus, staged=late)
     return interpreter.interpret(programs, parts, order, late=late)
 
 
@@ -71,6 +73,7 @@ def calls(draw, shapes):
     right = (n,) if columns is None else (n, columns)
     split = [draw(distributions({"a": (n, n), "b": right}[shape], size)) for shape in shapes]
     words = {"block": draw(st.integers(1, 12)), "late": draw(st.booleans())}
+    words["gpus"] = draw(st.one_of(st.none(), st.integers(0, 99)))
     return size, n, columns, split, words | {"order": draw(st.permutations(range(size)))}
 
 
@@ -201,13 +204,6 @@ def test_the_first_minor_that_is_not_positive_is_named(place):
     a[1, 1] = np.nan
     results = performed(CHOLESKY, {"a": a}, slabs, (True, True), 3, block=4, order=[2, 0, 1])
     assert [made["fault"].tolist() for made in results] == [[NOT_FINITE_A]] * 3
-
-
-def test_parts_on_gpus_are_refused_with_what_to_do():
-    spec = ArraySpec("torch", "float64", (2, 4), (4, 1), "cuda:0", 8)
-    arrays = {"a": spec} | dict.fromkeys(CHOLESKY.names.results)
-    with pytest.raises(NotImplementedError, match="copy the part to host memory"):
-        CHOLESKY.describe(arrays, (Slab.X, (True, True)), CHOLESKY.options())
 
 
 def test_an_explanation_shows_the_look_ahead():

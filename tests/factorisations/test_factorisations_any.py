@@ -14,13 +14,13 @@ sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
 import scipy.linalg
 from matrices import general, hard, is_small, positive, right_sides, singular
-from split_arrays import examples, lists_of, placed
+from split_arrays import array_of, examples, lists_of, placed
 
 from arrangements import distributions, part_of
 from mistakes import heard
 from shardmath import linalg
-from shardmath.arrays import library_named, library_of
-from shardmath.distributed import DistributedArray, parts
+from shardmath.arrays import library_of
+from shardmath.distributed import DistributedArray
 from shardmath.distribution import Replicated, Slab
 from shardmath.geometry import decode
 
@@ -47,11 +47,11 @@ def of_parts(context, whole, encoded, library):
     """This rank's part of an array, and its distribution."""
     distribution = decode(encoded[context.rank])
     part = np.array(part_of(whole, distribution, context.rank, context.size), whole.dtype)
-    return parts.on_device(part, library_named(library), "cpu"), distribution
+    return array_of(context, part, library), distribution
 
 
 def host(part):
-    return np.asarray(part)
+    return library_of(part).on_host(part)
 
 
 def right(context, made, want, encoded, growth):
@@ -151,7 +151,7 @@ def general_matrices(context, cases):
                 "inv": linalg.inv(x, distributions=[of_x, to_factor], options=options),
                 "det": linalg.det(x, distributions=of_x, options=options),
                 "slogdet": linalg.slogdet(x, distributions=of_x, options=options),
-                "direct": directly(x, y, [of_x, of_y], options),
+                "direct": directly(context, x, y, [of_x, of_y], options),
             }
             refined(context, x, y, three["distributions"], {"transposed": flag, "options": options},
                     wants["solve"], split[3])  # fmt: skip
@@ -172,9 +172,9 @@ def general_matrices(context, cases):
             views(context, split, library, a, b, wants, flag)
 
 
-def directly(x, y, split, options):
+def directly(context, x, y, split, options):
     """By a DirectSolver, in copies of the operands; x is left in that of b."""
-    a, b = (parts.on_device(host(one).copy(), library_of(one), "cpu") for one in (x, y))
+    a, b = (array_of(context, host(one).copy(), library_of(one).name) for one in (x, y))
     made = linalg.direct_solver(a, b, distributions=split, options=options)
     assert made is b
     lu, _ = linalg.lu_factor(x, distributions=split[0], options=options)

@@ -26,7 +26,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.operators.fft.local_steps import LocalFFT, Scale, Turn
 from shardmath.operators.fft.pushes import Chunk
-from shardmath.program.rank_program import USERS, Copy, View
+from shardmath.program.rank_program import Copy, View
 from shardmath.program.steps import Get, Move, Pack, Unpack, plain
 from shardmath.redistribution.copies import lowered
 from shardmath.redistribution.plan import SomeMoves
@@ -109,7 +109,7 @@ class Rank:
         there = self.ranks[peer]
         name = there.program.shared[self.program.shared.index(memory)]
         shape = layout.local_shape(peer)
-        if name in USERS:
+        if name in there.program.arrays:
             strides = there.named(name).strides
         else:
             strides = packed_strides(shape, itemsize, self.program.order)
@@ -143,7 +143,7 @@ def move(step, rank):
                 view = there.program.told[there.program.shared[number]]
             copy = lowered(each, transfer.itemsize, view.strides, target.strides)
             copy_boxes([replace(copy, src=0)], [there.start(view)], rank.start(target))
-    elif target.memory in rank.program.shared:
+    elif rank.program.pushes(step.target):
         own = rank.array(source, element)
         for each in transfer.out_of(rank.number):
             there = rank.of_peer(each.dst, target.memory, transfer.dst, transfer.itemsize)
@@ -153,9 +153,9 @@ def move(step, rank):
     else:
         own = rank.array(target, element)
         for each in transfer.into(rank.number):
-            there = rank.of_peer(each.src, source.memory, transfer.src, transfer.itemsize)
-            if each.src == rank.number:
-                there = rank.array(source, element)
+            there = rank.array(source, element)
+            if each.src != rank.number:
+                there = rank.of_peer(each.src, source.memory, transfer.src, transfer.itemsize)
             copy_move(each, there, own)
 
 

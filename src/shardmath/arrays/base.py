@@ -73,6 +73,10 @@ class Library(ABC):
         """
         return None if self.is_lazy(x) or self.records(x) else (self.spec(x), self.pointer(x))
 
+    def on_host(self, x: Any) -> HostArray:
+        """The elements of `x` as NumPy's array: on its memory, or copied from the GPU."""
+        return self.host_view(x)
+
     @abstractmethod
     def from_host(self, host: HostArray) -> Any:
         """An array of this library on the memory of `host`, which it keeps alive.

@@ -18,6 +18,7 @@ EXTRAS = {
         "nvidia-cuda-nvrtc",
         "nvidia-cublas",
         "nvidia-cufft",
+        "nvidia-cusolver",
         "nvmath-python",
     ),
     "hosts-cu13": ("nvshmem4py-cu13", "nvidia-nvshmem-cu13"),

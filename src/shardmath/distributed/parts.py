@@ -99,11 +99,7 @@ def on_device(host: HostArray, library: Library, device: str) -> Any:
 
 def on_host(x: Any, library: Library) -> HostArray:
     """The elements of `x` as NumPy's array: on its memory, or copied from the GPU."""
-    if library.spec(x).space == "cpu":
-        return library.host_view(x)
-    if library.name == "torch":
-        return library.host_view(x.cpu())
-    return np.asarray(x.get())
+    return library.on_host(x)
 
 
 def flipped(x: Any, axes: Sequence[int], library: Library) -> Any:

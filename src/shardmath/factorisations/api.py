@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.linalg import LinAlgError
 
+from shardmath.arrays import library_of
 from shardmath.base.collective_call import collective_call, settled
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.call.driver import Operation, call
@@ -62,9 +63,9 @@ def cholesky(
 
     Raises the same on all ranks. LinAlgError: a leading minor is not positive; its order is named.
     ValueError: NaN or infinity in `a`, unless `check_finite` is False; `a` is not square; parts do
-    not fit. TypeError: another type. NotImplementedError: parts on GPUs. BackendUnavailable:
-    without SciPy. Source: scipy.linalg.cholesky, whose `lower` is False by default;
-    numpy.linalg.cholesky's is True.
+    not fit. TypeError: another type. NotImplementedError: GPUs of several hosts.
+    BackendUnavailable: without SciPy, or on GPUs without cuSOLVER. Source: scipy.linalg.cholesky,
+    whose `lower` is False by default; numpy.linalg.cholesky's is True.
     """
     out, fault = _called(CHOLESKY, (a,), distributions, (bool(lower), bool(check_finite)), options)
     require_good(fault, _MINOR)
@@ -234,7 +235,7 @@ def _determinant(
     flags = (bool(check_finite),)
     diagonal, pivots, fault = _called(DIAGONAL, (a,), distributions, flags, options)
     require_good(fault)
-    numbers, rows = np.asarray(diagonal), np.asarray(pivots)
+    numbers, rows = (library_of(x).on_host(x) for x in (diagonal, pivots))
     product, exponent = numbers.dtype.type(1), 0
     if np.count_nonzero(rows != np.arange(len(rows))) % 2:
         product = -product

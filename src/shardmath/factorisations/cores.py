@@ -25,8 +25,9 @@ from shardmath.factorisations.steps import (
     Subtract,
 )
 from shardmath.local import lapack
-from shardmath.program.cores import Cores, Performing
+from shardmath.program.cores import Cores, HostArrays, Performing
 from shardmath.program.cores_blocks import Calls
+from shardmath.program.performing import Arguments
 from shardmath.program.steps import OwnStep
 
 Arrays = Mapping[str, HostArray]
@@ -184,6 +185,11 @@ class FactorisationsOnCores(Cores):
     """Performs programs of factorisations, all in the same workspace: one follows another."""
 
     performers: ClassVar[Mapping[type[OwnStep], Performing]] = PERFORMERS
+
+    def read(self, arguments: Arguments) -> HostArrays:
+        """See Performer. Raises BackendUnavailable without SciPy."""
+        lapack.require()
+        return super().read(arguments)
 
     def _name(self, name: str) -> str:
         return f"factorisation: {name}"

@@ -121,7 +121,7 @@ class PanelSteps:
         size = problem.a.size
         self.blocks = Blocks(problem.n, width, size)
         one = Layout.replicated((1,), size)
-        self.steps: list[Step] = [READ, Fill(STATUS, GOOD)] if size > 1 else [Fill(STATUS, GOOD)]
+        self.steps: list[Step] = [READ, Fill(STATUS, GOOD)]
         self.workspace = {STATUS: SplitArray(one, "int64", "F")}
         self._one = one
         self.right = Cut("rhs", (0, 0), (0, 0))
@@ -129,8 +129,7 @@ class PanelSteps:
 
     def synchronise(self) -> None:
         """Let every rank read what the others have written."""
-        if self.blocks.size > 1:
-            self.steps.append(READ)
+        self.steps.append(READ)
 
     # -- what is brought here, and results ---------------------------------------------------------
 
@@ -192,8 +191,7 @@ class PanelSteps:
         least = Reduction.of("min", "int64")
         self.steps.append(Combine(self._one, self._one, STATUS, "fault", reduction=least))
         results["fault"] = LocalArray((1,), "int64")
-        if self.blocks.size > 1:
-            self.steps.append(TAKEN)
+        self.steps.append(TAKEN)
         return Program(tuple(self.steps), results, self.workspace, transposed=transposed)
 
     # -- panels ------------------------------------------------------------------------------------
@@ -240,8 +238,7 @@ class PanelSteps:
 
     def arrive(self) -> None:
         """Let the peers read the next panel while this rank does the rest with this one."""
-        if self.blocks.size > 1:
-            self.steps.append(Arrive())
+        self.steps.append(Arrive())
 
     # -- right-hand sides --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
+from shardmath.context.context import Context
 from shardmath.factorisations.cores import FactorisationsOnCores
 from shardmath.factorisations.prediction import predicted
 from shardmath.geometry import Distribution, Layout
@@ -18,7 +19,7 @@ from shardmath.machine import Machine
 from shardmath.operators.arguments import check_logger
 from shardmath.operators.facts import ArrayFacts, agreed_facts
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
-from shardmath.program.performing import Names
+from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Program
 
 _LEAST_BLOCK = 16  # columns of a panel, where more would leave ranks without any
@@ -91,6 +92,12 @@ class Factorisation:
     options = FactorisationOptions
     on_cores = FactorisationsOnCores
 
+    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
+        """See Operation."""
+        from shardmath.factorisations.gpus import FactorisationsOnGPUs
+
+        return FactorisationsOnGPUs(context, names, kept=kept)
+
     def describe(
         self,
         arrays: Mapping[str, ArraySpec | None],
@@ -99,8 +106,8 @@ class Factorisation:
     ) -> tuple[Any, ...]:
         """(operands, distributions as they are encoded, flags, block size).
 
-        Raises NotImplementedError for arrays on GPUs, TypeError for another type than LAPACK's, and
-        for what is no distribution, ValueError for shapes, BackendUnavailable without SciPy.
+        Raises TypeError for another type than LAPACK's, and for what is no distribution, ValueError
+        for shapes.
         """
         given, flags = words
         facts = []
@@ -109,7 +116,6 @@ class Factorisation:
             assert spec is not None, "required"
             facts.append(_facts(self.names.operation, name, spec))
         distributions = self._distributions(given)
-        lapack.require()
         return tuple(facts), tuple(d.encode() for d in distributions), flags, options.block_size
 
     def _distributions(self, given: Any) -> tuple[Distribution, ...]:
@@ -190,11 +196,6 @@ _SHOWN = 40  # steps, in an explanation
 
 def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
     """What ranks compare of an operand. Raises what is wrong with it."""
-    if spec.space != "cpu":
-        raise NotImplementedError(
-            f"{operation} computes on cores, and {name} is on {spec.device}: copy the part to host "
-            'memory, and call it in a context of cores, initialize("cpu")'
-        )
     if name == "pivots":
         if spec.dtype != "int32":
             raise TypeError(f"pivots are int32, as lu_factor returns them, not {spec.dtype}")

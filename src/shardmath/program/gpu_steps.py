@@ -194,7 +194,7 @@ class GPUProgram:
             strides = arrays[step.source].strides, arrays[step.target].strides
             return step.delivery.unpacking(*strides)
         itemsize, there = step.transfer.itemsize, ends.strides
-        if self._pushes(step):
+        if self.program.pushes(step.target):
             own = arrays[step.source].strides
             moves = step.transfer.out_of(self.rank)
             copies = [(lowered(move, itemsize, own, there[move.dst]), move.dst) for move in moves]
@@ -217,7 +217,8 @@ class GPUProgram:
         return Ends(sources, [memories.address(self.program.arrays[step.target])])
 
     def _ends_of_move(self, step: Move, memories: Memories) -> Ends:
-        arrays, transfer, pushes = self.program.arrays, step.transfer, self._pushes(step)
+        arrays, transfer = self.program.arrays, step.transfer
+        pushes = self.program.pushes(step.target)
         own, remote = (step.source, step.target) if pushes else (step.target, step.source)
         shape_of = transfer.result_shape if pushes else transfer.source_shape
         moves = transfer.out_of(self.rank) if pushes else transfer.into(self.rank)
@@ -233,10 +234,6 @@ class GPUProgram:
             )
         here = [memories.address(arrays[own])]
         return Ends(here, bases, strides) if pushes else Ends(bases, here, strides)
-
-    def _pushes(self, step: Move) -> bool:
-        """Whether a move pushes into what peers share, and does not pull."""
-        return self.program.shared_name(step.target) in self.program.shared
 
     def _pulled(self, step: Move) -> list[BoxMove]:
         """The moves into this rank, from the next rank's on: no two begin with the same."""

@@ -113,7 +113,8 @@ class RankProgram(Immutable):
     source. Of what is `shared` ranks tell each other, in this order: the first of one rank is the
     first of another. These are memories, whatever their names, in which arrays of the lane have no
     gaps, and lie in memory `order`; or they are names for what `told` has, an array and its
-    strides, or None where a rank shares nothing. `peers` are matrices of others, by name.
+    strides, or None where a rank shares nothing. `peers` are matrices of others, by name. With
+    `pulls` no move pushes.
     """
 
     steps: tuple[Any, ...]
@@ -123,6 +124,11 @@ class RankProgram(Immutable):
     order: Literal["C", "F"] = "C"
     told: Mapping[str, View | None] = field(repr=False, default_factory=dict)
     peers: Mapping[str, Peer] = field(repr=False, default_factory=dict)
+    pulls: bool = False
+
+    def pushes(self, target: str) -> bool:
+        """Whether a move to that array pushes into what peers share."""
+        return not self.pulls and self.shared_name(target) in self.shared
 
     def shared_name(self, array: str) -> str:
         """The name under which peers reach an array, or its memory, if they do."""

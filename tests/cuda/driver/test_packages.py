@@ -19,6 +19,7 @@ DOORS = {
     "the driver": ("shardmath.cuda.driver", "bindings", "cuda.bindings", "cu13"),
     "the compiler": ("shardmath.cuda.compile", "_nvrtc", "cuda.bindings", "cu13"),
     "products": ("shardmath.local.gpu.blaslt", "bindings", "nvmath.bindings", "cu13"),
+    "factorisations": ("shardmath.local.gpu.lapack", "bindings", "nvmath.bindings", "cu13"),
     "transforms": ("shardmath.local.gpu.fft", "_cufft", "nvmath.bindings", "cu13"),
     "NVSHMEM": ("shardmath.transport.gpus.nvshmem", "_bindings", "nvshmem", "cu13,hosts-cu13"),
 }
@@ -42,7 +43,7 @@ def test_all_that_is_missing_is_named_in_one_line(name, monkeypatch):
         getattr(door, "__wrapped__", door)()
     (line,) = str(caught.value).splitlines()
     assert f'pip install "shardmath[{extras}]"' in line and "pip" not in line.partition("pip")[2]
-    assert "cuda-bindings, nvidia-cuda-nvrtc, nvidia-cufft, nvmath-python" in line
+    assert "cuda-bindings, nvidia-cuda-nvrtc, nvidia-cufft, nvidia-cusolver" in line
     assert "nvidia-cublas" not in line
 
 

@@ -44,6 +44,11 @@ class CuPy(Library):
             "pass x.get()"
         )
 
+    def on_host(self, x: Any) -> HostArray:
+        """A copy, when all is done that is on the current stream."""
+        host: HostArray = x.get()
+        return host
+
     def from_host(self, host: HostArray) -> Any:
         """ValueError: CuPy's arrays are never in host memory."""
         raise ValueError("cupy has no arrays in host memory; initialize with a CUDA device")

@@ -99,6 +99,10 @@ class Torch(Library):
         address = x.data_ptr()  # RuntimeError, or 0, where `x` only stands for other tensors
         return (spec, address) if address or not spec.size else None
 
+    def on_host(self, x: Any) -> HostArray:
+        """A view, or a copy of what is on a GPU."""
+        return self.host_view(x.cpu())
+
     def from_host(self, host: HostArray) -> Any:
         """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
         import torch

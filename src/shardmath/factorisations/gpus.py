@@ -1,0 +1,460 @@
+"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on two streams.
+
+What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
+first: the next panel is there when the product that runs beside it ends.
+
+    panels   meet ─ pull k ─ subtract from k+1 ─ factorise k+1 ─┬─ meet ─ pull k+1 ─┐ ...
+    user's   subtract panel k-1 from the rest ──────────────────┴─ subtract panel k ┴─ ...
+
+A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
+for its GPU: pivots, and what is wrong with numbers, stay there until the results are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from shardmath.factorisations.steps import (
+    NOT_PIVOTS,
+    CheckFinite,
+    Conjugate,
+    CopyDiagonal,
+    Cut,
+    ExchangeRows,
+    FactoriseCholesky,
+    FactoriseLU,
+    Fill,
+    KeepLower,
+    SetIdentity,
+    Substitute,
+    Subtract,
+)
+from shardmath.geometry import Layout
+from shardmath.handles.operand import Operand
+from shardmath.local.gpu import Matrix, lapack
+from shardmath.local.gpu.blaslt import WORKSPACE
+from shardmath.local.gpu.gemm import multiply
+from shardmath.operators.lanes import LANES, Lane
+from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
+from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
+from shardmath.program.performing import Arguments, Plan, Turn
+from shardmath.program.rank_program import Copy, RankProgram, View, packed
+from shardmath.program.steps import (
+    Arrive,
+    Await,
+    Combine,
+    Memory,
+    Move,
+    On,
+    OwnStep,
+    Program,
+    Record,
+    Synchronise,
+)
+from shardmath.redistribution import TransferPlan
+
+AHEAD = "panels"  # the stream on which the next panel is factorised
+_IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
+_BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
+_ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
+
+
+class Least(OwnStep, words="the least of {source} to {target}"):
+    """The least number of a buffer, to the one element of another."""
+
+    source: str
+    target: str
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def lowered(
+    program: Program, users: Mapping[str, View], rank: int, size: int, *, staged: bool
+) -> RankProgram:
+    """The program of a rank for its GPU: `users` are its operands and results. Pure.
+
+    `staged`: operands that peers read are copied to memory that they reach.
+    """
+    arrays = {**users, **_workspace(program, rank)}
+    steps: list[Any] = []
+    for name in program.published if staged else ():
+        if name in users:
+            arrays[name] = packed(f"factors: {name}", users[name].shape, users[name].dtype, "F")
+            steps.append(Copy(users[name], arrays[name]))
+    for step in _by_chunks(program.steps):
+        if isinstance(step, Combine):
+            of_all = f"{step.source} of all"
+            arrays[of_all] = packed(f"factors: {of_all}", (size,), "int64")
+            everywhere = Layout.replicated((size,), size)
+            plan = TransferPlan(Layout.slab((size,), size, axis=0), everywhere, 8)
+            steps += [Move(plan, step.source, of_all), Least(of_all, step.target)]
+        elif isinstance(step, CopyDiagonal):
+            view, (lo, hi) = _part(arrays[step.block.buffer], step.block), step.place
+            diagonal = replace(view, shape=(hi - lo,), strides=(sum(view.strides),))
+            steps.append(Copy(diagonal, arrays[step.target].part(0, lo, hi)))
+        else:
+            steps.append(step)
+    shared = {arrays[name].memory for name in program.published}
+    memories: dict[str, Memory] = {}
+    for view in arrays.values():
+        name = view.memory
+        if name not in users:
+            nbytes = max(_bytes(view), memories.get(name, Memory(0)).nbytes)
+            memories[name] = Memory(nbytes, name in shared)
+    return RankProgram(
+        tuple(_on_streams(steps)), arrays, memories, tuple(sorted(shared)), "F", pulls=True
+    )
+
+
+def _workspace(program: Program, rank: int) -> dict[str, View]:
+    """Where the buffers of the workspace lie: those of one memory in two places in turn. Columns of
+    these are as far apart in all, so that products with them are alike to cuBLAS.
+    """
+    sharing: dict[str, list[tuple[int, ...]]] = {}
+    for array in program.workspace.values():
+        sharing.setdefault(array.memory, []).append(array.local_shape(rank))
+    found, turns = {}, Counter[str]()
+    for name, array in program.workspace.items():
+        memory, shape = array.memory, array.local_shape(rank)
+        view = packed(f"factors: {memory or name}", shape, array.dtype, "F")
+        if memory:
+            tallest = max(1, *(each[0] for each in sharing[memory]))
+            strides = view.itemsize, view.itemsize * tallest
+            place = f"{view.memory} {turns[memory] % 2}"
+            view = View(place, shape, strides[: len(shape)], array.dtype)
+            turns[memory] += 1
+        found[name] = view
+    return found
+
+
+def _bytes(view: View) -> int:
+    """The bytes of a memory of the lane that an array needs."""
+    if not view.size:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+    return view.offset + last + view.itemsize
+
+
+def _part(view: View, cut: Cut) -> View:
+    """The block of a matrix."""
+    return view.part(0, *cut.rows).part(1, *cut.columns)
+
+
+def _by_chunks(steps: Iterable[Any]) -> list[Any]:
+    """The steps; where all remaining exchanges of rows are made in block after block of columns, a
+    chunk of these is made in all blocks at once, and then the next chunk.
+    """
+    made: list[Any] = []
+    run: list[ExchangeRows] = []
+    for step in [*steps, None]:
+        follows = isinstance(step, ExchangeRows) and not step.backward
+        if follows and (not run or _goes_on(run[-1], step)):
+            run.append(step)
+            continue
+        for one, behind in zip(run, [*run[1:], None], strict=False):
+            lo, end = one.place
+            hi = end if behind is None else behind.place[0]
+            columns = run[0].target.columns[0], one.target.columns[1]
+            target = one.target._replace(columns=columns)
+            made.append(replace(one, place=(lo, hi), target=target))
+        run = [step] if follows else []
+        if step is not None and not follows:
+            made.append(step)
+    return made
+
+
+def _goes_on(last: ExchangeRows, step: ExchangeRows) -> bool:
+    """Whether a step makes the later of the same exchanges in the columns behind."""
+    return (
+        (step.pivots, step.place[1], step.target.buffer)
+        == (last.pivots, last.place[1], last.target.buffer)
+        and step.target.columns[0] == last.target.columns[1]
+        and step.place[0] - step.first == last.place[0] - last.first
+        and step.place[0] >= last.place[0]
+    )
+
+
+def _on_streams(steps: Iterable[Any]) -> list[Any]:
+    """The steps on their streams; see the top of this module."""
+    made: list[Any] = []
+    rests = 0  # how many times both streams have been in use
+    for segment in _segments(steps):
+        arrival = next((at for at, step in enumerate(segment) if isinstance(step, Arrive)), None)
+        if arrival is None:
+            if rests:
+                made += [On(AHEAD, Record("panel")), Await("panel")]
+                rests = 0
+            made += segment
+            continue
+        last_but_one, last = f"rest {rests % 2}", f"rest {1 - rests % 2}"
+        awaited, awaits = set[str](), set[str]()
+        if not rests:  # peers will read what the user's stream has done so far
+            made += [Record(last_but_one), Record(last), On(AHEAD, Await(last))]
+            awaited = {last_but_one, last}
+        for step in segment[:arrival]:
+            awaits = set() if isinstance(step, Synchronise) else {last_but_one}
+            if not isinstance(step, Synchronise | Move):
+                awaits.add(last)
+            made += [On(AHEAD, Await(event)) for event in sorted(awaits - awaited)]
+            awaited |= awaits
+            made.append(On(AHEAD, step))
+        made += [On(AHEAD, Record("panel")), Await("panel"), *segment[arrival + 1 :]]
+        made.append(Record(last_but_one))
+        rests += 1
+    return made
+
+
+def _segments(steps: Iterable[Any]) -> list[list[Any]]:
+    """The steps from each synchronisation to the next."""
+    found: list[list[Any]] = [[]]
+    for step in steps:
+        if isinstance(step, Synchronise):
+            found.append([])
+        found[-1].append(step)
+    return found
+
+
+# -- what performs it ------------------------------------------------------------------------------
+
+
+class FactorisationsOnGPUs(GPUPerformer):
+    """Performs programs of factorisations on GPUs of one host, all in the last lane."""
+
+    @property
+    def replays(self) -> bool:
+        """No: a call is long beside its launches, and libraries may refuse to be captured."""
+        return False
+
+    def read(self, arguments: Arguments) -> GPUArrays:
+        """See Performer. Raises NotImplementedError where ranks are on several hosts, and
+        BackendUnavailable without cuSOLVER.
+        """
+        if self._context.multi_host:
+            raise NotImplementedError(
+                f"{self._names.operation} computes on GPUs of one host, and ranks are on several: "
+                'initialize("cpu"), and pass parts in host memory'
+            )
+        lapack.bindings()
+        return super().read(arguments)
+
+    def _lane(self, stream: int, decision: int) -> Lane:
+        return Lane.numbered(self._context, LANES - 1)
+
+    def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
+        return _IN_PLACE if all(rank.operand for rank in facts) else _STAGED
+
+    def _facts(self, execution: Execution) -> Facts:
+        return super()._facts(execution)._replace(operand=_are_reached(execution.operands))
+
+    def _foreseen(self, turn: Turn, stream: int) -> Facts:
+        reached = _are_reached(turn.known.arrays.operands)
+        return super()._foreseen(turn, stream)._replace(operand=reached)
+
+    def _given(self, execution: Execution) -> Given:
+        arrays = {**execution.operands}
+        arrays |= {name: result.array for name, result in execution.results.items()}
+        turned = {name: arrays[name].transposed() for name in execution.plan.program.transposed}
+        return Given({**arrays, **turned})
+
+    def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
+        context, lane, plan = self._context, execution.lane, execution.plan
+        users = {name: View(name, x.shape, x.strides, x.dtype) for name, x in given.arrays.items()}
+
+        def make() -> GPUProgram:
+            program = lowered(
+                plan.program, users, context.rank, context.size, staged=decision == _STAGED
+            )
+            return FactorisationProgram(context, lane, program)
+
+        return self._programs.made((lane.number, plan, decision, *users.values()), make)
+
+    def release(self) -> None:
+        """See Performer. Workspace is the lane's, which all operations share."""
+
+
+def _are_reached(operands: Mapping[str, Operand]) -> bool:
+    """Whether peers reach what they may read."""
+    return all(
+        x.block is not None or 0 in x.shape for name, x in operands.items() if name != "pivots"
+    )
+
+
+class FactorisationProgram(GPUProgram):
+    """The program of a factorisation, with the routines that its GPU's libraries have."""
+
+    @property
+    def memories(self) -> Mapping[str, Memory]:
+        """The memories of the lane that are needed."""
+        rooms = [
+            lapack.room(self.device, _ROUTINES[type(step)], self._block(_factorised(step)))
+            for _, step in self.steps
+            if type(step) in _ROUTINES
+        ]
+        own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _SOLVER: max(rooms, default=0)}
+        return {**self.program.memories, **{name: Memory(n) for name, n in own.items()}}
+
+    def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
+        """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
+        super().prepare(own, stream, span)
+        for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
+            lapack.load(self.device, dtype)
+
+    # -- where things lie --------------------------------------------------------------------------
+
+    def _block(self, cut: Cut | str, memories: Memories | None = None) -> Matrix:
+        """The block of a buffer, or all of it; without `memories`, by where these begin."""
+        view = self.program.arrays[cut if isinstance(cut, str) else cut.buffer]
+        if len(view.shape) == 1:
+            (n,), (step,) = view.shape, view.strides
+            view = replace(view, shape=(n, 1), strides=(step, max(1, n) * step))
+        x = view.matrix
+        if memories is not None:
+            x = x._replace(address=memories.address(view))
+        return x if isinstance(cut, str) else x.part(cut.rows, cut.columns)
+
+    def _address(self, name: str, memories: Memories, at: int = 0) -> int:
+        """Where element `at` of a vector lies."""
+        view = self.program.arrays[name]
+        return memories.address(view) + at * view.strides[0]
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _fill(self, step: Fill, memories: Memories) -> Launch:
+        target = self._address(step.target, memories)
+        return lambda stream: lapack.begin(self.device, stream, target, step.number)
+
+    def _least(self, step: Least, memories: Memories) -> Launch:
+        target, source = (self._address(name, memories) for name in (step.target, step.source))
+        (count,) = self.program.arrays[step.source].shape
+        return lambda stream: lapack.least(self.device, stream, target, source, count)
+
+    def _check_finite(self, step: CheckFinite, memories: Memories) -> Launch:
+        source, status = self._block(step.source, memories), self._address(step.status, memories)
+        return lambda stream: lapack.check_finite(
+            self.device, stream, source, status=status, code=step.code
+        )
+
+    def _conjugate(self, step: Conjugate, memories: Memories) -> Launch:
+        target = self._block(step.target, memories)
+        return lambda stream: lapack.conjugate(self.device, stream, target)
+
+    def _set_identity(self, step: SetIdentity, memories: Memories) -> Launch:
+        target = self._block(step.target, memories)
+        return lambda stream: lapack.set_identity(self.device, stream, target, step.first)
+
+    def _keep_lower(self, step: KeepLower, memories: Memories) -> Launch:
+        columns = self._block(step.columns, memories)
+        return lambda stream: lapack.keep_lower(self.device, stream, columns, step.first)
+
+    def _factorise_cholesky(self, step: FactoriseCholesky, memories: Memories) -> Launch:
+        diagonal, below = self._block(step.diagonal, memories), self._block(step.below, memories)
+        status, workspace = self._address(step.status, memories), memories.own[_SOLVER]
+        divide = self._solution(diagonal, below, memories, lower=True, op="C", right=True)
+
+        def launch(stream: int) -> None:
+            lapack.cholesky(
+                self.device, stream, diagonal, workspace=workspace, status=status, first=step.first
+            )
+            divide(stream)
+
+        return launch
+
+    def _factorise_lu(self, step: FactoriseLU, memories: Memories) -> Launch:
+        panel, status = self._block(step.panel, memories), self._address(step.status, memories)
+        pivots = self._address(step.pivots, memories, step.place[0])
+        workspace = memories.own[_SOLVER]
+        return lambda stream: lapack.lu(
+            self.device,
+            stream,
+            panel,
+            workspace=workspace,
+            pivots=pivots,
+            status=status,
+            first=step.first,
+        )
+
+    def _exchange_rows(self, step: ExchangeRows, memories: Memories) -> Launch:
+        target, status = self._block(step.target, memories), self._address(step.status, memories)
+        (lo, hi), backward = step.place, step.backward
+        pivots = self._address(step.pivots, memories, lo)
+        named = {"first": step.first, "status": status, "code": NOT_PIVOTS}
+        return lambda stream: lapack.exchange_rows(
+            self.device, stream, target, pivots, hi - lo, backward=backward, **named
+        )
+
+    def _substitute(self, step: Substitute, memories: Memories) -> Launch:
+        triangle, target = self._block(step.triangle, memories), self._block(step.target, memories)
+        solve = self._solution(
+            triangle, target, memories, lower=step.lower, op=step.op, unit=step.unit
+        )
+        if not step.status or step.unit:
+            return solve
+        status, first = self._address(step.status, memories), step.first
+
+        def launch(stream: int) -> None:
+            lapack.note_zeros(self.device, stream, triangle, status=status, first=first)
+            solve(stream)
+
+        return launch
+
+    def _solution(self, a: Matrix, b: Matrix, memories: Memories, **flags: Any) -> Launch:
+        """What puts B = op(A)^-1 B, or the like, on a stream."""
+
+        def launch(stream: int) -> None:
+            beside = stream != memories.stream
+            workspace = memories.own[_BLAS_AHEAD if beside else _BLAS]
+            lapack.solve_triangular(
+                self.device, stream, a, b, workspace=workspace, beside=beside, **flags
+            )
+
+        return launch
+
+    def _subtract(self, step: Subtract, memories: Memories) -> Launch | None:
+        target, left, right = (
+            self._block(cut, memories) for cut in (step.target, step.left, step.right)
+        )
+        if not (target.size and left.size):
+            return None
+        is_complex = target.dtype.startswith("complex")
+        one, two = (
+            (x if op == "N" else x.transposed(), is_complex and op == "C")
+            for x, op in zip((left, right), step.ops, strict=True)
+        )
+
+        def launch(stream: int) -> None:
+            multiply(
+                self.device,
+                *(one[0], two[0], target),
+                stream=stream,
+                workspace=memories.own[_BLAS if stream == memories.stream else _BLAS_AHEAD],
+                alpha=-1.0,
+                beta=1.0,
+                conj_a=one[1],
+                conj_b=two[1],
+            )
+
+        return launch
+
+    PERFORMERS: ClassVar[Mapping[type, Any]] = {
+        **GPUProgram.PERFORMERS,
+        Fill: _fill,
+        Least: _least,
+        CheckFinite: _check_finite,
+        Conjugate: _conjugate,
+        SetIdentity: _set_identity,
+        KeepLower: _keep_lower,
+        FactoriseCholesky: _factorise_cholesky,
+        FactoriseLU: _factorise_lu,
+        ExchangeRows: _exchange_rows,
+        Substitute: _substitute,
+        Subtract: _subtract,
+    }
+
+
+def _factorised(step: FactoriseCholesky | FactoriseLU) -> Cut:
+    """The block that a routine factorises."""
+    return step.diagonal if isinstance(step, FactoriseCholesky) else step.panel

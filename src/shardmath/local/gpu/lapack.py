@@ -1,0 +1,290 @@
+"""One rank's dense linear algebra on its GPU: cuSOLVER, cuBLAS, and kernels/factors.cu.
+
+Matrices are in column-major order. All is put on a stream, and nothing waits for it: what is wrong
+with numbers goes to `status`, the address of a word that becomes the least of all that is noted.
+The host's `local/lapack.py` is the oracle. The bindings are nvmath-python's base package.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays.dtypes import to_numpy
+from shardmath.cuda.device import Device
+from shardmath.cuda.kernel import Argument, Kernel, kernel
+from shardmath.cuda.packages import bindings_of
+from shardmath.geometry.integers import up
+from shardmath.local.gpu.blaslt import WORKSPACE
+from shardmath.local.gpu.matrix import Matrix
+from shardmath.local.lapack import Op
+
+_LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+DTYPES = tuple(_LETTERS)
+_OPS = {"N": 0, "T": 1, "C": 2}
+_THREADS, _WAVES = 256, 16
+_CHUNK = 512  # kChunk
+_EXCHANGING = 4  # blocks on each multiprocessor
+_ALIGNMENT = 256  # of what a routine is given: its word, the rows that it has exchanged, its room
+_SOMEWHERE = 1 << 20  # an aligned address that nothing reads
+KERNELS = (
+    "check_finite", "conjugate", "set_identity", "keep_lower", "note_zeros", "begin", "least",
+    "note_info", "number_pivots", "exchange_rows",
+)  # fmt: skip
+
+
+@cache
+def bindings() -> tuple[Any, Any]:
+    """The bindings of cuSOLVER and cuBLAS. Raises BackendUnavailable, with the line to run."""
+    what = "a factorisation on GPUs needs cuSOLVER and cuBLAS"
+    cublas = bindings_of("nvmath.bindings.cublas", "get_cudart_version", what)
+    bindings_of("nvmath.bindings.cusolver", "get_version", what)
+    return import_module("nvmath.bindings.cusolverDn"), cublas
+
+
+def load(device: Device, dtype: str) -> None:
+    """Load what is used: to load it later may wait for all that runs."""
+    _solver(device)
+    for beside in (False, True):
+        _blas(device, beside)
+    for name in KERNELS:
+        _kernel(device, name, dtype).load()
+
+
+# -- factors ---------------------------------------------------------------------------------------
+
+
+def room(device: Device, routine: str, a: Matrix) -> int:
+    """The bytes of workspace that "potrf" or "getrf" takes for a matrix like that."""
+    return _room_of_rows(a) + _elements(device, routine, a) * a.itemsize
+
+
+def cholesky(
+    device: Device, stream: int, a: Matrix, *, workspace: int, status: int, first: int
+) -> None:
+    """Put A = L L^H on `stream`, in place, of the lower triangle. The order of the first leading
+    minor that is not positive is noted, counted from `first`.
+    """
+    if not a.size:
+        return
+    elements, buffer = _elements(device, "potrf", a), workspace + _room_of_rows(a)
+    given = 0, a.columns, a.address, a.leading, buffer, elements, workspace
+    _called(device, stream, "potrf", a.dtype, *given)
+    _words(device, stream, "note_info", status, number=first, info=workspace)
+
+
+def lu(
+    device: Device,
+    stream: int,
+    a: Matrix,
+    *,
+    workspace: int,
+    pivots: int,
+    status: int,
+    first: int,
+) -> None:
+    """Put A = P L U on `stream`, in place. `pivots`, int32, get the row that each is exchanged
+    with, counted from `first`; the first pivot that is 0 is noted, counted so from 1.
+    """
+    if not a.size:
+        return
+    rows, buffer = workspace + _ALIGNMENT, workspace + _room_of_rows(a)
+    given = a.rows, a.columns, a.address, a.leading, buffer, rows, workspace
+    _called(device, stream, "getrf", a.dtype, *given)
+    count = min(a.rows, a.columns)
+    _words(
+        device, stream, "number_pivots", status, count=count, number=first, rows=rows, pivots=pivots
+    )
+    note_zeros(device, stream, a, status=status, first=first)
+
+
+def _room_of_rows(a: Matrix) -> int:
+    """The bytes of workspace before what a routine takes for itself."""
+    return _ALIGNMENT + up(4 * a.columns, _ALIGNMENT)
+
+
+def _elements(device: Device, routine: str, a: Matrix) -> int:
+    """The elements of workspace that a routine takes, for a matrix that may lie anywhere."""
+    shape = (0, a.columns) if routine == "potrf" else (a.rows, a.columns)
+    return _room(device, _LETTERS[a.dtype] + routine, shape, a.leading or 1)
+
+
+@cache
+def _room(device: Device, routine: str, shape: tuple[int, int], leading: int) -> int:
+    device.activate()
+    ask = getattr(bindings()[0], f"{routine}_buffer_size")
+    return int(ask(_solver(device), *shape, _SOMEWHERE, leading))
+
+
+def _called(device: Device, stream: int, routine: str, dtype: str, *given: Any) -> None:
+    device.activate()
+    library, handle = bindings()[0], _solver(device)
+    library.set_stream(handle, stream)
+    getattr(library, _LETTERS[dtype] + routine)(handle, *given)
+
+
+# -- solutions -------------------------------------------------------------------------------------
+
+
+def solve_triangular(
+    device: Device,
+    stream: int,
+    a: Matrix,
+    b: Matrix,
+    *,
+    workspace: int,
+    beside: bool = False,
+    lower: bool,
+    op: Op = "N",
+    unit: bool = False,
+    right: bool = False,
+) -> None:
+    """Put B = op(A)^-1 B for a triangular A on `stream`, or B = B op(A)^-1 where A is to the
+    `right`. See `local.lapack`.
+
+    `workspace` has WORKSPACE bytes. What is `beside` other calls, on another stream at the same
+    time, has another handle.
+    """
+    if not b.size:
+        return
+    device.activate()
+    library, handle = bindings()[1], _blas(device, beside)
+    library.set_stream(handle, stream)
+    library.set_workspace(handle, workspace, WORKSPACE)
+    one = np.ones(1, to_numpy(b.dtype))
+    flags = int(right), int(not lower), _OPS[op], int(unit)
+    matrices = one.ctypes.data, a.address, a.leading, b.address, b.leading
+    getattr(library, _LETTERS[b.dtype] + "trsm")(handle, *flags, b.rows, b.columns, *matrices)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def check_finite(device: Device, stream: int, a: Matrix, *, status: int, code: int) -> None:
+    """Note `code` where an element of A, of any strides, is NaN or infinite."""
+    x = a if a.by_columns else a.transposed()
+    _each(device, stream, "check_finite", x, status=status, code=code)
+
+
+def conjugate(device: Device, stream: int, a: Matrix) -> None:
+    """Every element becomes its complex conjugate."""
+    if a.dtype.startswith("complex"):
+        _each(device, stream, "conjugate", a)
+
+
+def set_identity(device: Device, stream: int, a: Matrix, first: int) -> None:
+    """A becomes columns of the identity, from column `first` of it on."""
+    _each(device, stream, "set_identity", a, first=first)
+
+
+def keep_lower(device: Device, stream: int, a: Matrix, first: int) -> None:
+    """What is above the diagonal becomes 0, which begins in row `first`."""
+    _each(device, stream, "keep_lower", a, first=first)
+
+
+def note_zeros(device: Device, stream: int, a: Matrix, *, status: int, first: int) -> None:
+    """Note the first 0 on the diagonal, counted from `first` + 1."""
+    corner = a._replace(rows=min(a.rows, a.columns), columns=1)
+    if corner.size:
+        text = _text(corner, first, status, 0)
+        _kernel(device, "note_zeros", a.dtype).launch(stream, 1, _THREADS, Argument(text))
+
+
+def begin(device: Device, stream: int, status: int, number: int) -> None:
+    """The status is `number`."""
+    _words(device, stream, "begin", status, number=number)
+
+
+def least(device: Device, stream: int, target: int, words: int, count: int) -> None:
+    """Put the least of `count` words of 8 bytes at `target`."""
+    _words(device, stream, "least", target, words=words, count=count)
+
+
+def exchange_rows(
+    device: Device,
+    stream: int,
+    a: Matrix,
+    pivots: int,
+    count: int,
+    *,
+    first: int,
+    backward: bool,
+    status: int,
+    code: int,
+) -> None:
+    """Exchange rows of A as `count` numbers at `pivots` say, counted from `first`: row i with the
+    i-th, from the last on if `backward`. Where one is no row, `code` is noted, and none are.
+    """
+    if not a.size:
+        return
+    exchanging = _kernel(device, "exchange_rows", a.dtype)
+    blocks = min(a.columns, device.processors * _EXCHANGING)
+    starts = range(0, count, _CHUNK)
+    for start in reversed(starts) if backward else starts:
+        text = struct.pack("6q", a.rows, a.columns, first, a.address, a.leading or 1, pivots)
+        text += struct.pack("2qiiQq", count, start, backward, 0, status, code)
+        exchanging.launch(stream, blocks, _CHUNK, Argument(text))
+
+
+def _each(
+    device: Device,
+    stream: int,
+    name: str,
+    a: Matrix,
+    *,
+    first: int = 0,
+    status: int = 0,
+    code: int = 0,
+) -> None:
+    """Launch a kernel that visits every element."""
+    if a.size:
+        blocks = min(-(-a.size // _THREADS), device.processors * _WAVES)
+        text = _text(a, first, status, code)
+        _kernel(device, name, a.dtype).launch(stream, blocks, _THREADS, Argument(text))
+
+
+def _text(a: Matrix, first: int, status: int, code: int) -> bytes:
+    return (
+        struct.pack("3q", a.rows, a.columns, first) + a.argument + struct.pack("Qq", status, code)
+    )
+
+
+def _words(
+    device: Device,
+    stream: int,
+    name: str,
+    status: int,
+    *,
+    words: int = 0,
+    count: int = 0,
+    number: int = 0,
+    info: int = 0,
+    rows: int = 0,
+    pivots: int = 0,
+) -> None:
+    """Launch a kernel that visits a few words."""
+    text = struct.pack("2Q2q3Q", status, words, count, number, info, rows, pivots)
+    threads = _THREADS if name == "number_pivots" else 1
+    _kernel(device, name, "float64").launch(stream, 1, threads, Argument(text))
+
+
+def _kernel(device: Device, name: str, dtype: str) -> Kernel:
+    return kernel(device, "factors", name, (f"ELEMENT={dtype}",))
+
+
+@cache
+def _solver(device: Device) -> Any:
+    """The handle of cuSOLVER for a device, for the life of the process."""
+    device.activate()
+    return bindings()[0].create()
+
+
+@cache
+def _blas(device: Device, beside: bool) -> Any:
+    """One of cuBLAS's two handles for a device, for the life of the process."""
+    device.activate()
+    return bindings()[1].create()

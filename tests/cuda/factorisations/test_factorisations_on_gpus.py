@@ -1,0 +1,99 @@
+"""Factorisations and solutions on GPUs, of parts of CuPy, torch and NumPy: the host's bodies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import test_factorisations_any as bodies
+from hypothesis import given
+from matrices import general, is_small, positive, right_sides
+from split_arrays import array_of, examples, lists_of
+from visible import RANKS
+
+from arrangements import part_of
+from shardmath import linalg
+from shardmath.distribution import Replicated, Slab
+
+
+@pytest.mark.parametrize("body", [bodies.positive_definite, bodies.general_matrices])
+def test_matrices_split_at_random(gpus, body):
+    @examples(4)
+    @given(cases=lists_of(bodies.systems, most=8, ranks=max(1, min(4, RANKS))))
+    def check(cases):
+        size, calls = cases
+        gpus.run(body, calls, ranks=size)
+
+    check()
+
+
+def test_hard_matrices(gpus, size):
+    assert gpus.run(bodies.hard_general, ranks=size) == [[]] * size
+    assert gpus.run(bodies.hard_positive, ranks=size) == [[]] * size
+
+
+def test_determinants_beyond_the_type(gpus, size):
+    for made in gpus.run(bodies.determinants, ranks=size):
+        assert made[:3] == [np.inf, 0, 0]
+        assert made[5:] == [(0, -np.inf), (1, 0)]
+
+
+def test_mistakes_are_the_same_error_on_all_ranks(gpus):
+    if gpus.size < 2:
+        pytest.skip("needs two ranks")
+    first, second = gpus.run(bodies.mistaken, ranks=2)
+    assert first == second
+    words = {"not positive": "order 9", "not finite": "a has NaN", "singular": "pivot 12"}
+    assert [word in first[name][1] for name, word in words.items()] == [True] * len(words)
+
+
+def large(context, n, dtype):
+    """What is wrong with factors of many panels, in which rows of several chunks are exchanged."""
+    wrong, whole = [], Replicated()
+    general_one, right, definite = general(n, dtype), right_sides(n, 40, dtype), positive(n, dtype)
+    a, b, p = (
+        array_of(context, np.array(part_of(x, Slab.X, context.rank, context.size)), "numpy")
+        for x in (general_one, right, definite)
+    )
+    want, pivots = scipy.linalg.lu_factor(general_one)
+    lower, upper = np.tril(want, -1) + np.eye(n), np.triu(want)
+    for block in (None, 200):
+        one = {"distributions": [Slab.X, whole], "options": {"block_size": block}}
+        two = one | {"distributions": [Slab.X, Slab.X, whole]}
+        three = one | {"distributions": [whole, Slab.X, whole]}
+        with context:
+            factors = linalg.lu_factor(a, **one)
+            made = {
+                "lu": factors[0],
+                "lu_solve": linalg.lu_solve(factors, b, **three),
+                "again": linalg.lu_solve(factors, b, **three),
+                "adjoint": linalg.lu_solve(factors, b, 2, **three),
+                "solve": linalg.solve(a, b, **two),
+                "cholesky": linalg.cholesky(p, **one),
+                "positive": linalg.solve(p, b, assume_a="pos", **two),
+            }
+        made = {name: bodies.host(x) for name, x in made.items()}
+        of_factors, factor = (lower, upper), made["cholesky"]
+        residuals = {
+            "lu": (made["lu"] - want, of_factors),
+            "adjoint": (general_one.conj().T @ made["adjoint"] - right, of_factors),
+            "lu_solve": (general_one @ made["lu_solve"] - right, of_factors),
+            "solve": (general_one @ made["solve"] - right, of_factors),
+            "cholesky": (definite - factor @ factor.conj().T, (definite,)),
+            "positive": (definite @ made["positive"] - right, (definite, made["positive"])),
+        }
+        wrong += [
+            (block, name)
+            for name, (residual, scales) in residuals.items()
+            if not is_small(residual, *scales, n=n, dtype=dtype)
+        ]
+        if bodies.host(factors[1]).tolist() != pivots.tolist():
+            wrong.append((block, "pivots"))
+        if made["again"].tobytes() != made["lu_solve"].tobytes():
+            wrong.append((block, "bits"))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_many_panels(gpus, size, dtype):
+    assert gpus.run(large, 1300, dtype, ranks=size) == [[]] * size
