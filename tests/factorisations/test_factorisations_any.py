@@ -151,7 +151,7 @@ def general_matrices(context, cases):
                 "inv": linalg.inv(x, distributions=[of_x, to_factor], options=options),
                 "det": linalg.det(x, distributions=of_x, options=options),
                 "slogdet": linalg.slogdet(x, distributions=of_x, options=options),
-                "direct": directly(context, x, y, [of_x, of_y], options),
+                "direct": directly(context, x, y, [of_x, of_y], options, library),
             }
             refined(context, x, y, three["distributions"], {"transposed": flag, "options": options},
                     wants["solve"], split[3])  # fmt: skip
@@ -172,9 +172,9 @@ def general_matrices(context, cases):
             views(context, split, library, a, b, wants, flag)
 
 
-def directly(context, x, y, split, options):
+def directly(context, x, y, split, options, library):
     """By a DirectSolver, in copies of the operands; x is left in that of b."""
-    a, b = (array_of(context, host(one).copy(), library_of(one).name) for one in (x, y))
+    a, b = (array_of(context, host(one).copy(), library) for one in (x, y))
     made = linalg.direct_solver(a, b, distributions=split, options=options)
     assert made is b
     lu, _ = linalg.lu_factor(x, distributions=split[0], options=options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -18,17 +17,14 @@ import test_factorisations_any as bodies
 from hypothesis import given
 from pretended import pretended_gpu
 from pretended_factorisations import factorisations_at_once
-from pretended_products import call_of
+from pretended_products import products_at_once
 from split_arrays import examples, lists_of
-
-from shardmath.program import gpu_performing
 
 
 def on_gpus(context, body, *args):
     context.barrier()
-    with pretended_gpu(context), factorisations_at_once():
-        with patch.object(gpu_performing, "call", call_of(context.team.device)):
-            result = getattr(bodies, body)(context, *args)
+    with pretended_gpu(context), products_at_once(), factorisations_at_once():
+        result = getattr(bodies, body)(context, *args)
         context.board.barrier("done")
     return result
 
