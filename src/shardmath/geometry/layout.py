@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
+from operator import attrgetter, gt
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError
@@ -19,6 +20,7 @@ from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
 Part = tuple[Spans, ...]
+_length, _stop = attrgetter("length"), attrgetter("stop")
 
 
 class Layout(Immutable):
@@ -31,13 +33,10 @@ class Layout(Immutable):
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
+        shape = self.global_shape
         for rank, part in enumerate(self.parts):
-            if len(part) != self.ndim or any(
-                s.stop > extent for s, extent in zip(part, self.global_shape, strict=True)
-            ):
-                raise ValueError(
-                    f"rank {rank}: part {_show(part)} does not fit in {self.global_shape}"
-                )
+            if len(part) != len(shape) or any(map(gt, map(_stop, part), shape)):
+                raise ValueError(f"rank {rank}: part {_show(part)} does not fit in {shape}")
 
     @classmethod
     def bind(cls, distributions: Sequence[Distribution], global_shape: Sequence[int]) -> Layout:
@@ -93,7 +92,9 @@ class Layout(Immutable):
             [Spans.interval(0, extent)] * size if column is None else column
             for extent, column in zip(shape, columns, strict=True)
         ]
-        return cls(shape, tuple(tuple(column[r] for column in full) for r in range(size)))
+        if {len(column) for column in full} - {size}:
+            raise ValueError(f"columns of {[len(column) for column in full]} ranks, not of {size}")
+        return cls(shape, tuple(zip(*full, strict=True)) if full else ((),) * size)
 
     @property
     def size(self) -> int:
@@ -120,7 +121,7 @@ class Layout(Immutable):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of `rank`'s part."""
-        return tuple(s.length for s in self.parts[rank])
+        return tuple(map(_length, self.parts[rank]))
 
     def owners(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that own the element at a global index, ascending.

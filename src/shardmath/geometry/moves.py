@@ -121,7 +121,7 @@ def bytes_received(src: Layout, dst: Layout, itemsize: int) -> tuple[int, ...]:
 def kept_elements(src: Layout, dst: Layout) -> list[int]:
     """How many elements of its part in `dst` each rank has in `src`."""
     pairs = zip(src.parts, dst.parts, strict=True)
-    return [prod(a.shared(b) for a, b in zip(one, two, strict=True)) for one, two in pairs]
+    return [prod(map(Spans.shared, one, two)) for one, two in pairs]
 
 
 def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
