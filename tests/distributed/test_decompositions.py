@@ -291,7 +291,7 @@ def fails_on_one_rank(context):
     with context:
         x = shardmath.ones((4, 4), distribution=Slab.X)
         with pytest.raises(LinAlgError, match="rank 1: it does not converge"):
-            decompositions.together("svd", x, compute)
+            decompositions.alike("svd", x, compute)
         assert shardmath.linalg.svdvals(x).numpy()[0] == pytest.approx(4)
 
 

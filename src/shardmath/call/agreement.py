@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardmath.context.context import Context
 
 Plan = TypeVar("Plan")
+T = TypeVar("T")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
 _Texts = tuple[bytes, ...]  # of each rank, with the operation
@@ -184,6 +185,21 @@ class Plans:
     def _set_count(self, count: int) -> None:
         self._count, self.made = count, _MADE.pack(count)
         self.repeated.clear()
+
+
+def together(context: Context, operation: str, act: Callable[[], T]) -> T:
+    """`act()` of this rank, once it has ended on all. Collective.
+
+    Raises on every rank what it raised on the first rank where it did.
+    """
+    results: list[T] = []
+
+    def describe() -> bytes:
+        results.append(act())
+        return b""
+
+    context.gather(operation, describe)
+    return results[0]
 
 
 def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> NoReturn:

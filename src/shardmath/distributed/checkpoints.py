@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, read_stored, save_array
-from shardmath.distributed.shared_file import agreed_token, appearing, only_on, together
+from shardmath.distributed.shared_file import agreed_token, appearing, only_on
 
 _MANIFEST = "checkpoint.json"
 

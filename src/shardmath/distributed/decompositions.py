@@ -19,6 +19,7 @@ from numpy.linalg import LinAlgError
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
@@ -181,7 +182,7 @@ def svd(
         return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
     rows, factors = _factorised(a, kind)
     r = _whole(a, factors, factors.r(), a.shape[1])
-    of_r = together("svd", a, lambda: _svd(r, False, compute_uv))
+    of_r = alike("svd", a, lambda: _svd(r, False, compute_uv))
     if not compute_uv:
         return replicated(a, of_r[0])
     u, s, vh = of_r
@@ -232,7 +233,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     wide = m < n
     rows, factors = _factorised(a.T.conj() if wide else a, kind)
     r = _whole(a, factors, factors.r(), min(m, n))
-    u, s, vh = together("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
+    u, s, vh = alike("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
     kept = s > given * (s[0] if len(s) else 0)
     inverse = np.divide(1, s, out=np.zeros_like(s), where=kept)
     squares = np.zeros(0, s.dtype)
@@ -305,7 +306,7 @@ def _by_whole_matrices(
         return of_stacks(name, [a], compute, kind)
     whole = Layout.replicated(a.shape, a.context.size)
     host = parts.on_host(part_in(a, whole), a.library).astype(kind)
-    made = together(name, a, lambda: compute(host))
+    made = alike(name, a, lambda: compute(host))
     return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
 
 
@@ -394,33 +395,9 @@ def require_finite(part: HostArray, name: str) -> None:
         raise ValueError(f"{name} of elements that are NaN or infinite")
 
 
-def together(
-    name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]
-) -> tuple[HostArray, ...]:
-    """What every rank computes from equal arrays. Collective.
-
-    Raises on all ranks the LinAlgError that one raises.
-    """
-    return same_everywhere(a.context, _accepted(name, a, compute))
-
-
-def _accepted(
-    name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]
-) -> tuple[HostArray, ...]:
-    """The results of a computation that no rank has failed in. Collective."""
-    made: tuple[HostArray, ...] = ()
-    mistake: Exception | None = None
-    try:
-        made = compute()
-    except (LinAlgError, MemoryError) as error:
-        mistake = error
-
-    def describe() -> None:
-        if mistake is not None:
-            raise mistake
-
-    a.context.agree(name, describe, lambda _: None)
-    return made
+def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tuple[HostArray, ...]:
+    """What every rank computes from equal arrays. Collective. Raises on all ranks what one does."""
+    return same_everywhere(a.context, together(a.context, name, compute))
 
 
 def of_square_stacks(
@@ -460,7 +437,7 @@ def of_stacks(
         layout = Layout.product(x.shape, [*columns, *inner], size=size)
         hosts.append(parts.on_host(part_in(x, layout), x.library).astype(kind))
     results = []
-    for made in _accepted(name, first, lambda: compute(*hosts)):
+    for made in together(first.context, name, lambda: compute(*hosts)):
         shape = (*stack, *made.shape[count:])
         inner = [None] * (made.ndim - count)
         results.append(_of_host(first, made, Layout.product(shape, [*columns, *inner], size=size)))

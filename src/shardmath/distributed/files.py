@@ -13,6 +13,7 @@ import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_named, library_of_package
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import together
 from shardmath.collectives.operand import context_of
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
@@ -22,7 +23,7 @@ from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.movement import rearranged
 from shardmath.distributed.selections import layout_of_slices, read_slices
-from shardmath.distributed.shared_file import layout_in_file, read_part, together
+from shardmath.distributed.shared_file import layout_in_file, read_part
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.layouts import bind_layout, result_order
 

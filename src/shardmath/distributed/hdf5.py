@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
+from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, type_in_file
-from shardmath.distributed.shared_file import appearing, together, write_part
+from shardmath.distributed.shared_file import appearing, write_part
 from shardmath.errors import BackendUnavailable
 
 _TYPE = "dtype"  # of the attribute

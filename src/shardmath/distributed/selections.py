@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.movement import part_in
 from shardmath.distributed.progress import shown
-from shardmath.distributed.shared_file import ROUND, together
+from shardmath.distributed.shared_file import ROUND
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Spans
 

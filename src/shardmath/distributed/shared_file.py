@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import run_length, runs
@@ -38,21 +39,6 @@ BEGUN = 1 << 24  # bytes that a rank writes before the disk begins with them
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
 SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
-
-
-def together(context: DistributedContext, operation: str, act: Callable[[], T]) -> T:
-    """`act()` of this rank, once it has ended on all. Collective.
-
-    Raises on every rank what it raised on the first rank where it did.
-    """
-    results: list[T] = []
-
-    def describe() -> bytes:
-        results.append(act())
-        return b""
-
-    context.gather(operation, describe)
-    return results[0]
 
 
 def only_on(rank: int, context: DistributedContext, act: Callable[[], None]) -> Callable[[], None]:

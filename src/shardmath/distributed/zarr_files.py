@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
+from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored
 from shardmath.distributed.selections import chunk_shape, write_chunks
-from shardmath.distributed.shared_file import appearing, sync, together
+from shardmath.distributed.shared_file import appearing, sync
 from shardmath.errors import BackendUnavailable
 
 _SYNCED = 256  # files that ranks sync before they see how the others are doing
