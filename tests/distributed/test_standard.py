@@ -465,6 +465,13 @@ def mistakes(x):
         (lambda: np.cumulative_sum(x), ValueError, "along which"),
         (lambda: np.tensordot(x, x, 1), ValueError, "tensordot of shapes"),
         (lambda: np.einsum("ij->i", x), NotImplementedError, r"x\.numpy"),
+        (
+            lambda: np.linalg.pinv(x, hermitian=True),
+            NotImplementedError,
+            r"pinv\(x, \*, rtol=None\)",
+        ),
+        (lambda: np.take(x, [9], 0, mode="clip"), NotImplementedError, "take.*'mode'"),
+        (lambda: np.from_dlpack(x), NotImplementedError, r"x\.local"),
         (lambda: np.repeat(x, -1, axis=0), ValueError, "repeat -1 times"),
         (lambda: x[np.ones(3, bool)], IndexError, "a mask of shape"),
     ):

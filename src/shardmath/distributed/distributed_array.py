@@ -324,6 +324,13 @@ class DistributedArray(Distributed):
             "gathers the whole on every rank, x.numpy(root=0) on one"
         )
 
+    def __dlpack__(self, **words: Any) -> NoReturn:
+        raise NotImplementedError(
+            "DLPack has arrays of one process: x.local is this rank's part, x.numpy() the whole"
+        )
+
+    __dlpack_device__ = __dlpack__
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **words: Any) -> Any:
         if method == _CALL and ufunc.nout == 1 and ufunc.signature is None:
             operands = alike(self, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from inspect import Signature, signature
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,25 @@ def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, An
         for name, value in words.items()
         if name not in _PLAIN and value is not np._NoValue
     }
-    return _into(words, function(*given, **plain))
+    try:
+        made = function(*given, **plain)
+    except TypeError:
+        _require_taken(function, given, plain)
+        raise
+    return _into(words, made)
+
+
+def _require_taken(function: Callable[..., Any], given: Any, words: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError where `function` has no such arguments, which NumPy's has."""
+    taken = signature(function)
+    try:
+        taken.bind(*given, **words)
+    except TypeError as error:
+        plain = [one.replace(annotation=one.empty) for one in taken.parameters.values()]
+        name = getattr(function, "__name__", "")
+        raise NotImplementedError(
+            f"{name}{Signature(plain)} of DistributedArrays: {error}"
+        ) from None
 
 
 def _into(words: Mapping[str, Any], result: Any) -> Any:
