@@ -70,7 +70,8 @@ def by_mpi4py_fft(n):
     points_here, waves_here = transform.local_slice(False), transform.local_slice(True)
     wave = np.fft.fftfreq(n, 1 / n), np.fft.fftfreq(n, 1 / n), np.fft.rfftfreq(n, 1 / n)
     k = np.stack(np.meshgrid(*(w[s] for w, s in zip(wave, waves_here, strict=True)), indexing="ij"))
-    k2, kept = (k * k).sum(axis=0), (abs(k) < n / 3).all(axis=0)
+    k2, kept, ik = (k * k).sum(axis=0), (abs(k) < n / 3).all(axis=0), 1j * k
+    along = k / np.maximum(k2, 1)
     angles = [np.arange(n)[s] * (2 * np.pi / n) for s in points_here]
 
     def to_points(v):
@@ -88,8 +89,8 @@ def by_mpi4py_fft(n):
         return made
 
     def change(v):
-        force = to_waves(cross(np, to_points(v), to_points(cross(np, 1j * k, v)))) * kept
-        return force - k * ((force * k).sum(axis=0) / np.maximum(k2, 1)) - VISCOSITY * k2 * v
+        force = to_waves(cross(np, to_points(v), to_points(cross(np, ik, v)))) * kept
+        return force - along * (force * k).sum(axis=0) - VISCOSITY * k2 * v
 
     def keep(v):
         world.barrier()
@@ -121,11 +122,12 @@ def by_dask(n):
     wave = np.fft.fftfreq(n, 1 / n), np.fft.fftfreq(n, 1 / n), np.fft.rfftfreq(n, 1 / n)
     k = da.from_array(np.stack(np.meshgrid(*wave, indexing="ij")), (3, n, half, -1)).persist()
     k2, kept = (k * k).sum(axis=0).persist(), (abs(k) < n / 3).all(axis=0).persist()
+    along, ik = (k / da.maximum(k2, 1)).persist(), (1j * k).persist()
 
     def change(v):
-        force = to_waves(cross(da, to_points(v), to_points(cross(da, 1j * k, v))))
+        force = to_waves(cross(da, to_points(v), to_points(cross(da, ik, v))))
         force = force * kept
-        return force - k * ((force * k).sum(axis=0) / da.maximum(k2, 1)) - VISCOSITY * k2 * v
+        return force - along * (force * k).sum(axis=0) - VISCOSITY * k2 * v
 
     x, y, z = np.ix_(*[np.arange(n) * (2 * np.pi / n)] * 3)
     u = da.from_array(np.stack(vortex(np, x, y, z)), (3, half, n, n))
