@@ -148,16 +148,16 @@ def argmax(x: Distributed, axis: int | None = None, keepdims: bool = False) -> A
 # -- axes ------------------------------------------------------------------------------------------
 
 
-def checked_axes(x: Distributed, axis: Axis, operation: str = "all_reduce") -> tuple[int, ...]:
+def checked_axes(x: Distributed, axis: Axis) -> tuple[int, ...]:
     """`axis` as the numbers of axes, ascending. All ranks raise what is wrong with one rank's:
-    those that call `operation`, too.
+    those that are in the reduction already, too.
     """
     try:
         return axes_of(axis, x.ndim)
     except (TypeError, ValueError) as mistake:
         if x.layout.is_replicated:
             raise
-        raise_on_all_ranks(x.context, operation, mistake)
+        raise_on_all_ranks(x.context, "all_reduce", mistake)
 
 
 def axes_of(axis: Axis, ndim: int) -> tuple[int, ...]:

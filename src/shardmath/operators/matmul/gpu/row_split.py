@@ -167,7 +167,7 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     return found
 
 
-def is_fused_faster(problem: RowSplitProduct, processors: int = 132) -> bool:
+def is_fused_faster(problem: RowSplitProduct) -> bool:
     """Whether to multiply while rows arrive; else gather first, and multiply then.
 
     To be asked of the same problem on all ranks: that of the rank with most columns. A product of
@@ -177,9 +177,9 @@ def is_fused_faster(problem: RowSplitProduct, processors: int = 132) -> bool:
     size = len(problem.rows)
     if size == 1:
         return False
-    tiling = choose_tiling(problem, 0, processors)
+    tiling = choose_tiling(problem, 0, h200.PROCESSORS)
     sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
-    alone = problem.flops / (_FLOPS * processors) + h200.TILE
+    alone = problem.flops / h200.FUSED_PRODUCT + h200.TILE
     return predicted(problem, 0, tiling) < h200.GATHER_START + sent / h200.GATHERED + alone
 
 
