@@ -46,6 +46,7 @@ class Rank:
         self.ranks, self.numbers, self.matrices = [self], numbers, {}
         self.memories = {n: (room(memory.nbytes), 0) for n, memory in program.memories.items()}
         self.memories |= users
+        self.users = users.keys()
         for name in program.shared:
             view = program.told.get(name)
             memory = name if view is None else view.memory
@@ -109,7 +110,7 @@ class Rank:
         there = self.ranks[peer]
         name = there.program.shared[self.program.shared.index(memory)]
         shape = layout.local_shape(peer)
-        if name in there.program.arrays:
+        if name in there.users:  # of these a peer tells the strides; the others have no gaps
             strides = there.named(name).strides
         else:
             strides = packed_strides(shape, itemsize, self.program.order)

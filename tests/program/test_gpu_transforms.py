@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "fft"))
 import fft_cases
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rank_interpreter import Rank, interpret_ranks, perform
 
@@ -34,6 +34,23 @@ from shardmath.program.rank_program import RankProgram, View, packed
 from shardmath.program.steps import Fused, Memory
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
+
+# What a peer reads second under the name of a memory has other strides than what it read first.
+TWO_ARRAYS_OF_ONE_MEMORY = {
+    "size": 2,
+    "shape": (7, 7),
+    "axes": (0, -1),
+    "kind": "C2R",
+    "parity": "even",
+    "norm": "ortho",
+    "inputs": [("Slab", 1, None, None)] * 2,
+    "outputs": [("Slab", 1, None, None)] * 2,
+    "library": "numpy",
+    "dtype": "complex64",
+    "stores": ["reversed"] * 2,
+    "block": 700,
+    "out": "heap C",
+}
 
 
 def laid_out(part, store):
@@ -122,6 +139,7 @@ def run_case(case, results, hosts=1, chunking=None, seed=0):
 
 @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(case=fft_cases.cases(), seed=st.integers(0, 99))
+@example(case=TWO_ARRAYS_OF_ONE_MEMORY, seed=0)
 def test_any_program(case, seed):
     for reachable in (True, False):
         run_case(case, Results(reachable, False), seed=seed)
