@@ -1,10 +1,11 @@
 """What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on two streams.
 
 What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
-first: the next panel is there when the product that runs beside it ends.
+first; what stands behind, to the user's, as soon as the panel is there. So the next panel has been
+factorised when the product that runs beside it ends.
 
-    panels   meet ─ pull k ─ subtract from k+1 ─ factorise k+1 ─┬─ meet ─ pull k+1 ─┐ ...
-    user's   subtract panel k-1 from the rest ──────────────────┴─ subtract panel k ┴─ ...
+    panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
+    user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
 for its GPU: pivots, and what is wrong with numbers, stay there until the results are read.
@@ -59,6 +60,7 @@ from shardmath.redistribution import TransferPlan
 AHEAD = "panels"  # the stream on which the next panel is factorised
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
+_BRINGS = (Synchronise, Move)  # what brings a panel
 _ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
@@ -186,24 +188,19 @@ def _on_streams(steps: Iterable[Any]) -> list[Any]:
         arrival = next((at for at, step in enumerate(segment) if isinstance(step, Arrive)), None)
         if arrival is None:
             if rests:
-                made += [On(AHEAD, Record("panel")), Await("panel")]
+                made += [On(AHEAD, Record("next")), Await("next")]
                 rests = 0
             made += segment
             continue
         last_but_one, last = f"rest {rests % 2}", f"rest {1 - rests % 2}"
-        awaited, awaits = set[str](), set[str]()
         if not rests:  # peers will read what the user's stream has done so far
             made += [Record(last_but_one), Record(last), On(AHEAD, Await(last))]
-            awaited = {last_but_one, last}
-        for step in segment[:arrival]:
-            awaits = set() if isinstance(step, Synchronise) else {last_but_one}
-            if not isinstance(step, Synchronise | Move):
-                awaits.add(last)
-            made += [On(AHEAD, Await(event)) for event in sorted(awaits - awaited)]
-            awaited |= awaits
-            made.append(On(AHEAD, step))
-        made += [On(AHEAD, Record("panel")), Await("panel"), *segment[arrival + 1 :]]
-        made.append(Record(last_but_one))
+        ahead = segment[:arrival]
+        come = next((at for at, x in enumerate(ahead) if not isinstance(x, _BRINGS)), arrival)
+        made += [On(AHEAD, step) for step in (ahead[0], Await(last_but_one), *ahead[1:come])]
+        made += [On(AHEAD, Record("panel")), Await("panel")]
+        made += [On(AHEAD, step) for step in (Await(last), *ahead[come:])]
+        made += [*segment[arrival + 1 :], Record(last_but_one)]
         rests += 1
     return made
 
@@ -223,11 +220,6 @@ def _segments(steps: Iterable[Any]) -> list[list[Any]]:
 
 class FactorisationsOnGPUs(GPUPerformer):
     """Performs programs of factorisations on GPUs of one host, all in the last lane."""
-
-    @property
-    def replays(self) -> bool:
-        """No: a call is long beside its launches, and libraries may refuse to be captured."""
-        return False
 
     def read(self, arguments: Arguments) -> GPUArrays:
         """See Performer. Raises NotImplementedError where ranks are on several hosts, and
