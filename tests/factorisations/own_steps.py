@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import scipy.linalg
 
@@ -113,8 +114,15 @@ def substitute(step, own):
         target[...] = np.linalg.solve(op(matrix, step.op), target)
 
 
+def near_bfloat16(x):
+    parts = [part.astype(ml_dtypes.bfloat16).astype("float32") for part in (x.real, x.imag)]
+    return parts[0] + 1j * parts[1] if x.dtype.kind == "c" else parts[0]
+
+
 def subtract(step, own):
     left, right = op(cut(own, step.left), step.ops[0]), op(cut(own, step.right), step.ops[1])
+    if step.rounded:
+        left, right = (near_bfloat16(np.array(x)) for x in (left, right))
     cut(own, step.target)[...] -= left @ right
 
 

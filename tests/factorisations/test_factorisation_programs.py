@@ -17,8 +17,19 @@ from own_steps import interpret_on_gpus, interpreter
 
 from arrangements import distributions, part_of
 from shardmath.arrays.libraries.numpy import NumPy
-from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
-from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
+from shardmath.factorisations.cholesky import (
+    CHOLESKY,
+    ROUNDED_CHOLESKY,
+    SOLVE_POSITIVE_DEFINITE,
+)
+from shardmath.factorisations.lu import (
+    DIAGONAL,
+    INVERSE,
+    LU_FACTOR,
+    LU_SOLVE,
+    ROUNDED_LU_FACTOR,
+    SOLVE,
+)
 from shardmath.factorisations.panels import Blocks
 from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import Problem
@@ -121,6 +132,22 @@ def test_lu_factors(call, dtype):
     for made in performed(DIAGONAL, {"a": a}, split, (True,), size, **words):
         assert made["pivots"].tolist() == pivots.tolist()
         assert is_small(made["diagonal"] - lu.diagonal(), lu, n=n, dtype=dtype, growth=1e4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("gpus", [None, 5])
+def test_products_of_factors_rounded_to_bfloat16(dtype, gpus):
+    a, split = positive(40, dtype), [[Slab.X.encode()] * 3] * 2
+    words = {"block": 8, "order": [1, 2, 0], "gpus": gpus}
+    made = performed(ROUNDED_CHOLESKY, {"a": a}, split, (True, True), 3, **words)
+    lower = np.concatenate([rank["out"] for rank in made])
+    made = performed(ROUNDED_LU_FACTOR, {"a": a}, split, (True,), 3, **words)
+    lu = np.concatenate([rank["lu"] for rank in made])
+    for left, right in ((lower, lower.conj().T), (np.tril(lu, -1) + np.eye(40), np.triu(lu))):
+        for row, other in () if left is lower else list(enumerate(made[0]["pivots"]))[::-1]:
+            left[[row, other]] = left[[other, row]]
+        error = np.linalg.norm(left @ right - a) / np.linalg.norm(a)
+        assert 1e-5 < error < 2**-8  # between float32's and bfloat16's
 
 
 @FEW

@@ -345,6 +345,7 @@ def mistaken(context):
         "pivots": (lambda: linalg.lu_solve(
             (a, np.full(n, n if own else 0, "i4")), b, **general_words), b),
         "other pivots": (lambda: linalg.lu_solve((a, np.arange(n)), b, **general_words), b),
+        "rounded": (lambda: linalg.lu_factor(a, rounded=True, **one), a),
         "trans": (lambda: linalg.lu_solve((a, np.arange(n)), b, 3, **general_words), b),
         "structure": (lambda: linalg.solve(a, b, **(two | {"assume_a": "banded"})), a),
     }  # fmt: skip
@@ -380,12 +381,13 @@ def test_mistakes_are_the_same_error_on_all_ranks(contexts):
         "pivots": "pivots name rows",
         "other pivots": "int64",
         "trans": "not 3",
+        "rounded": "float32 or complex64",
     }
     assert {
         name: words.get(name, "") in text for name, (_, text) in first.items()
     } == dict.fromkeys(first, True)
     kinds = {name: kind for name, (kind, _) in first.items() if kind != "ValueError"}
-    types = ("integers", "no distribution", "other pivots")
+    types = ("integers", "no distribution", "other pivots", "rounded")
     assert kinds == dict.fromkeys(types, "TypeError")
 
 

@@ -37,8 +37,13 @@ from shardmath.geometry import BlockCyclic, ProcessGrid, Slab
 from shardmath.geometry.integers import slices
 from shardmath.operators.matmul import matmul as product_of_parts
 
+_ROUNDED = "bfloat16"
 _MOST_TURNS = 30  # as LAPACK's
-_LOWER = {"float64": ("float32",), "complex128": ("complex64", "float32")}
+# Of which types factors can be: that which holds them is the first.
+_LOWER = {
+    "float64": ("float32", "bfloat16"),
+    "complex128": ("complex64", "float32", "bfloat16"),
+}
 _PLAIN = 1e30  # norms up to which, and down to its inverse, a matrix need not be scaled
 _SQUARED = 1e140  # numbers whose squares, and those of their inverses, can be added
 _BLOCK = 128  # columns, where options name no block size: how factors are kept
@@ -89,7 +94,7 @@ def solve(
     DistributedArrays they are left out, or that of x alone.
 
     With `factor_dtype`, "float32" for operands of float64 or complex128, the factors are of that
-    type, and x is refined in the operands' type until its backward error is at most 2^-53, or not
+    type; of "bfloat16", of float32 by products of factors rounded to bfloat16. x is refined in the operands' type until its backward error is at most 2^-53, or not
     halved any more: a RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such
     factors, a RuntimeWarning says so, and x is that of factors in the operands' type.
 
@@ -147,11 +152,11 @@ def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any])
         name = dtypes.of(factor_dtype).name
         if name not in known:
             raise ValueError(
-                f"factor_dtype {name!r} of a matrix of {kind}: LAPACK on cores has "
+                f"factor_dtype {name!r} of a matrix of {kind}: there are factors of "
                 f"{' or '.join(map(repr, known)) or 'no lower type'}"
             )
         flags = structure, *(bool(words[name]) for name in ("lower", "transposed", "check_finite"))
-        return known[0], flags
+        return name if name == _ROUNDED else known[0], flags
 
     def check(specs: list[Any]) -> str:
         require_equal("the arguments of solve", specs)
@@ -224,9 +229,11 @@ class _System:
 
         Powers of 2 keep A and each column of r within the type.
         """
+        rounded, low = low == _ROUNDED, _LOWER[self.kind.name][0]
         plain = not self.norm or 1 / _PLAIN < self.norm < _PLAIN
         scale = 1.0 if plain else 0.5 ** math.frexp(self.norm)[1]
-        solved = self._factorised(_in_columns(self.seen if plain else self.seen * scale, low))
+        columns = _in_columns(self.seen if plain else self.seen * scale, low)
+        solved = self._factorised(columns, rounded=rounded)
 
         def correct(r: Any) -> Any:
             sizes = _norms(r, 0)
@@ -236,15 +243,15 @@ class _System:
 
         return correct
 
-    def _factorised(self, a: Any) -> Correction:
+    def _factorised(self, a: Any, *, rounded: bool) -> Correction:
         """What solves with A by its factors, which are dealt to the ranks as they are read."""
         n, size = a.shape[0], a.context.size
         dealt = BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), _BLOCK))
         words = {"check_finite": False, "options": self.options}
         if self.diagonal is None:
-            factors = api.lu_factor(a, distributions=dealt, **words)
+            factors = api.lu_factor(a, distributions=dealt, rounded=rounded, **words)
             return lambda r: api.lu_solve(factors, r, **words)
-        factor = api.cholesky(a, self.lower, distributions=dealt, **words)
+        factor = api.cholesky(a, self.lower, distributions=dealt, rounded=rounded, **words)
         first, second = (0, 2) if self.lower else (2, 0)
 
         def solved(r: Any) -> Any:

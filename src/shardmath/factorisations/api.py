@@ -12,8 +12,15 @@ from shardmath.base.collective_call import collective_call, settled
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
-from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
-from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, LU_SOLVE, SOLVE
+from shardmath.factorisations.cholesky import CHOLESKY, ROUNDED_CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.lu import (
+    DIAGONAL,
+    INVERSE,
+    LU_FACTOR,
+    LU_SOLVE,
+    ROUNDED_LU_FACTOR,
+    SOLVE,
+)
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
@@ -49,6 +56,7 @@ def cholesky(
     *,
     distributions: Distributions,
     check_finite: bool = True,
+    rounded: bool = False,
     options: Options = None,
 ) -> Any:
     """The Cholesky factor of a positive definite matrix: this rank's part of it. Collective.
@@ -61,20 +69,30 @@ def cholesky(
     `distributions` is that of `a`, or a pair, of `a` and of the factor. Of a DistributedArray it is
     left out, or that of the factor alone. `a` stays as it is.
 
+    With `rounded`, of float32 or complex64, all products but those within panels are of factors
+    rounded to bfloat16, summed in the matrix's type: what GPUs do fast, for a solution that is
+    refined, as by `solve(a, b, factor_dtype="bfloat16")`.
+
     Raises the same on all ranks. LinAlgError: a leading minor is not positive; its order is named.
     ValueError: NaN or infinity in `a`, unless `check_finite` is False; `a` is not square; parts do
     not fit. TypeError: another type. NotImplementedError: GPUs of several hosts.
     BackendUnavailable: without SciPy, or on GPUs without cuSOLVER. Source: scipy.linalg.cholesky,
     whose `lower` is False by default; numpy.linalg.cholesky's is True.
     """
-    out, fault = _called(CHOLESKY, (a,), distributions, (bool(lower), bool(check_finite)), options)
+    operation = ROUNDED_CHOLESKY if rounded else CHOLESKY
+    out, fault = _called(operation, (a,), distributions, (bool(lower), bool(check_finite)), options)
     require_good(fault, _MINOR)
     return out
 
 
 @collective_call
 def lu_factor(
-    a: Any, *, distributions: Distributions, check_finite: bool = True, options: Options = None
+    a: Any,
+    *,
+    distributions: Distributions,
+    check_finite: bool = True,
+    rounded: bool = False,
+    options: Options = None,
 ) -> tuple[Any, Any]:
     """The factors of P A = L U with partial pivoting: (lu, pivots). Collective.
 
@@ -86,7 +104,8 @@ def lu_factor(
     factors are as good as any; `lu_solve` raises then. Arguments and errors as `cholesky`, but for
     minors. Source: scipy.linalg.lu_factor.
     """
-    lu, pivots, fault = _called(LU_FACTOR, (a,), distributions, (bool(check_finite),), options)
+    operation = ROUNDED_LU_FACTOR if rounded else LU_FACTOR
+    lu, pivots, fault = _called(operation, (a,), distributions, (bool(check_finite),), options)
     require_good(fault)
     return lu, pivots
 

@@ -31,13 +31,20 @@ class Cholesky(Factorisation):
         a, result = problem.a, problem.result
         if not lower:
             a, result = a.transposed(), result.transposed()
-        panels = PanelSteps(problem, problem.block_on(machine), rank)
+        panels = PanelSteps(problem, problem.block_on(machine), rank, rounded=self.rounded)
         panels.bring_columns(a, check_finite=check_finite)
         factorise(panels)
         blocks = panels.blocks
         for k in blocks.owned(rank):
             panels.steps.append(KeepLower(panels.own(k, (0, blocks.n)), blocks.bounds(k)[0]))
         return panels.program([("columns", "out", result)], () if lower else ("a", "out"))
+
+
+class RoundedCholesky(Cholesky):
+    """The same, of products of factors rounded to bfloat16."""
+
+    names = Cholesky.names._replace(operation="cholesky, rounded")
+    rounded = True
 
 
 class SolvePositiveDefinite(Factorisation):
@@ -98,8 +105,9 @@ def _subtract(panels: PanelSteps, panel: Cut, k: int, j: int) -> None:
     (first, _), (lo, hi) = blocks.bounds(k), blocks.bounds(j)
     left, right = panel.of_rows(lo - first, blocks.n - first), panel.of_rows(lo - first, hi - first)
     target = panels.own(j, (lo, blocks.n))
-    panels.steps.append(Subtract(target, left, right, ("N", "C")))
+    panels.steps.append(Subtract(target, left, right, ("N", "C"), panels.rounded))
 
 
 CHOLESKY = Cholesky()
+ROUNDED_CHOLESKY = RoundedCholesky()
 SOLVE_POSITIVE_DEFINITE = SolvePositiveDefinite()

@@ -163,7 +163,15 @@ def _substitute(step: Substitute, arrays: Arrays) -> Calls:
 
 def _subtract(step: Subtract, arrays: Arrays) -> Calls:
     target, left, right = (block(arrays, cut) for cut in (step.target, step.left, step.right))
-    return [lapack.subtract_product(target, left, step.ops[0], right, step.ops[1])]
+    one, two = step.ops
+    if not step.rounded:
+        return [lapack.subtract_product(target, left, one, right, two)]
+
+    def subtract() -> None:
+        factors = lapack.rounded(left), lapack.rounded(right)
+        lapack.subtract_product(target, factors[0], one, factors[1], two)()
+
+    return [subtract]
 
 
 PERFORMERS: Mapping[type[OwnStep], Performing] = {

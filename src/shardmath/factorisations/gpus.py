@@ -61,6 +61,7 @@ AHEAD = "panels"  # the stream on which the next panel is factorised
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
+_ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
 _ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
@@ -427,6 +428,7 @@ class FactorisationProgram(GPUProgram):
                 beta=1.0,
                 conj_a=one[1],
                 conj_b=two[1],
+                compute=_ROUNDED if step.rounded else None,
             )
 
         return launch

@@ -45,7 +45,7 @@ class LUFactor(Factorisation):
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         (check_finite,) = problem.flags
-        panels = PanelSteps(problem, problem.block_on(machine), rank)
+        panels = PanelSteps(problem, problem.block_on(machine), rank, rounded=self.rounded)
         panels.bring_columns(problem.a, check_finite=check_finite)
         factorise(panels)
         panels.synchronise()
@@ -61,6 +61,13 @@ class LUFactor(Factorisation):
         return panels.program(
             [("columns", "lu", problem.result)], vectors={"pivots": (_PIVOTS, "int32")}
         )
+
+
+class RoundedLUFactor(LUFactor):
+    """The same, of products of factors rounded to bfloat16."""
+
+    names = LUFactor.names._replace(operation="lu_factor, rounded")
+    rounded = True
 
 
 class LUSolve(Factorisation):
@@ -193,11 +200,12 @@ def _bring_up_to_date(panels: PanelSteps, panel: Cut, pivots: str, k: int, colum
     panels.steps += [
         ExchangeRows(pivots, (0, hi - lo), columns.of_rows(lo, n), lo, STATUS),
         Substitute(diagonal, here, lower=True, unit=True),
-        Subtract(below, rest, here),
+        Subtract(below, rest, here, rounded=panels.rounded),
     ]
 
 
 LU_FACTOR = LUFactor()
+ROUNDED_LU_FACTOR = RoundedLUFactor()
 LU_SOLVE = LUSolve()
 SOLVE = Solve()
 INVERSE = Inverse()

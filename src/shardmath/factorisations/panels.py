@@ -114,10 +114,13 @@ class Blocks(Immutable):
 
 
 class PanelSteps:
-    """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`."""
+    """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`.
 
-    def __init__(self, problem: Problem, width: int, rank: int) -> None:
-        self.problem, self.rank = problem, rank
+    `rounded`: products that bring columns up to date are of factors rounded to bfloat16.
+    """
+
+    def __init__(self, problem: Problem, width: int, rank: int, *, rounded: bool = False) -> None:
+        self.problem, self.rank, self.rounded = problem, rank, rounded
         size = problem.a.size
         self.blocks = Blocks(problem.n, width, size)
         one = Layout.replicated((1,), size)

@@ -22,6 +22,7 @@ from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Program
 
+ROUNDED = ("float32", "complex64")  # what is rounded to bfloat16
 _LEAST_BLOCK = 16  # columns of a panel, where more would leave ranks without any
 _PANELS_OF_A_RANK = 4
 
@@ -89,6 +90,7 @@ class Factorisation:
     """
 
     names: Names
+    rounded = False  # whether products are of factors rounded to bfloat16
     options = FactorisationOptions
     on_cores = FactorisationsOnCores
 
@@ -115,6 +117,11 @@ class Factorisation:
             spec = arrays[name]
             assert spec is not None, "required"
             facts.append(_facts(self.names.operation, name, spec))
+            if self.rounded and spec.dtype not in ROUNDED:
+                raise TypeError(
+                    f"products of bfloat16 are of a matrix of {' or '.join(ROUNDED)}, "
+                    f"and {name} has {spec.dtype}: convert it"
+                )
         distributions = self._distributions(given)
         return tuple(facts), tuple(d.encode() for d in distributions), flags, options.block_size
 

@@ -135,16 +135,20 @@ class Substitute(OwnStep):
 
 
 class Subtract(OwnStep):
-    """`target` minus op(left) op(right)."""
+    """`target` minus op(left) op(right). Where it is `rounded`, these are rounded to bfloat16 first,
+    and their product is summed in the target's type.
+    """
 
     target: Cut
     left: Cut
     right: Cut
     ops: tuple[Op, Op] = ("N", "N")
+    rounded: bool = False
 
     def __str__(self) -> str:
         left, right = (
             f"{cut}{'' if op == 'N' else '^' + op}"
             for cut, op in zip((self.left, self.right), self.ops, strict=True)
         )
-        return f"subtract {left} {right} from {self.target}"
+        rounded = ", rounded to bfloat16," if self.rounded else ""
+        return f"subtract {left} {right}{rounded} from {self.target}"

@@ -47,6 +47,17 @@ def subtract_product(c: HostArray, a: HostArray, op_a: Op, b: HostArray, op_b: O
     return _bound("blas", "gemm", c, *words, one, *_matrix(c))
 
 
+def rounded(x: HostArray) -> HostArray:
+    """A matrix of float32 or complex64, rounded to bfloat16, in the same type and column-major
+    order.
+    """
+    made = np.array(x.T, order="C")
+    bits = made.view(np.uint32)
+    bits += (bits >> 16 & 1) + 0x7FFF  # to the nearest, and to even where two are as near
+    bits &= 0xFFFF0000
+    return made.T
+
+
 def solve_triangular(
     a: HostArray,
     b: HostArray,
