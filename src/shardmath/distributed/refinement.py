@@ -94,9 +94,10 @@ def solve(
     DistributedArrays they are left out, or that of x alone.
 
     With `factor_dtype`, "float32" for operands of float64 or complex128, the factors are of that
-    type; of "bfloat16", of float32 by products of factors rounded to bfloat16. x is refined in the operands' type until its backward error is at most 2^-53, or not
-    halved any more: a RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such
-    factors, a RuntimeWarning says so, and x is that of factors in the operands' type.
+    type; of "bfloat16", of float32 by products of factors rounded to bfloat16. x is refined in the
+    operands' type until its backward error is at most 2^-53, or not halved any more: a
+    RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such factors, a
+    RuntimeWarning says so, and x is that of factors in the operands' type.
 
     Raises LinAlgError where a pivot is 0, which is named, or a leading minor not positive;
     ValueError for a `factor_dtype` that is not a lower type LAPACK has, or of a triangular matrix.

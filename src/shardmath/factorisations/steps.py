@@ -135,8 +135,8 @@ class Substitute(OwnStep):
 
 
 class Subtract(OwnStep):
-    """`target` minus op(left) op(right). Where it is `rounded`, these are rounded to bfloat16 first,
-    and their product is summed in the target's type.
+    """`target` minus op(left) op(right), or, `rounded`, minus the product of these rounded to
+    bfloat16, summed in the target's type.
     """
 
     target: Cut
