@@ -6,7 +6,6 @@ import importlib
 import warnings
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import shardmath
@@ -20,7 +19,6 @@ __all__ = [
     "agree",
     "array_of",
     "elements",
-    "examples",
     "host",
     "lists_of",
     "placed",
@@ -32,17 +30,6 @@ ON_GPUS = {"numpy": "cupy", "torch": "torch"}  # the library of parts, of ranks 
 importlib.import_module("torch")  # once, and not by each rank
 EXTENTS = st.sampled_from([0, 1, 2, 3, 5, 8])
 ONE = Replicated().encode()
-
-
-def examples(count):
-    """So many lists of cases, the same in every run."""
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def shapes(least=0, most=3):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
 FUNCTIONS = {
@@ -67,7 +68,7 @@ def body(context, cases):
         agree(got, expected, close=True, strict=library == "numpy")
 
 
-@examples(8)
+@drawn(8)
 @given(cases=lists_of(operands))
 def test_elementwise_functions(contexts, cases):
     size, calls = cases
@@ -101,7 +102,7 @@ def update(context, cases):
             np.add(x, 1.5, out=x.astype(np.int64))
 
 
-@examples(4)
+@drawn(4)
 @given(cases=lists_of(updates))
 def test_in_place_and_out(contexts, cases):
     size, calls = cases

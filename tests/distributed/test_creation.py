@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, array_of, elements, examples, host, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, elements, host, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import Replicated, Slab
 from shardmath.geometry import decode
@@ -48,7 +49,7 @@ def whole(context, cases):
             assert str(x) == str(a)
 
 
-@examples(6)
+@drawn(6)
 @given(cases=lists_of(arrays))
 def test_parts_and_the_whole(contexts, cases):
     size, calls = cases
@@ -92,7 +93,7 @@ def create(context, cases):
                 agree(function(shape, seed=7, distribution=first), host(alone), close=True)
 
 
-@examples(3)
+@drawn(3)
 @given(cases=lists_of(creations, most=8))
 def test_creation(contexts, cases):
     size, calls = cases

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import examples, lists_of, placed, splits
+from split_arrays import lists_of, placed, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distributed import decompositions
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
@@ -103,7 +104,7 @@ def take_apart(context, cases):
         np.testing.assert_array_equal(x.numpy(), before)
 
 
-@examples(4)
+@drawn(4)
 @given(cases=lists_of(matrices, most=4))
 def test_factors_of_any_matrix(contexts, cases):
     size, calls = cases
@@ -138,7 +139,7 @@ def eigenvalues(context, cases):
             np.testing.assert_allclose(values, np.sort(abs(expected))[::-1], atol=size)
 
 
-@examples(3)
+@drawn(3)
 @given(cases=lists_of(hermitian, most=5))
 def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
     size, calls = cases
@@ -168,7 +169,7 @@ def least_squares(context, cases):
         np.testing.assert_array_equal(y.numpy(), b)
 
 
-@examples(3)
+@drawn(3)
 @given(cases=lists_of(equations, most=5))
 def test_least_squares_of_any_equations(contexts, cases):
     size, calls = cases

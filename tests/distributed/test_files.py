@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, host, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.collectives import all_reduce
 from shardmath.distributed import shared_file
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
@@ -90,7 +91,7 @@ def save_and_load(context, cases, folder):
         assert names_in(folder) == ["a.npy"]
 
 
-@examples(4)
+@drawn(4)
 @given(
     cases=lists_of(files, most=12), lengths=st.sampled_from([(1, 7), (64, 1 << 20), (1 << 16, 24)])
 )

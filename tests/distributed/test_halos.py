@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import elements, examples, host, lists_of, placed, shapes, splits
+from split_arrays import elements, host, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Slab
 from shardmath.errors import CollectiveMismatch
 
@@ -65,7 +66,7 @@ def cut(x):
     return tuple(spans.slice() for spans in x.layout.spans(x.context.rank))
 
 
-@examples(4)
+@drawn(4)
 @given(cases=lists_of(halos))
 def test_halos(contexts, cases):
     size, calls = cases

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
-from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
 
 
@@ -55,7 +56,7 @@ def body(context, cases):
         agree(x, a)
 
 
-@examples(8)
+@drawn(8)
 @given(cases=lists_of(indexings))
 def test_indices(contexts, cases):
     size, calls = cases
@@ -83,7 +84,7 @@ def mask(context, cases):
         agree(x, a)
 
 
-@examples(4)
+@drawn(4)
 @given(cases=lists_of(maskings))
 def test_masks(contexts, cases):
     size, calls = cases

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distributed import selections, shared_file
 from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
@@ -67,7 +68,7 @@ def saved(context, cases, kind, path):
 
 
 @FORMATS
-@examples(2)
+@drawn(2)
 @given(cases=lists_of(arrays, most=6))
 def test_save_and_load(contexts, tmp_path_factory, kind, cases):
     size, calls = cases

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import Slab
 
@@ -53,7 +54,7 @@ def norms_of(context, cases):
             agree(linalg.matrix_norm(x, **words), linalg.matrix_norm(a, **words), close=True)
 
 
-@examples(5)
+@drawn(5)
 @given(cases=lists_of(normed, most=8))
 def test_norms(contexts, cases):
     size, calls = cases
@@ -117,7 +118,7 @@ def small_functions(context, cases):
         assert linalg.svd(x).U.shape == linalg.svd(a).U.shape
 
 
-@examples(3)
+@drawn(3)
 @given(cases=lists_of(stacks, most=5))
 def test_functions_of_matrices_and_stacks(contexts, cases):
     size, calls = cases

@@ -7,9 +7,10 @@ import pytest
 import scipy.fft
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, lists_of, placed, splits
+from split_arrays import agree, elements, lists_of, placed, splits
 
 import shardmath
+from draws import drawn
 from shardmath import distributed, fft
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
@@ -44,7 +45,7 @@ def multiply(context, cases):
             agree(np.vecdot(x, y), np.vecdot(a, b), close=True)
 
 
-@examples(6)
+@drawn(6)
 @given(cases=lists_of(factors, most=10))
 def test_products(contexts, cases):
     size, calls = cases
@@ -74,7 +75,7 @@ def transform(context, cases):
             agree(np.fft.irfftn(y, s, **words), a / 1.0, close=True, strict=False)
 
 
-@examples(4)
+@drawn(4)
 @given(cases=lists_of(transforms, most=6))
 def test_transforms(contexts, cases):
     size, calls = cases
@@ -113,7 +114,7 @@ def transform_series(context, cases):
                   close=True)  # fmt: skip
 
 
-@examples(6)
+@drawn(6)
 @given(cases=lists_of(series, most=8))
 def test_cosines_and_sines(contexts, cases):
     size, calls = cases

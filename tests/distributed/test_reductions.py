@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath.distribution import Replicated, Slab
 
 FUNCTIONS = {
@@ -71,7 +72,7 @@ def body(context, cases):
             agree(function(x, **words), expected, close=True, strict=library == "numpy")
 
 
-@examples(8)
+@drawn(8)
 @given(cases=lists_of(reductions))
 def test_reductions(contexts, cases):
     size, calls = cases

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, examples, lists_of, placed, shapes, splits
+from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
@@ -287,7 +288,7 @@ def body(context, cases):
             raise
 
 
-@examples(12)
+@drawn(12)
 @given(cases=lists_of(calls, most=60))
 def test_functions_of_the_standard(contexts, cases):
     size, made = cases

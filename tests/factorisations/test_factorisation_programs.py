@@ -10,12 +10,13 @@ import re
 import numpy as np
 import pytest
 import scipy.linalg
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrices import general, is_small, positive, right_sides, singular
 from own_steps import interpret_on_gpus, interpreter
 
 from arrangements import distributions, part_of
+from draws import drawn
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.cholesky import (
     CHOLESKY,
@@ -39,13 +40,7 @@ from shardmath.geometry import Slab, decode
 from shardmath.machine import CORES, Machine
 from shardmath.program.steps import Arrive, Move
 
-FEW = settings(
-    max_examples=12,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+FEW = drawn(12)
 TYPES = st.sampled_from(["float64", "complex128"])
 
 

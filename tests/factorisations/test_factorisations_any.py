@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from draws import drawn
 
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
 import scipy.linalg
 from matrices import general, hard, is_small, positive, right_sides, singular
-from split_arrays import array_of, examples, lists_of, placed
+from split_arrays import array_of, lists_of, placed
 
 from arrangements import distributions, part_of
 from mistakes import heard
@@ -221,14 +223,14 @@ def views(context, split, library, a, b, wants, flag):
     of_arrays(context, pairs, 1e3)
 
 
-@settings(examples(4), phases=[Phase.generate])
+@drawn(4, shrunk=False)
 @given(cases=lists_of(systems, most=5))
 def test_positive_definite_matrices(contexts, cases):
     size, calls = cases
     contexts.run(positive_definite, calls, ranks=size)
 
 
-@settings(examples(4), phases=[Phase.generate])
+@drawn(4, shrunk=False)
 @given(cases=lists_of(systems, most=5))
 def test_general_matrices(contexts, cases):
     size, calls = cases

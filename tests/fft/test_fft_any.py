@@ -8,10 +8,11 @@ from unittest.mock import patch
 import fft_cases
 import numpy as np
 from fft_cases import placed, to_host, untouched
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import shardmath.fft
 from arrangements import part_of
+from draws import drawn
 from shardmath.arrays import library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
@@ -71,7 +72,7 @@ def check_case(context, case):
     assert untouched(whole, want.shape)
 
 
-@settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(240)
 @given(case=fft_cases.cases())
 def test_any_transform(contexts, case):
     contexts.run(run_case, case, ranks=case["size"])

@@ -7,10 +7,11 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arrangements import distributions
+from draws import drawn
 from shardmath.distribution import (
     BlockCyclic,
     BlockNonCyclic,
@@ -143,7 +144,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(80)
 @given(given_problem=problems(), block=st.sampled_from([32, 300, 4000]))
 def test_every_axis_once_in_layouts_where_it_is_whole(given_problem, block):
     strategy = choose(given_problem)

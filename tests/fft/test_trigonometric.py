@@ -24,10 +24,11 @@ from fft_cases import (
     to_host,
     untouched,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arrangements import SEEDS, distributions, part_of
+from draws import drawn
 from mistakes import heard, misses
 from shardmath import fft
 from shardmath.distribution import Slab
@@ -123,7 +124,7 @@ def check_case(context, case):
     assert untouched(whole, want.shape)
 
 
-@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(100)
 @given(case=cases())
 def test_any_cosines_and_sines(contexts, case):
     contexts.run(run_case, case, ranks=case["size"])

@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 from geometry_cases import cases
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.base import current
 from shardmath.errors import ConvertDistributionError
 from shardmath.geometry import (
@@ -32,7 +33,7 @@ def part(distribution, rank, shape, size):
     return made if all(s.block for s in made) else None
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(200)
 @given(cases(), st.sampled_from(KINDS))
 def test_a_conversion_moves_nothing(case, kind):
     for rank, given_ in enumerate(case.distributions):
@@ -50,7 +51,7 @@ def test_a_conversion_moves_nothing(case, kind):
             assert part(made, other, case.shape, case.size) == one
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(100)
 @given(cases(), st.sampled_from(KINDS))
 def test_unbound_conversions_hold_for_every_shape(case, kind):
     given_ = case.distributions[0]

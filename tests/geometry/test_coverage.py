@@ -1,14 +1,15 @@
 """Atoms: every index once, with the spans that hold it."""
 
 from geometry_cases import elements, spans
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.geometry import Spans
 from shardmath.geometry.coverage import atoms, owner_sets
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(150)
 @given(
     st.integers(0, 80).flatmap(
         lambda extent: st.tuples(

@@ -7,9 +7,10 @@ import pickle
 import numpy as np
 import pytest
 from geometry_cases import cases, owned
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.base import current
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import (
@@ -42,7 +43,7 @@ def context():
     current.restore(made)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(150)
 @given(cases())
 def test_against_the_table(case):
     for rank, distribution in enumerate(case.distributions):
@@ -78,7 +79,7 @@ def test_against_the_table(case):
                 assert bound.owner(index) == ranks[0]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(100)
 @given(cases(), st.booleans())
 def test_values(case, bind):
     made = case.distributions[-1]

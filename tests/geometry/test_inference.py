@@ -2,9 +2,10 @@
 
 import pytest
 from geometry_cases import cases
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import (
     BlockCyclic,
@@ -24,7 +25,7 @@ def local_shapes(case):
     return [d.shape(rank, case.shape, size=case.size) for rank, d in pairs]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(200)
 @given(cases())
 def test_round_trip(case):
     shapes = local_shapes(case)
@@ -33,7 +34,7 @@ def test_round_trip(case):
         assert case.distributions[0].infer_global_shape(shapes) == case.shape
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(100)
 @given(cases(), st.data())
 def test_what_is_inferred_fits_every_rank(case, data):
     shapes = [list(shape) for shape in local_shapes(case)]

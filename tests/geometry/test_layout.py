@@ -2,13 +2,14 @@
 
 import pytest
 from geometry_cases import cases, indices, owned
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
+from draws import drawn
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import BlockCyclic, Box, Layout, ProcessGrid, Replicated, Slab, Spans
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(150)
 @given(cases())
 def test_against_the_table(case):
     layout = Layout.bind(case.distributions, case.shape)

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 from geometry_cases import case_pairs, indices, owned, spans
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from counted import lines_of
+from draws import drawn
 from shardmath.geometry import (
     BlockCyclic,
     Box,
@@ -55,7 +56,7 @@ def carry_out(src, dst, planned):
     return written
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(100)
 @given(case_pairs())
 def test_every_element_arrives_once(pair):
     before, after = pair
@@ -104,7 +105,7 @@ def overlapping(draw):
     return src, layout()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(80)
 @given(overlapping())
 def test_parts_that_overlap_anyhow(pair):
     src, dst = pair

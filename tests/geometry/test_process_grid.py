@@ -6,15 +6,16 @@ import itertools
 import numpy as np
 import pytest
 from geometry_cases import grids
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.geometry import ProcessGrid
 
 ROW, COL = ProcessGrid.Layout.ROW_MAJOR, ProcessGrid.Layout.COL_MAJOR
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(st.integers(1, 12).flatmap(lambda size: st.integers(1, 4).flatmap(lambda n: grids(n, size))))
 def test_mapping_and_print(grid):
     array = np.array(grid.process_array)

@@ -4,14 +4,15 @@ import math
 
 import pytest
 from geometry_cases import elements, spans
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from counted import lines_of
+from draws import drawn
 from shardmath.geometry import Run, Spans
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(150)
 @given(st.integers(0, 60).flatmap(lambda extent: st.tuples(spans(extent), spans(extent))))
 def test_positions_and_equality(pair):
     one, two = pair
@@ -29,7 +30,7 @@ def test_positions_and_equality(pair):
     assert one != two or hash(one) == hash(two)
 
 
-@settings(max_examples=500, deadline=None)
+@drawn(200)
 @given(st.integers(0, 60).flatmap(lambda extent: st.tuples(spans(extent), spans(extent))))
 def test_intersection_pairs_every_shared_index_once(pair):
     one, two = pair
@@ -52,7 +53,7 @@ def blocks_in_one_period(one, two):
     return common // one.period + common // two.period
 
 
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 @given(
     st.tuples(st.integers(1, 9), st.integers(2, 5), st.integers(1, 9), st.integers(2, 5)),
     st.integers(1, 4000),

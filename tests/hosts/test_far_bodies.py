@@ -12,13 +12,12 @@ import test_matmul_any
 import test_moving
 import test_redistribute_any
 import test_reducing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
+from draws import drawn
 from shardmath.distribution import Redistribute, Slab
 
-FEW = settings(
-    max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+FEW = drawn(15)
 
 # Name, ranks, body and its arguments; each rank returns the list of what is wrong.
 BODIES = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import matmul_cases as cases
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from arrangements import part_of
+from draws import drawn
 from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul, matrix_qualifiers_dtype
 
 
@@ -78,9 +79,7 @@ def run_case(context, plain):
     return kind
 
 
-SETTINGS = settings(
-    max_examples=260, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = drawn(130)
 
 
 @SETTINGS

@@ -9,11 +9,12 @@ from dataclasses import replace
 import matmul_cases as cases
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arrangements import distributions
 from copying import copy_moves
+from draws import drawn
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import CORES, H200, H200_MULTI_HOST
@@ -109,7 +110,7 @@ def held(layout, rank):
     return marked(layout.global_shape, [indices(s) for s in layout.spans(rank)])
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@drawn(80)
 @given(problem=problems())
 def test_the_work_covers_the_product(problem):
     m, n, k = problem.shape
@@ -154,7 +155,7 @@ def counted(strategy):
     return result
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@drawn(60)
 @given(problem=problems(("float16", "float64", "complex64")))
 def test_costs_are_counted(problem):
     rates = replace(CORES, cache=100)  # bytes
@@ -192,7 +193,7 @@ def test_products_with_vectors_are_bound_by_memory(rates):
         assert cost.seconds < several.seconds < columns * cost.seconds
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@drawn(60)
 @given(problem=problems())
 def test_the_choice_is_predicted_best_and_any_other_can_be_asked_for(problem):
     chosen, compared = choose(problem, CORES)
@@ -226,7 +227,7 @@ def test_steps_say_what_moves():
 
 
 @pytest.mark.parametrize("panel", [1, 7, 1000])
-@settings(max_examples=60, deadline=None, database=None)
+@drawn(60)
 @given(problem=problems(), thin=st.sampled_from([1, 3, 100]))
 def test_a_rank_reads_its_operands_interval_by_interval(problem, thin, panel):
     rng = np.random.default_rng(0)

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.operators.matmul.gpu.panel_schedule import (
     MOST_REGIONS,
     TILE_ROWS,
@@ -19,7 +20,7 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
 SIZES = st.integers(1, 9000)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@drawn(200)
 @given(
     m=SIZES,
     n=SIZES,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_matmul_strategies import problem
 
 from arrangements import distributions
 from copying import copy_boxes
+from draws import drawn
 from shardmath.geometry import BlockCyclic, ProcessGrid, Slab, decode
 from shardmath.operators.matmul.gpu import panels
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
@@ -133,7 +134,7 @@ def finished(strategy, ranks, sums):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@drawn(30)
 @given(data=st.data(), hosts=st.integers(2, 3))
 def test_any_product(data, hosts):
     size = data.draw(st.integers(2, 6))

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from draws import drawn
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "matmul"))
@@ -51,9 +53,7 @@ from shardmath.operators.matmul.strategy import candidates
 from shardmath.program.gpu_performing import Given
 from shardmath.program.steps import Fused
 
-ANY = settings(
-    max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+ANY = drawn(24)
 ORDERS = ("C", "F", "strided", "reversed")
 
 

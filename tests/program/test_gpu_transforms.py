@@ -8,12 +8,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rank_interpreter import Rank, interpret_ranks, perform
 
@@ -137,7 +139,7 @@ def run_case(case, results, hosts=1, chunking=None, seed=0):
     return ranks
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(150)
 @given(case=fft_cases.cases(), seed=st.integers(0, 99))
 @example(case=TWO_ARRAYS_OF_ONE_MEMORY, seed=0)
 def test_any_program(case, seed):
@@ -145,13 +147,13 @@ def test_any_program(case, seed):
         run_case(case, Results(reachable, False), seed=seed)
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(80)
 @given(case=fft_cases.cases(), hosts=st.integers(2, 3), seed=st.integers(0, 99))
 def test_any_program_of_ranks_on_several_hosts(case, hosts, seed):
     run_case(case, Results(False, False), hosts, seed=seed)
 
 
-@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(100)
 @given(
     case=fft_cases.cases(least=2),
     hosts=st.integers(2, 3),

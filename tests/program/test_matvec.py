@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent))
 
-from few import few
 from matvec import MatVec, matvec
 from test_programs import vector_case
 
@@ -59,7 +60,7 @@ def multiply(context, arrays, words, store, turns=3):
     return wrong
 
 
-@few(15)
+@drawn(15, shrunk=False)
 @given(data=st.data())
 def test_any_distributions(ranks, data):
     size, arrays, words = vector_case(data)

@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent.parent / "factorisations"))
 
 import test_factorisations_any as bodies
@@ -19,7 +21,7 @@ from hypothesis import given
 from pretended import pretended_gpu
 from pretended_factorisations import factorisations_at_once
 from pretended_products import products_at_once
-from split_arrays import examples, lists_of
+from split_arrays import lists_of
 
 
 def on_gpus(context, body, *args):
@@ -37,7 +39,7 @@ def on_gpus(context, body, *args):
 
 @pytest.mark.parametrize("body", ["positive_definite", "general_matrices"])
 def test_matrices_split_at_random(contexts, body):
-    @examples(3)
+    @drawn(3)
     @given(cases=lists_of(bodies.systems, most=4))
     def check(cases):
         size, calls = cases

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
@@ -14,11 +16,10 @@ sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 import numpy as np
 import test_halos
 import test_redistribute_any as bodies
-from few import few
 from hypothesis import given
 from pretended import pretended_gpu
 from redistribution_cases import cases
-from split_arrays import examples, lists_of
+from split_arrays import lists_of
 
 from arrangements import part_of
 from counted import calls_before
@@ -38,7 +39,7 @@ def on_gpus(context, body, *args):
     return found
 
 
-@few(25)
+@drawn(25, shrunk=False)
 @given(case=cases(libraries=("numpy",)))
 def test_any_distribution_to_any_other(ranks, case):
     ranks.run(on_gpus, "run_case", case, ranks=case[0])
@@ -51,7 +52,7 @@ def rims(context, calls):
         context.board.barrier("done")
 
 
-@examples(4)
+@drawn(4)
 @given(calls=lists_of(lambda size: test_halos.halos(size, ("numpy",))))
 def test_parts_with_rims(ranks, calls):
     size, given_ = calls

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "matmul"))
 
@@ -21,7 +23,6 @@ import test_float8_products
 import test_matmul_any
 import test_matmul_epilogs
 import test_repeated_products
-from few import few
 from hypothesis import given
 from pretended import pretended_gpu
 from pretended_products import products_at_once
@@ -45,7 +46,7 @@ def on_gpus(context, module, body, *args):
     return result
 
 
-@few(40)
+@drawn(40, shrunk=False)
 @given(case=cases.cases())
 def test_any_product(ranks, case):
     if case.library == "numpy":

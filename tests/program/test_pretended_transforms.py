@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from draws import drawn
+
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
@@ -18,7 +20,6 @@ import fft_cases
 import test_fft_any
 import test_repeated_transforms
 import test_trigonometric
-from few import few
 from hypothesis import given
 from pretended import pretended_gpu
 
@@ -47,14 +48,14 @@ def on_gpus(context, body, *args):
     return found
 
 
-@few(40)
+@drawn(40, shrunk=False)
 @given(case=fft_cases.cases())
 def test_any_transform(ranks, case):
     if case["library"] == "numpy":
         ranks.run(on_gpus, "check_case", case, ranks=case["size"])
 
 
-@few(40)
+@drawn(40, shrunk=False)
 @given(case=test_trigonometric.cases())
 def test_any_cosines_and_sines(ranks, case):
     if case["library"] == "numpy":

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from draws import drawn
 
 sys.path.append(str(Path(__file__).parent.parent / "matmul"))
 
@@ -28,9 +30,7 @@ from shardmath.operators.matmul.strategy import candidates
 from shardmath.program.arithmetic import fused
 from shardmath.program.steps import Move, Synchronise
 
-ANY = settings(
-    max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+ANY = drawn(80)
 
 
 def described(a, b, c, **named):

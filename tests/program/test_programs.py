@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from draws import drawn
 
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 sys.path.append(str(Path(__file__).parent.parent / "fft"))
@@ -35,9 +37,7 @@ from shardmath.program.steps import READ, TAKEN, Arrive, Move, Program, Reason, 
 from shardmath.redistribution import TransferPlan
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
-ANY = settings(
-    max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+ANY = drawn(80)
 
 
 def described(operation, parts, words, options):

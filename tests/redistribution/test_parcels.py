@@ -7,11 +7,12 @@ import itertools
 import numpy as np
 import pytest
 import redistribution_cases as cases
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arrangements import part_of
 from copying import copy_boxes
+from draws import drawn
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.program.panels import clip
 from shardmath.redistribution import TransferPlan, lowered
@@ -62,7 +63,7 @@ def delivered(transfer, parts, stores, hosts, axes):
     return results, fetched
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@drawn(120)
 @given(
     case=cases.cases(libraries=("numpy",), stores=("C", "F", "strided", "reversed")),
     count=st.integers(1, 3),

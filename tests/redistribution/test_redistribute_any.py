@@ -7,9 +7,10 @@ import importlib
 import numpy as np
 import pytest
 import redistribution_cases as cases
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from arrangements import part_of
+from draws import drawn
 from heap_use import settled_use
 from ranks import Pool, with_context
 from shardmath.arrays import library_named
@@ -75,7 +76,7 @@ def run_case(context, case):
     assert cases.untouched(view, around)
 
 
-@settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(250)
 @given(case=cases.cases())
 def test_any_distribution_to_any_other(contexts, case):
     contexts.run(run_case, case, ranks=case[0])
@@ -116,7 +117,7 @@ def new_contexts():
         yield ranks
 
 
-@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@drawn(30)
 @given(case=cases.cases())
 def test_a_plan_serves_any_operand_of_its_shape(new_contexts, case):
     assert all(new_contexts.run(keep_planned, case, ranks=case[0]))

@@ -1,9 +1,10 @@
 """FreeRanges against a plain list of who owns each unit."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import drawn
 from shardmath.geometry.integers import up
 from shardmath.symmetric.ranges import ALIGNMENT, FreeRanges
 
@@ -18,7 +19,7 @@ def test_up_rounds_up(nbytes, to, expected):
     assert up(nbytes, to) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@drawn(150)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60))
 def test_ranges_taken_never_overlap_and_given_ones_merge(steps):
     ranges = FreeRanges(UNITS * ALIGNMENT)

@@ -10,8 +10,10 @@ import test_indexing
 import test_products_of_arrays
 import test_reductions
 from hypothesis import given
-from split_arrays import examples, lists_of
+from split_arrays import lists_of
 from visible import RANKS
+
+from draws import drawn
 
 SPLIT_AT_RANDOM = [
     (test_creation.whole, test_creation.arrays, 20),
@@ -38,7 +40,7 @@ def name_of(case):
 
 @pytest.mark.parametrize(("body", "case", "most"), SPLIT_AT_RANDOM, ids=name_of)
 def test_functions_of_arrays_split_at_random(gpus, body, case, most):
-    @examples(4)
+    @drawn(4)
     @given(cases=lists_of(case, most=most, ranks=max(1, min(4, RANKS))))
     def check(cases):
         size, calls = cases

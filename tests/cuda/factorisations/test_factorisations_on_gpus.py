@@ -10,10 +10,11 @@ import scipy.linalg
 import test_factorisations_any as bodies
 from hypothesis import given
 from matrices import general, is_small, positive, right_sides
-from split_arrays import array_of, examples, lists_of
+from split_arrays import array_of, lists_of
 from visible import RANKS
 
 from arrangements import part_of
+from draws import drawn
 from shardmath import linalg
 from shardmath.distribution import Replicated, Slab
 
@@ -26,7 +27,7 @@ def without_refinement(context, body, cases):
 
 @pytest.mark.parametrize("body", ["positive_definite", "general_matrices"])
 def test_matrices_split_at_random(gpus, body):
-    @examples(4)
+    @drawn(4)
     @given(cases=lists_of(bodies.systems, most=8, ranks=max(1, min(4, RANKS))))
     def check(cases):
         size, calls = cases

@@ -18,11 +18,12 @@ import test_allocated_operands
 import test_fft_any
 import test_trigonometric
 from fft_cases import fill, placed, to_host
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
+from draws import drawn
 
 
 def use(context):
@@ -60,14 +61,7 @@ def wrong_transforms(pool, cases, count):
     """What goes wrong in so many of the host's cases, each with its case."""
     wrong = []
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawn(count, shrunk=False)
     @given(case=on_gpus(cases))
     def each(case):
         if len(wrong) > 8:

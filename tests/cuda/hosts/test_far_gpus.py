@@ -13,10 +13,11 @@ import pytest
 import test_host_bodies as bodies
 import test_redistribution as on_gpus
 import test_symmetric_bodies as symmetric
-from hypothesis import given, settings
+from hypothesis import given
 from visible import RANKS, gpu_of
 
 from arrangements import part_of
+from draws import drawn
 from heap_use import settled_use
 from ranks import Pool
 from shardmath.base import config
@@ -158,19 +159,19 @@ def test_reduce_scatter(far_gpus, op, dtype):
         assert found == [True] * RANKS, shape
 
 
-@settings(on_gpus.ANY, max_examples=40)
+@drawn(40, shrunk=False)
 @given(case=on_gpus.cases.cases(least=ALL, most=ALL, libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other(far_gpus, case):
     far_gpus.run(on_gpus.check, "run_case", case[4], [case])
 
 
-@settings(on_gpus.ANY, max_examples=20)
+@drawn(20, shrunk=False)
 @given(case=on_gpus.cases.cases(least=ALL, most=ALL, stores=on_gpus.ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(far_gpus, case):
     far_gpus.run(on_gpus.check_host, "test_redistribute_any", "run_case", [case])
 
 
-@settings(on_gpus.ANY, max_examples=8)
+@drawn(8, shrunk=False)
 @given(case=on_gpus.cases.cases(least=ALL, most=ALL))
 def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
     assert all(far_gpus.run(on_gpus.check, "keep_planned", "cupy", [case]))

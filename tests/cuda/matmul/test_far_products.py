@@ -6,16 +6,18 @@ import importlib
 
 import pytest
 import test_matmul_bodies as on_one_host
-from hypothesis import given, settings
+from hypothesis import given
 from test_matmul_bodies import body
 from visible import RANKS
+
+from draws import drawn
 
 ALL = max(RANKS, 1)
 
 
 @pytest.mark.parametrize("where", ["gpu", "host"])
 def test_any_product(far_gpus, where):
-    @settings(on_one_host.SETTINGS, max_examples=60, derandomize=True)
+    @drawn(60)
     @given(case=on_one_host.matmul_cases.cases(ALL, ALL))
     def check(case):
         far_gpus.run(body, "test_matmul_any", "run_case", where, [case.plain()])

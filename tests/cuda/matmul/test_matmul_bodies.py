@@ -13,9 +13,10 @@ from unittest.mock import patch
 import matmul_cases
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from visible import GPUS
 
+from draws import drawn
 from shardmath.arrays import library_named, library_of
 from shardmath.context.context import require_context
 from shardmath.handles.allocation import allocate_symmetric_memory
@@ -117,9 +118,7 @@ def body(context, panel_gemm_module, function, where, args):
     return found if isinstance(found, (list, str, int, type(None))) else list(found)
 
 
-SETTINGS = settings(
-    max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = drawn(120)
 
 
 @pytest.mark.parametrize("where", ["gpu", "host"])

@@ -15,10 +15,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import redistribution_cases as cases
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
+from draws import drawn
 from heap_use import settled_use
 from mistakes import heard
 from shardmath.arrays import library_named, library_of
@@ -35,13 +36,6 @@ from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Heap
 
 ORDINARY = ("C", "F", "strided", "reversed")
-ANY = settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],  # after each failure new ranks have to start
-    report_multiple_bugs=False,
-)
 
 
 # -- the host's bodies -----------------------------------------------------------------------------
@@ -166,7 +160,7 @@ def check(context, body, name, args):
     return found
 
 
-@settings(ANY, max_examples=80)
+@drawn(80, shrunk=False)
 @given(case=cases.cases(most=max(RANKS, 1), libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other_on_gpus(gpus, case):
     gpus.run(check, "run_case", case[4], [case], ranks=case[0])
@@ -176,13 +170,13 @@ def check_host(context, module, body, args):
     return getattr(importlib.import_module(module), body)(context, *args)
 
 
-@settings(ANY, max_examples=40)
+@drawn(40, shrunk=False)
 @given(case=cases.cases(most=max(RANKS, 1), stores=ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(gpus, case):
     gpus.run(check_host, "test_redistribute_any", "run_case", [case], ranks=case[0])
 
 
-@settings(ANY, max_examples=10)
+@drawn(10, shrunk=False)
 @given(case=cases.cases(most=max(RANKS, 1)))
 def test_a_plan_serves_any_operand_of_its_shape(gpus, case):
     assert all(gpus.run(check, "keep_planned", "cupy", [case], ranks=case[0]))
