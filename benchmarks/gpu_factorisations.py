@@ -1,161 +1,328 @@
-"""Factorisations on GPUs beside torch.linalg on one of them, in one run.
+"""Factorisations on GPUs beside torch.linalg on one of them and cuSOLVERMp, in one run.
 
     python benchmarks/gpu_factorisations.py 2
-    python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 512
+    python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 1024
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
-right-hand sides. torch's cuSOLVER has the whole matrix on rank 0's GPU, while the others wait; ours
-is split by columns, in blocks of the width that is computed with, and by rows. Calls take turns. A
-figure is the median over turns, of the slowest rank. Each result is checked before it is timed: its
-residual on random vectors, beside the norms of the factors.
+right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
+the others wait; ours is split by rows, and by columns in blocks of the width that is computed with;
+cuSOLVERMp's, through nvmath, is in these blocks of columns, where it is installed and each rank has
+a GPU. Seconds are those from a call until its result is there, of the slowest rank: the median of
+several calls. Results are as exact as is said beside them: of factors the residual on random
+vectors, in n eps; of solutions the largest backward error of a column. Factors of float32 and
+bfloat16 are refined. Numbers are random; where they are "dominant", 3 sqrt(n) is added to each of
+the diagonal: a matrix of which factors of bfloat16 are of use. Cholesky's are the lower triangle.
+
+On fewer GPUs than ranks these take turns, and no more can be had than a whole GPU's rate: what is
+then to be seen is how much panels, synchronisations and redistributions add to it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 from on_gpus import Ranks, command, run
 
+from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.linalg import cholesky, lu_factor, solve
 
-REPEATS = 5
+UNTIMED, REPEATS = 2, 3  # the first call plans, and loads kernels; the second captures them
 RIGHT_SIDES = 64
-TORCH = "torch.linalg"
-OPERATIONS = ("cholesky", "lu_factor", "solve")
+WIDTH = 512
+TORCH, MP, ROWS = "torch.linalg", "cuSOLVERMp", "rows"
+REFINED = ("float32", "bfloat16")
+EPS = 2.0**-52
 
 
-def operations(n: int) -> dict[str, float]:
-    """Operations of each factorisation."""
-    lu = 2 / 3 * n**3
-    return {"cholesky": n**3 / 3, "lu_factor": lu, "solve": lu + 2 * n * n * RIGHT_SIDES}
+def operations(n: int, operation: str) -> float:
+    """Operations of a factorisation or solution."""
+    if operation == "cholesky":
+        return n**3 / 3
+    return 2 / 3 * n**3 + ("solve" in operation) * 2 * n * n * RIGHT_SIDES
 
 
-class Case:
-    """Matrices of one size, and the calls: by operation and system, torch's first."""
+class Part(NamedTuple):
+    """What a rank has of a matrix, and of which rows and columns."""
 
-    def __init__(self, ranks: Ranks, n: int, blocks: list[int | None]) -> None:
-        self.ranks, self.n = ranks, n
-        torch = ranks.torch
-        generator = torch.Generator(ranks.device).manual_seed(0)
-        whole = torch.randn(n, n, dtype=torch.float64, device=ranks.device, generator=generator)
-        right = torch.randn(
-            n, RIGHT_SIDES, dtype=torch.float64, device=ranks.device, generator=generator
-        )
-        positive = whole @ whole.T / n
-        positive.diagonal().add_(1.0)
-        self.whole = {"cholesky": positive, "lu_factor": whole, "solve": whole}
-        self.right = right
-        self.calls: dict[str, dict[str, Callable[[], Any]]] = {
-            "cholesky": {TORCH: lambda: torch.linalg.cholesky(positive)},
-            "lu_factor": {TORCH: lambda: torch.linalg.lu_factor(whole)},
-            "solve": {TORCH: lambda: torch.linalg.solve(whole, right)},
-        }
-        b = self.part(right, Slab.X)
-        for block in blocks:
-            columns = BlockCyclic(ProcessGrid(shape=(1, ranks.size)), (n, block or 512))
-            for how, name in ((columns, "columns"), (Slab.X, "rows")):
-                if name == "rows" and block is not None:
-                    continue
-                system = name if block is None else f"{name}, {block}"
-                self._add(system, how, b, {"block_size": block})
+    local: Any
+    rows: Any
+    columns: Any
 
-    def _add(self, system: str, how: Distribution, b: Any, options: dict[str, Any]) -> None:
-        one, two = {"options": options}, {"options": options}
-        one["distributions"], two["distributions"] = how, [how, Slab.X]
-        p, g = (self.part(self.whole[name], how) for name in ("cholesky", "solve"))
-        self.calls["cholesky"][system] = lambda: cholesky(p, **one)
-        self.calls["lu_factor"][system] = lambda: lu_factor(g, **one)
-        self.calls["solve"][system] = lambda: solve(g, b, **two)
 
-    def part(self, whole: Any, distribution: Distribution) -> Any:
-        """This rank's part; columns in column-major order, as they are computed with."""
+class Matrix:
+    """An n x n matrix and right-hand sides, whole or in parts, made when they are asked for."""
+
+    def __init__(self, ranks: Ranks, n: int, *, dominant: bool) -> None:
+        self.ranks, self.n, self.dominant = ranks, n, dominant
+
+    def whole(self) -> Any:
+        """The matrix, by columns."""
+        made = self._random(self.n).T
+        if self.dominant:
+            made.diagonal().add_(3 * self.n**0.5)
+        return made
+
+    def right(self) -> Any:
+        """The right-hand sides."""
+        return self._random(RIGHT_SIDES)
+
+    def _random(self, columns: int) -> Any:
+        torch, device = self.ranks.torch, self.ranks.device
+        generator = torch.Generator(device).manual_seed(columns)
+        words = {"dtype": torch.float64, "device": device, "generator": generator}
+        return torch.randn(self.n, columns, **words)
+
+    def part(self, whole: Any, how: Distribution | None) -> Part:
+        """This rank's part, in the order it is computed with; all of it if it is not split."""
         torch, rank, size = self.ranks.torch, self.ranks.rank, self.ranks.size
-        ranges = distribution.index_ranges(rank, tuple(whole.shape), size=size)
+        every = [torch.arange(extent, device=whole.device) for extent in whole.shape]
+        if how is None:
+            return Part(whole, *every)
+        ranges = how.index_ranges(rank, tuple(whole.shape), size=size)
         rows, columns = (
-            torch.cat([torch.arange(lo, hi, device=whole.device) for lo, hi in axis])
-            for axis in ranges
+            torch.cat([x[:0], *(x[lo:hi] for lo, hi in axis)])
+            for x, axis in zip(every, ranges, strict=True)
         )
-        chosen = whole[rows][:, columns]
-        return chosen.contiguous() if distribution is Slab.X else chosen.T.contiguous().T
+        if how is Slab.X:
+            return Part(whole[rows].contiguous(), rows, columns)
+        return Part(whole[rows].T[columns].contiguous().T, rows, columns)
 
-    def error(self, operation: str, system: str) -> float:
-        """The residual of a result beside rounding: of all ranks', the largest."""
-        torch, n = self.ranks.torch, self.n
-        made = self.calls[operation][system]()
-        part = made[0] if operation == "lu_factor" else made
-        if operation != "solve":
-            # Every factor of ours is that of torch, but for rounding, pivots included.
-            want = self.calls[operation][TORCH]()
-            want = want[0] if operation == "lu_factor" else want
-            how = Slab.X if system == "rows" else self._columns(system)
-            distance = (part - self.part(want, how)).norm() / want.norm()
+
+class System(NamedTuple):
+    """One way to do an operation: the call, what it is of, and how its result is split."""
+
+    name: str
+    call: Callable[[], Any]
+    a: Part
+    how: Distribution | None
+    free: Callable[[], object] = lambda: None
+
+
+def by_columns(size: int, width: int = WIDTH) -> Distribution:
+    """Blocks of columns, dealt to the ranks."""
+    return BlockCyclic(ProcessGrid(shape=(1, size)), (1 << 30, width))
+
+
+def systems(
+    ranks: Ranks, matrix: Matrix, operation: str, blocks: list[int]
+) -> Iterator[Callable[[], System]]:
+    """What makes each way's system, torch's first."""
+    torch, size = ranks.torch, ranks.size
+
+    def torchs() -> System:
+        whole, right = (matrix.whole(), matrix.right()) if ranks.rank == 0 else (None, None)
+        if whole is None:
+            return System(TORCH, lambda: None, Part(None, None, None), None)
+        calls = {
+            "cholesky": lambda: torch.linalg.cholesky(whole),
+            "lu_factor": lambda: torch.linalg.lu_factor(whole),
+            "solve": lambda: torch.linalg.solve(whole, right),
+        }
+        return System(TORCH, calls[operation.partition(",")[0]], matrix.part(whole, None), None)
+
+    def ours(name: str, how: Distribution, **words: Any) -> System:
+        a = matrix.part(matrix.whole(), how)
+        b = matrix.part(matrix.right(), Slab.X).local
+        one, two = words | {"distributions": how}, words | {"distributions": [how, Slab.X]}
+        calls = {
+            "cholesky": lambda: cholesky(a.local, **one),
+            "lu_factor": lambda: lu_factor(a.local, **one),
+            "solve": lambda: solve(a.local, b, **two),
+        }
+        solves = "solve" in operation
+        return System(name, calls[operation.partition(",")[0]], a, Slab.X if solves else how)
+
+    yield torchs
+    yield lambda: ours(ROWS, Slab.X)
+    if "solve" in operation:
+        for dtype in REFINED if matrix.dominant else REFINED[:1]:
+            yield lambda dtype=dtype: ours(f"rows, {dtype}", Slab.X, factor_dtype=dtype)
+    else:
+        yield lambda: ours("columns", by_columns(size))
+        for block in blocks:
+            options = {"block_size": block}
+            how = by_columns(size, block)
+            yield lambda b=block, h=how, o=options: ours(f"columns, {b}", h, options=o)
+    if operation != "cholesky" and not matrix.dominant:
+        yield lambda: nvmaths(ranks, matrix, operation)
+
+
+def nvmaths(ranks: Ranks, matrix: Matrix, operation: str) -> System:
+    """cuSOLVERMp, by nvmath. Raises where it is not installed, or ranks share a GPU."""
+    if ranks.shared:
+        raise RuntimeError("NCCL has no two ranks on one GPU")
+    import nvmath.distributed as nvmath
+    from nvmath.distributed import distribution
+    from nvmath.distributed.linalg import DirectSolver
+    from nvmath.distributed.process_group import TorchProcessGroup
+
+    gpu, size, n = ranks.device.index, ranks.size, matrix.n
+    if nvmath.get_context() is None:
+        nvmath.initialize(gpu, TorchProcessGroup(device_id=gpu), backends=["nccl"])
+    how, rows = by_columns(size), BlockCyclic(ProcessGrid(shape=(size, 1)), (WIDTH, 1 << 30))
+    a, b = matrix.part(matrix.whole(), how), matrix.part(matrix.right(), rows).local
+    order = distribution.ProcessGrid.Layout.COL_MAJOR
+    grids = [distribution.ProcessGrid(shape=s, layout=order) for s in ((1, size), (size, 1))]
+    sizes = (WIDTH, WIDTH), (WIDTH, RIGHT_SIDES)
+    split = [distribution.BlockCyclic(*one) for one in zip(grids, sizes, strict=True)]
+    options = {"inplace_a": False, "inplace_b": False}
+    solver = DirectSolver(a.local, b, distributions=split, options=options)
+    solver.plan()
+    name = f"{MP} on {size} x 1 of blocks of {WIDTH} x {WIDTH}"
+    if operation == "lu_factor":
+        return System(name, solver.factorize, a, None, solver.free)
+    both: Callable[[], Any] = lambda: (solver.factorize(), solver.solve())[1]  # noqa: E731
+    assert n % (WIDTH * size) == 0
+    return System(name, both, a, rows, solver.free)
+
+
+class Exactness:
+    """How exact a result is. Collective, but for torch's, which rank 0 has whole."""
+
+    def __init__(self, ranks: Ranks, matrix: Matrix, system: System) -> None:
+        self.torch, self.n, self.matrix = ranks.torch, matrix.n, matrix
+        self.a, self.how, self.alone = system.a, system.how, system.name == TORCH
+        self.vectors = matrix.right()[:, :2].contiguous()
+
+    def of(self, operation: str, made: Any) -> float:
+        """The residual of factors in n eps, or the largest backward error of a solution."""
+        if "solve" in operation:
+            return self._backward_error(made.x if hasattr(made, "backward_error") else made)
+        factor = made[0] if operation == "lu_factor" else made
+        part, v = self.a._replace(local=factor), self.vectors
+        if operation == "cholesky":
+            want = self._times(self._tril(self.a), v)
+            want += self._times(self._tril(self.a, -1), v, adjoint=True)
+            lower = self._tril(part)
+            got = self._times(lower, self._times(lower, v, adjoint=True))
         else:
-            x = torch.empty_like(self.right)
-            self.ranks.dist.all_gather_into_tensor(x, part.contiguous())
-            a = self.whole["solve"]
-            distance = (a @ x - self.right).norm() / (a.norm() * x.norm())
-        return self.ranks.largest(float(distance)) / (n * torch.finfo(torch.float64).eps)
+            want = self._times(self.a, v).cpu().numpy()
+            pivots = made[1].cpu().numpy() - self.alone  # torch counts from 1
+            for row, other in enumerate(pivots.tolist()):
+                want[[row, other]] = want[[other, row]]
+            want = self.torch.from_numpy(want).to(v.device)
+            above = part._replace(local=part.local - self._tril(part, -1).local)
+            got = self._times(above, v)
+            got = got + self._times(self._tril(part, -1), got)
+        return float((got - want).norm() / want.norm()) / (self.n * EPS)
 
-    def _columns(self, system: str) -> Distribution:
-        width = int(system.partition(", ")[2] or 512)
-        return BlockCyclic(ProcessGrid(shape=(1, self.ranks.size)), (self.n, width))
+    def _backward_error(self, x: Any) -> float:
+        matrix, torch = self.matrix, self.torch
+        b = matrix.right()
+        if not self.alone:
+            rows = matrix.part(b, self.how).rows
+            whole = torch.zeros_like(b)
+            whole[rows] = x
+            x = self._sum(whole)
+        norm = self._sum((self.a.local**2).sum().reshape(1)) ** 0.5
+        left = (b - self._times(self.a, x)).norm(dim=0)
+        return float((left / (norm * x.norm(dim=0) + b.norm(dim=0))).max())
+
+    def _tril(self, part: Part, diagonal: int = 0) -> Part:
+        below = part.rows[:, None] + diagonal >= part.columns
+        return part._replace(local=self.torch.where(below, part.local, 0.0))
+
+    def _times(self, part: Part, v: Any, *, adjoint: bool = False) -> Any:
+        """The product of the matrix, or of its transpose, and vectors that every rank has."""
+        local, rows, columns = part if not adjoint else (part.local.T, part.columns, part.rows)
+        made = self.torch.zeros(self.n, v.shape[1], dtype=v.dtype, device=v.device)
+        made[rows] = local @ v[columns]
+        return self._sum(made)
+
+    def _sum(self, x: Any) -> Any:
+        return x if self.alone else all_reduce(x)
 
 
-def measure(ranks: Ranks, sizes: list[int], blocks: list[int | None]) -> list[dict]:
-    """A row for each size, operation and system."""
-    rows = []
+def measure(ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float) -> list[dict]:
+    """A row for each size, operation and system; those not begun after `seconds` say so."""
+    begun, rows = time.monotonic(), []
+    cases = [("lu_factor", False), ("cholesky", True), ("solve", False), ("solve, dominant", True)]
     for n in sizes:
-        case = Case(ranks, n, blocks)
-        for operation in OPERATIONS:
-            rows += measured(ranks, case, operation)
-        del case
-        ranks.torch.cuda.empty_cache()
+        for operation, dominant in cases:
+            matrix = Matrix(ranks, n, dominant=dominant)
+            times: dict[str, float] = {}
+            for make in systems(ranks, matrix, operation, blocks):
+                row: dict[str, Any] = {"n": n, "operation": operation}
+                if ranks.largest(time.monotonic() - begun) > seconds:
+                    row["left out"] = f"{seconds} s have passed"
+                    rows.append(row)
+                    break
+                try:
+                    row |= measured(ranks, matrix, operation, make, times)
+                except Exception as error:  # all ranks': of a library that is not there, or memory
+                    row["left out"] = f"{type(error).__name__}: {error}"[:300]
+                rows.append(row)
+                ranks.torch.cuda.empty_cache()
+                if ranks.rank == 0:
+                    print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
     return rows
 
 
-def measured(ranks: Ranks, case: Case, operation: str) -> list[dict]:
-    """GFLOP/s of every system."""
-    torch, calls = ranks.torch, case.calls[operation]
-    seconds: dict[str, list[float]] = {system: [] for system in calls}
-    errors = {system: case.error(operation, system) for system in calls if system != TORCH}
-    for turn in range(REPEATS + 1):
-        for system, call in calls.items():
-            torch.cuda.synchronize()
-            ranks.context.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            made = call() if system != TORCH or ranks.rank == 0 else None
-            end.record()
-            torch.cuda.synchronize()
-            del made
-            if turn:  # the first plans, and loads kernels
-                seconds[system].append(ranks.largest(start.elapsed_time(end) * 1e-3))
-    return [
-        {
-            "n": case.n,
-            "operation": operation,
-            "system": system,
-            "ms": round(statistics.median(spent) * 1e3, 2),
-            "TFLOP/s": round(operations(case.n)[operation] / statistics.median(spent) / 1e12, 2),
-            "of torch": round(statistics.median(seconds[TORCH]) / statistics.median(spent), 3),
-            "error": round(errors.get(system, 0.0), 4),
-        }
-        for system, spent in seconds.items()
-    ]
+def measured(
+    ranks: Ranks,
+    matrix: Matrix,
+    operation: str,
+    make: Callable[[], System],
+    times: dict[str, float],
+) -> dict[str, Any]:
+    """What a system takes, beside torch and ours of float64, whose `times` are kept."""
+    torch, n = ranks.torch, matrix.n
+    system, _ = on_all(ranks, make)
+    taken = []
+    for turn in range(UNTIMED + REPEATS):
+        made = None
+        torch.cuda.synchronize()
+        ranks.context.barrier()
+        made, spent = on_all(ranks, system.call)
+        if turn >= UNTIMED:
+            taken.append(spent)
+    best = times[system.name] = statistics.median(taken)
+    row: dict[str, Any] = {"system": system.name, "ms": round(best * 1e3, 2)}
+    row["TFLOP/s"] = round(operations(n, operation) / best / 1e12, 2)
+    row["of torch"] = round(times[TORCH] / best, 3)
+    if ROWS in times:
+        row["of rows"] = round(times[ROWS] / best, 3)
+    if hasattr(made, "iterations"):
+        row |= {"corrections": made.iterations, "factors": made.factor_dtype}
+    is_whole = system.name == TORCH
+    error = 0.0
+    if made is not None and (not is_whole or ranks.rank == 0):
+        error = Exactness(ranks, matrix, system).of(operation, made)
+    row["backward error" if "solve" in operation else "residual"] = float(
+        np.format_float_scientific(ranks.largest(error), precision=3)
+    )
+    system.free()
+    return row
+
+
+def on_all(ranks: Ranks, call: Callable[[], Any]) -> tuple[Any, float]:
+    """What the call returns, and the seconds of the slowest rank. Raises on all where one does."""
+    made = failed = None
+    start = time.perf_counter()
+    try:
+        made = call()
+        ranks.torch.cuda.synchronize()
+    except Exception as error:
+        failed = error
+    spent = ranks.largest(float("inf") if failed else time.perf_counter() - start)
+    if spent == float("inf"):
+        raise failed or RuntimeError("another rank failed")
+    return made, spent
 
 
 def main() -> None:
     """Measure, print a table, keep it in results."""
     parser = command(__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after these")
     options = parser.parse_args()
-    rows = run("gpu_factorisations", measure, options, options.sizes, [None, *options.blocks])
-    for row in rows:
-        print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
+    run("gpu_factorisations", measure, options, options.sizes, options.blocks, options.seconds)
 
 
 if __name__ == "__main__":

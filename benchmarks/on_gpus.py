@@ -36,9 +36,13 @@ class Ranks:
 
         self.torch, self.dist = torch, dist
         self.rank, self.size = int(os.environ["SHARDMATH_RANK"]), size
-        torch.cuda.set_device(self.rank)
-        self.device = torch.device("cuda", self.rank)
-        self.context = startup.initialize(self.rank)
+        count = torch.cuda.device_count()
+        self.shared = size > count  # whether ranks share GPUs, which NCCL does not
+        self.device = torch.device("cuda", self.rank % count)
+        torch.cuda.set_device(self.device)
+        self.context = startup.initialize(self.device.index)
+        if self.shared:
+            return
         dist.init_process_group(
             "nccl",
             init_method=f"file://{store}",
@@ -126,17 +130,19 @@ class Ranks:
         """Leave NCCL's group and the context; after a failure the figures are still good."""
         with suppress(Exception):
             self.torch.cuda.synchronize()
-            self.dist.destroy_process_group()
+            if not self.shared:
+                self.dist.destroy_process_group()
             startup.finalize()
 
 
 def facts(gpus: int) -> dict[str, Any]:
-    """The GPUs of this run, and the versions of what the peers' figures come from."""
+    """The GPUs of a run of so many ranks, and versions of what the peers' figures come from."""
     import torch
 
     return {
         "gpu": torch.cuda.get_device_name(),
-        "gpus": gpus,
+        "ranks": gpus,
+        "gpus": min(gpus, torch.cuda.device_count()),
         "versions": {
             "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
@@ -152,7 +158,7 @@ def in_turn(call: Callable[[int], object], count: int) -> Callable[[], object]:
 
 
 def command(text: str | None) -> argparse.ArgumentParser:
-    """The command line that all have: how many GPUs, and which commit."""
+    """The command line that all have: how many GPUs, or ranks on fewer, and which commit."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -166,13 +172,14 @@ def run(
 ) -> list[dict]:
     """`measure(ranks, *args)` on `options.gpus` ranks: its rows.
 
-    They are kept in `results/<name>_<how many GPUs>.json`.
+    They are kept in `results/<name>_<how many GPUs>.json`, or `..._<ranks>_on_<GPUs>.json`.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         found = spawn(_measured, options.gpus, measure, store, options.gpus, args)
     rows, told = found[0]
-    record.keep(f"{name}_{options.gpus}", rows, options.commit, **told)
+    name += f"_{options.gpus}" + (f"_on_{told['gpus']}" if told["gpus"] < options.gpus else "")
+    record.keep(name, rows, options.commit, **told)
     return rows
 
 
