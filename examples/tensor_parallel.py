@@ -14,12 +14,12 @@ from __future__ import annotations
 import numpy as np
 
 import shardmath
+from shardmath.collectives import all_reduce
 from shardmath.distribution import Replicated, Slab, redistribute
+from shardmath.linalg.advanced import matmul
 
 try:
     import torch
-
-    from shardmath import autograd
 except ImportError as reason:
     print(f"this example needs torch: {reason}")
     raise SystemExit(0) from None
@@ -38,7 +38,7 @@ def main() -> None:
     rows = Slab.X.slices(context.rank, x.shape)
     own1 = w1[Slab.Y.slices(context.rank, w1.shape)].clone().requires_grad_()
     own2 = w2[Slab.X.slices(context.rank, w2.shape)].clone().requires_grad_()
-    losses = train(x[rows], target[rows], own1, own2, split_layer, autograd.all_reduce)
+    losses = train(x[rows], target[rows], own1, own2, split_layer, all_reduce)
 
     alone = [w.clone().requires_grad_() for w in (w1, w2)]
     expected = train(x, target, *alone, whole_layer, lambda loss: loss)
@@ -66,8 +66,8 @@ def train(x, target, w1, w2, layer, total) -> list[float]:
 
 def split_layer(x, w1, w2):
     """Rows of x and of the result, columns of w1, rows of w2; no exchange between the products."""
-    h = torch.relu(autograd.matmul(x, w1, distributions=[Slab.X, Slab.Y, Slab.Y]))
-    return autograd.matmul(h, w2, distributions=[Slab.Y, Slab.X, Slab.X])
+    h = torch.relu(matmul(x, w1, distributions=[Slab.X, Slab.Y, Slab.Y]))
+    return matmul(h, w2, distributions=[Slab.Y, Slab.X, Slab.X])
 
 
 def whole_layer(x, w1, w2):

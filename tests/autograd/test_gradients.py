@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from arrangements import part_of
+from arrangements import chosen_distribution, part_of
 from shardmath import autograd, collectives, fft
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab, redistribute
-from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.geometry import decode
+from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul, matrix_qualifiers_dtype
 
 SHAPES = [(13, 7, 11), (2, 9, 1), (5, 1, 6)]  # m, n, k: on more than 2 ranks some parts are empty
 
@@ -59,8 +62,8 @@ def check_products(context, dtype, device="cpu", shapes=SHAPES, kinds=4):
         for shape, (of_a, of_b, of_d) in zip(itertools.cycle(shapes), combinations, strict=False):
             *whole, of_first, of_second = known[shape]
             own = [part(x, of).requires_grad_() for x, of in zip(whole, (of_a, of_b), strict=True)]
-            y = autograd.matmul(*own, distributions=[of_a, of_b, of_d])
-            loss = autograd.all_reduce(loss_of(autograd.redistribute(y, of_d, Slab.X))) / 2
+            y = matmul(*own, distributions=[of_a, of_b, of_d])
+            loss = collectives.all_reduce(loss_of(redistribute(y, of_d, Slab.X))) / 2
             loss.backward()
             wanted = part(of_first, of_a), part(of_second, of_b)
             for x, expected in zip(own, wanted, strict=True):
@@ -79,12 +82,12 @@ def check_partial(context):
     with context:
         a, b = tensor((3, 4), torch.float64, "cpu"), tensor((4, 5), torch.float64, "cpu")
         everywhere = [Replicated()] * 3
-        autograd.matmul(a, b.detach(), distributions=everywhere).sum().backward()
+        matmul(a, b.detach(), distributions=everywhere).sum().backward()
         assert torch.allclose(a.grad, b.detach().sum(1).expand(3, 4)) and b.grad is None
-        assert not autograd.matmul(a.detach(), b.detach(), distributions=everywhere).requires_grad
+        assert not matmul(a.detach(), b.detach(), distributions=everywhere).requires_grad
         with torch.no_grad():
-            assert not autograd.matmul(a, b, distributions=everywhere).requires_grad
-        autograd.all_reduce(b, op="mean").sum().backward()
+            assert not matmul(a, b, distributions=everywhere).requires_grad
+        collectives.all_reduce(b, op="mean").sum().backward()
         return float(b.grad.sum()) == pytest.approx(20 / context.size)
 
 
@@ -92,41 +95,176 @@ def test_one_factor_none_and_a_mean(contexts):
     assert contexts.run(check_partial, ranks=3) == [True] * 3
 
 
+# -- gradients along a random direction, and their gradients ---------------------------------------
+
+OWN = "own"  # the space of arrays that each rank has for itself
+KINDS = ("slab", "replicated", "cyclic", "box")
+
+
+def drawn(rng, context, shape, kinds=KINDS):
+    """This rank's distribution, one of those that all ranks draw."""
+    encoded = chosen_distribution(rng, rng.choice(kinds), shape, context.size)
+    return decode(encoded[context.rank])
+
+
+def of(space, shape, dtype, rng, context):
+    """This rank's part of a random array."""
+    whole = np.random.default_rng(rng.randrange(1 << 30))
+    if space is OWN:
+        whole = np.random.default_rng(whole.integers(1 << 30) + context.rank)
+    values = whole.standard_normal(shape) + 1j * whole.standard_normal(shape) * dtype.is_complex
+    if space is not OWN:
+        values = part_of(values, space, context.rank, context.size)
+    return torch.tensor(values if dtype.is_complex else values.real, dtype=dtype)
+
+
+def inner(x, y, space):
+    """The real inner product of global arrays, or of what all ranks have for themselves."""
+    dot = (x * y.conj()).real.sum()
+    return dot if space == Replicated() else collectives.all_reduce(dot)
+
+
+def drawn_call(name, rng, context):  # noqa: PLR0911
+    """(function, spaces of its operands and result, shape, dtype) of a call that is drawn."""
+    shape = tuple(rng.randint(2, 5) for _ in range(2))
+    real, complex_ = torch.float64, torch.complex128
+    axis = rng.choice([0, 1, -1])
+    if name == "redistribute":
+        given, wanted = (drawn(rng, context, shape) for _ in range(2))
+        return lambda x: redistribute(x, given, wanted), [given], wanted, [shape], real
+    if name in ("fft", "ifft", "rfft", "irfft"):
+        axes = rng.choice([None, 0, (1,), (1, 0), (-2, -1)])
+        last = 1 if axes is None else (axes if isinstance(axes, int) else axes[-1]) % 2
+        dtype = real if name == "rfft" else complex_
+        made = list(shape)
+        parity = rng.choice(["odd", "even"])
+        if name == "rfft":
+            made[last] = shape[last] // 2 + 1
+        elif name == "irfft":
+            made[last] = 2 * (shape[last] - 1) + (parity == "odd")
+        pair = [drawn(rng, context, extents) for extents in (shape, tuple(made))]
+        norm = rng.choice([None, "backward", "ortho", "forward"])
+        options = {"last_axis_parity": parity}
+        call = partial(getattr(fft, name), distribution=pair, axes=axes, norm=norm, options=options)
+        return call, pair[:1], pair[1], [shape], dtype
+    if name == "matmul":
+        return product_of(rng, context)
+    dtype = rng.choice([real, complex_])
+    if name == "all_gather":
+        own = [n + (axis % 2 == at) * context.rank for at, n in enumerate(shape)]
+        return partial(collectives.all_gather, axis=axis), [OWN], OWN, [tuple(own)], dtype
+    if name == "reduce_scatter":
+        counts = rng.choice([None, [0] * (context.size - 1) + [shape[axis]]])
+        op = rng.choice(["sum", "mean"])
+        call = partial(collectives.reduce_scatter, axis=axis, counts=counts, op=op)
+        return call, [OWN], OWN, [shape], dtype
+    if name == "all_to_all":
+        counts = [rng.randrange(3) for _ in range(context.size)]
+        own = [sum(counts) if axis % 2 == at else n for at, n in enumerate(shape)]
+        given = rng.choice([None, counts[context.rank :] + counts[: context.rank]])
+        call = partial(collectives.all_to_all, axis=axis, send_counts=given)
+        return call, [OWN], OWN, [tuple(own)], dtype
+    if name == "broadcast":
+        root = rng.randrange(context.size)
+        return lambda x: collectives.broadcast(x, root=root), [OWN], OWN, [shape], dtype
+    if name == "copies":
+        return autograd.copies, [Replicated()], OWN, [shape], dtype
+    op = name.removeprefix("all_reduce ")
+    dtype = real if op in ("min", "max") else dtype
+    return partial(collectives.all_reduce, op=op), [OWN], Replicated(), [shape], dtype
+
+
+def product_of(rng, context):
+    """A product of any factors, whose epilog is drawn."""
+    m, n, k = (rng.randint(1, 5) for _ in range(3))
+    dtype = rng.choice([torch.float64, torch.complex128])
+    qualifiers = np.zeros(3, dtype=matrix_qualifiers_dtype)
+    shapes = [(m, k), (k, n), (m, n)]
+    for number in range(2):
+        qualifiers[number]["is_transpose"] = transposed = rng.random() < 0.5
+        qualifiers[number]["is_conjugate"] = dtype.is_complex and rng.random() < 0.5
+        shapes[number] = shapes[number][::-1] if transposed else shapes[number]
+    spaces = [drawn(rng, context, shape, KINDS[:3]) for shape in shapes]
+    epilogs = (
+        ["DEFAULT", "BIAS"] if dtype.is_complex else ["RELU", "GELU_BIAS", "RELU_BIAS", "GELU"]
+    )
+    epilog = MatmulEpilog[rng.choice(epilogs)]
+    rows = part_of(np.zeros((m, n)), spaces[2], context.rank, context.size).shape[0]
+    bias = {"bias": torch.linspace(-1, 1, rows, dtype=dtype)} if epilog.has_bias else None
+    words = {"alpha": 1.5 - 0.5j if dtype.is_complex else 0.5, "beta": 2.0, "epilog": epilog}
+
+    def call(*operands):
+        return matmul(
+            *operands, distributions=spaces, qualifiers=qualifiers, epilog_inputs=bias, **words
+        )
+
+    return call, spaces, spaces[2], shapes, dtype
+
+
+NAMES = (
+    *("redistribute", "fft", "ifft", "rfft", "irfft", "matmul", "all_gather", "reduce_scatter"),
+    *("all_to_all", "broadcast", "copies", "all_reduce sum", "all_reduce mean", "all_reduce max"),
+    *("all_reduce min", "all_reduce product"),
+)
+
+
+def check_directions(context, name, seeds):
+    """Gradients, and gradients of those, that differ from quotients of differences."""
+    step, wrong = 1e-6, []
+    with context:
+        for seed in seeds:
+            rng = Random(f"{name} {seed}")
+            call, spaces, target, shapes, dtype = drawn_call(name, rng, context)
+            pairs = list(zip(spaces, shapes, strict=True))
+            xs = [of(*pair, dtype, rng, context).requires_grad_() for pair in pairs]
+            vs = [of(*pair, dtype, rng, context) for pair in pairs]
+            made = call(*xs)
+            weights = torch.linspace(1, 2, made.numel(), dtype=made.dtype).reshape(made.shape)
+
+            def along(xs, grads, vs=vs, spaces=spaces):
+                return sum(inner(g, v, s) for g, v, s in zip(grads, vs, spaces, strict=True))
+
+            def loss(xs, call=call, weights=weights, target=target):
+                y = call(*xs)
+                return inner(y * y, weights, target)
+
+            def slope(xs, graph=False):
+                return along(xs, torch.autograd.grad(loss(xs), xs, create_graph=graph))
+
+            def moved(by, xs=xs, vs=vs):
+                return [(x.detach() + by * v).requires_grad_() for x, v in zip(xs, vs, strict=True)]
+
+            with torch.no_grad():
+                expected = (loss(moved(step)) - loss(moved(-step))) / (2 * step)
+            first = slope(xs, graph=True)
+            second = along(xs, torch.autograd.grad(first, xs))
+            change = (slope(moved(step)) - slope(moved(-step))) / (2 * step)
+            for number, (found, right) in enumerate([(first, expected), (second, change)]):
+                if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+                    wrong.append((name, seed, number, float(found), float(right)))
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_along_random_directions(contexts, name):
+    assert contexts.run(check_directions, name, list(range(5)), ranks=3) == [[]] * 3
+
+
+# Forms that have no gradient, or whose gradient is not computed.
 REFUSED = {
-    "matmul": lambda a: matmul(a, a, distributions=[Slab.X] * 3),
     "Matmul": lambda a: Matmul(a, a, distributions=[Slab.X] * 3),
-    "redistribute": lambda a: redistribute(a, Slab.X, Slab.Y),
-    "fft": lambda a: fft.rfft(a, distribution=Slab.X),
-    "all_reduce": collectives.all_reduce,
+    "FFT": lambda a: fft.FFT(a, distribution=Slab.X),
+    "dct": lambda a: fft.dct(a, distribution=Slab.X),
     "out": lambda a: collectives.all_reduce(a.detach(), out=a),
-    "all_gather": collectives.all_gather,
+    "out of its own": lambda a: collectives.all_gather(a, out=a),
+    "matmul, by hand": lambda a: matmul(
+        a, a, distributions=[Slab.X] * 3, epilog=MatmulEpilog.RELU_AUX
+    ),
 }
 
 
-def check_compiled(context):
-    """A layer that torch.compile has seen has the loss and the gradients that it had before."""
-    x = tensor((6, 5), torch.float64, "cpu").detach()
-    w = tensor((5, 4), torch.float64, "cpu")
-
-    def layer(w):
-        y = autograd.matmul(x, w, distributions=[Replicated(), Replicated(), Slab.X]) * 2
-        y = autograd.redistribute(y, Slab.X, Slab.Y) + 1
-        return autograd.all_reduce((y * y).sum()) / 2
-
-    found = []
-    with context:
-        for call in (layer, torch.compile(layer, backend="eager")):
-            loss = call(w)
-            found.append((loss, *torch.autograd.grad(loss, w)))
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_compiled_layers(compiling_contexts):
-    assert compiling_contexts.run(check_compiled, ranks=2) == [True] * 2
-
-
 def say(context, call, differing):
-    x = torch.ones((2, 2 * context.size), requires_grad=context.rank in differing)
+    x = torch.ones((2 * context.size,) * 2, requires_grad=context.rank in differing)
     with context:
         try:
             call(x)
@@ -135,35 +273,46 @@ def say(context, call, differing):
         return "nothing"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_gradient_is_never_lost_without_a_word(contexts, name):
-    (said,) = set(contexts.run(refuse, name, ranks=3))
-    assert "rank 1" in said and "requires grad" in said and "torch.no_grad()" in said
-
-
-def refuse(context, name):
-    said = say(context, REFUSED[name], [1])
+def refuse(context):
+    """What is said where one rank's tensor, and where all ranks', require grad."""
+    everywhere = range(context.size)
+    said = {
+        name: [say(context, call, who) for who in ([1], everywhere)]
+        for name, call in REFUSED.items()
+    }
     with torch.no_grad():
-        assert say(context, REFUSED["all_reduce"], [1]) == "nothing"
+        assert say(context, collectives.all_reduce, [1]) == "nothing"
     return said
+
+
+def test_a_gradient_is_never_lost_without_a_word(contexts):
+    one, *others = contexts.run(refuse, ranks=3)
+    assert others == [one] * 2
+    for name, (on_one, on_all) in one.items():
+        assert "nothing" not in (on_one, on_all), name
+        assert "rank 1" in on_one, name
 
 
 MISTAKES = {
     "requires grad on one rank": (
-        lambda a: autograd.redistribute(a, Slab.X, Slab.Y),
-        "rank 1 has [True]",
+        lambda a: redistribute(a, Slab.X, Slab.Y),
+        "rank 1 called redistribute of tensors that require grad",
     ),
-    "no array": (lambda a: autograd.all_reduce([1.0]), "got list"),
-    "op": (lambda a: autograd.all_reduce(a, op="max"), "not 'max'"),
+    "no array": (lambda a: collectives.all_reduce([1.0]), "got list"),
+    "one of two": (
+        lambda a: matmul(a, a.detach().clone().requires_grad_(), distributions=[Slab.X] * 3),
+        "which operands require grad",
+    ),
+    "op": (lambda a: collectives.all_reduce(a, op="middle"), "'middle'"),
     "shape": (
-        lambda a: autograd.matmul(a.detach(), a.detach()[:1], distributions=[Slab.X] * 3),
+        lambda a: matmul(a.detach(), a.detach()[:1], distributions=[Slab.X] * 3),
         "inner extents",
     ),
 }
 
 
 def mistake(context, name):
-    return say(context, MISTAKES[name][0], [1])
+    return say(context, MISTAKES[name][0], [0, 1] if name == "op" else [1])
 
 
 @pytest.mark.parametrize("name", MISTAKES)

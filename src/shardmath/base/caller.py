@@ -10,6 +10,9 @@ from pathlib import Path
 # The package's folder, and what its context managers run through.
 _OURS = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 
+# torch's own, through which its compiler and its operators call.
+_TORCH = ("/torch/_dynamo/", "/torch/_ops.py", "/torch/_library/", "/torch/autograd/function.py")
+
 
 def caller_place() -> tuple[str, int]:
     """The file and the number of the innermost line on the stack that is not of this package."""
@@ -31,5 +34,5 @@ def process_name() -> str:
 
 
 def _passed_through(file: str) -> bool:
-    """Whether it is no file of the user's: torch's compiler calls from its own."""
-    return file.startswith(_OURS) or "/torch/_dynamo/" in file
+    """Whether it is no file of the user's."""
+    return file.startswith(_OURS) or any(part in file for part in _TORCH)

@@ -23,7 +23,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
-from shardmath.base.untraced import COMPILER, is_loaded, is_watched, marked, unwatched
+from shardmath.base.untraced import (
+    COMPILER,
+    is_loaded,
+    is_watched,
+    marked,
+    operator_of,
+    traced_as,
+    unwatched,
+    wants_operator,
+    watches_of_torch,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +107,21 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
 
     `torch.compile` leaves it as it is, as what is `untraced`.
     """
+    return marked(_collective(function, ""))
+
+
+def differentiable(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as a collective call, for which torch has an operator of that name: see
+    `shardmath.autograd`. It is called in place of the function where torch's compiler traces the
+    call, and where a tensor says so: see `wants_operator`.
+    """
+    name = function.__name__
+    return traced_as(name, _collective(function, name))
+
+
+def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
+    """See `collective_call`; `name` is that of its operator, if there is one."""
+    narrows = name == "matmul"  # autocast chooses its type
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -109,11 +134,21 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             given: R | None = again(function, args, kwargs)
             if given is not None:
                 return given
-        # An array that knows how it is split has functions of its own.
-        for operand in (*args, *kwargs.values()) if kwargs else args:
-            ours = getattr(operand, "__shardmath_functions__", None)
-            if ours is not None and function in ours:
-                return cast(R, ours[function](*args, **kwargs))
+        operands: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
+        for operand in operands:
+            kind = type(operand)
+            if kind in _WITHOUT_FUNCTIONS:
+                continue
+            watches = _TENSORS.get(kind)  # in line: a plain tensor takes no call of ours
+            if (
+                watches is None
+                or operand.requires_grad
+                or watches[0]()
+                or (narrows and watches[1]())
+            ):
+                other = _function_of(operand, function, name)
+                if other is not None:
+                    return cast(R, other(*args, **kwargs))
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
@@ -133,7 +168,35 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             repeat((function, args, kwargs, result), record.rounds)
         return result
 
-    return marked(call)
+    return call
+
+
+# Types of arguments that leave every call to the function that was called; and torch.Tensor, with
+# what says whether torch transforms what is called, and whether it chooses types.
+_WITHOUT_FUNCTIONS: set[type] = set()
+_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+_MOST = 1000
+
+
+def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] | None:
+    """The function that an argument wants to be called in place of `function`, if it does: an array
+    that knows how it is split has functions of its own, and a tensor may want torch's operator.
+    """
+    ours = getattr(operand, "__shardmath_functions__", None)
+    if ours is not None:
+        other: Callable[..., Any] | None = ours.get(function)
+        return other
+    kind = type(operand)
+    if kind is dict:  # of arrays
+        found = (_function_of(x, function, name) for x in operand.values())
+        return next((other for other in found if other is not None), None)
+    if hasattr(operand, "requires_grad"):
+        if kind is sys.modules["torch"].Tensor:
+            _TENSORS[kind] = watches_of_torch()
+        return operator_of(name) if name and wants_operator(operand, name) else None
+    if len(_WITHOUT_FUNCTIONS) < _MOST:
+        _WITHOUT_FUNCTIONS.add(kind)
+    return None
 
 
 @lru_cache(maxsize=1)

@@ -1,15 +1,21 @@
-"""Calls that `torch.compile` leaves alone, as they share memory with other processes.
+"""What `torch.compile` leaves alone, and what it is given to trace in its place.
+
+It leaves alone what shares memory with other processes.
 
 Compiled code is cut at such a call, which then runs as it is, between the graphs of what is around
 it. Were it traced, parts of it would run on tensors that have no memory, after the ranks have
 agreed. torch is not imported for this: before it is, nothing is compiled, and the compiler watches
 a call only where code that it has compiled makes it. What looks whether it does so is not compiled
 either: the compiler is told as soon as a call finds it loaded.
+
+In place of a function of which torch has an operator the compiler traces the call of that; see
+`shardmath.autograd`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -77,6 +83,87 @@ def unwatched(call: Callable[P, R]) -> Callable[P, R]:
     """`call` without the compiler, which does not watch what it calls either."""
     alone: Callable[P, R] = sys.modules["torch"].compiler.disable(call)
     return alone
+
+
+operators: dict[str, Callable[..., Any]] = {}
+"""What calls torch's operators in place of public functions, by name; of `shardmath.autograd`."""
+
+
+def load_operators() -> None:
+    """Let torch know its operators, which stand above: they call the public functions."""
+    importlib.import_module("shardmath.autograd")
+
+
+vars(load_operators)["_dynamo_marked_constant"] = True  # the compiler calls it while it traces
+
+
+def operator_of(name: str) -> Callable[..., Any]:
+    """What calls the operator of that name."""
+    if name not in operators:
+        load_operators()
+    return operators[name]
+
+
+def traced_as(name: str, call: Call) -> Call:
+    """`call`, in place of which torch's compiler traces the operator of that name."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        load_operators()
+        return operators[name](*args, **kwargs)
+
+    vars(call)["_torchdynamo_inline"] = traced
+    _marked.add(call.__code__)
+    return call
+
+
+def wants_operator(tensor: Any, name: str) -> bool:
+    """Whether torch is to know of a call with this tensor: for its gradient, or because it
+    transforms or records what is called, or chooses the type of products.
+    """
+    torch = sys.modules["torch"]
+    transforms, narrows = watches_of_torch()
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return True
+    if transforms() or torch._C._len_torch_dispatch_stack():
+        return True
+    return name == "matmul" and bool(narrows())
+
+
+def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What says whether torch transforms what is called now, and whether autocast is on."""
+    core = sys.modules["torch"]._C
+    return core._functorch.peek_interpreter_stack, core._is_any_autocast_enabled
+
+
+_constants: list[type] = []
+
+
+def constant_to_compiler(kind: Class) -> Class:
+    """`kind`, of which torch's compiler takes objects, which are immutable, for constants, also
+    those that are made in code that it compiles.
+    """
+    _constants.append(kind)
+    tell_compiler()
+    return kind
+
+
+def tell_compiler() -> None:
+    """Let torch's compiler know which objects are constants, if torch is loaded."""
+    if not is_loaded("torch"):
+        return
+    from torch._library import opaque_object as known
+
+    metaclass: Any = known.OpaqueBaseMeta  # torch 2.11 asks for it of values, too, and needs it not
+    known.OpaqueBaseMeta = type
+    try:
+        while _constants:
+            kind = _constants.pop()
+            setattr(kind, "__fx_repr__", lambda x: (repr(x), {}))  # noqa: B010
+            public = [name for name in dir(kind) if not name.startswith("_")]
+            members = dict.fromkeys(public, known.MemberType.USE_REAL)
+            known.register_opaque_type(kind, typ="value", members=members)
+    finally:
+        known.OpaqueBaseMeta = metaclass
 
 
 def untraced_methods(kind: Class) -> Class:

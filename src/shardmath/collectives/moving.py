@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, perform
 from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
@@ -82,7 +82,7 @@ def _sections_on_gpus(operand: DeviceOperand, plan: _Moved, *, whole: bool) -> A
     return operand.move(transfer.counts, shape, transfer.axis, whole=whole)
 
 
-@collective_call
+@differentiable
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -139,7 +139,7 @@ BROADCAST = Collective(
 )
 
 
-@collective_call
+@differentiable
 def all_gather(
     x: Any, *, axis: int = 0, out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -179,7 +179,7 @@ ALL_GATHER = Collective(
 )
 
 
-@collective_call
+@differentiable
 def all_to_all(
     x: Any,
     *,

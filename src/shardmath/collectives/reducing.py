@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.spec import ArraySpec
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, perform
 from shardmath.collectives.forms import Form, OnGPUs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardmath.collectives.gpu_operand import DeviceOperand
 
 
-@collective_call
+@differentiable
 def all_reduce(
     x: Any, *, op: str = "sum", out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -108,7 +108,7 @@ ALL_REDUCE = Collective(
 )
 
 
-@collective_call
+@differentiable
 def reduce_scatter(
     x: Any,
     *,

@@ -18,6 +18,7 @@ from shardmath.arrays import libraries
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.config import Settings, warn_of_unknown
+from shardmath.base.untraced import tell_compiler
 from shardmath.context import agreement
 from shardmath.context.context import DistributedContext, open_contexts
 from shardmath.context.runtime import Runtime
@@ -60,6 +61,7 @@ def new_context(
 ) -> DistributedContext:
     """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
+    tell_compiler()
     group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
+from shardmath.base.untraced import constant_to_compiler
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.distribution import (
     Distribution,
@@ -24,6 +25,7 @@ from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
 
+@constant_to_compiler
 class Slab(Distribution):
     """One axis in even parts, in rank order: the first `extent % size` ranks hold one more.
 
@@ -88,6 +90,7 @@ class Slab(Distribution):
 Slab.X, Slab.Y, Slab.Z = Slab(0), Slab(1), Slab(2)
 
 
+@constant_to_compiler
 class Box(Distribution):
     """One rank's box: the indices lower <= i < upper along each axis; it may be empty.
 
@@ -232,6 +235,7 @@ class Box(Distribution):
         return type(self)(self.lower + (0,) * more, self.upper + (1,) * more)
 
 
+@constant_to_compiler
 class BlockCyclic(Distribution):
     """Blocks dealt in turn to the coordinates of a process grid, along every axis.
 
@@ -335,6 +339,7 @@ class BlockCyclic(Distribution):
         )
 
 
+@constant_to_compiler
 class BlockNonCyclic(BlockCyclic):
     """One block per coordinate of a process grid, along every axis in even parts.
 
@@ -374,6 +379,7 @@ class BlockNonCyclic(BlockCyclic):
         return type(self)(self.process_grid.promoted(ndim), first_process=first)
 
 
+@constant_to_compiler
 class Replicated(Distribution):
     """Every rank holds everything."""
 

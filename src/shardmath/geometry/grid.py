@@ -14,9 +14,11 @@ from math import prod
 from typing import Any
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.untraced import constant_to_compiler
 from shardmath.geometry.integers import integer, integers
 
 
+@constant_to_compiler
 class ProcessGrid(Immutable):
     """Ranks 0, ..., size - 1 on a grid, by `shape` and `layout`, or one by one by `process_array`.
 

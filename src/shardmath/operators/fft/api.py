@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
@@ -22,7 +22,7 @@ from shardmath.program.performing import Arguments, Known, Plan, Turn
 Options = FFTOptions | dict[str, Any] | None
 
 
-@collective_call
+@differentiable
 def fft(
     operand: Any,
     /,
@@ -67,7 +67,7 @@ def fft(
     return call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@collective_call
+@differentiable
 def ifft(
     operand: Any,
     /,
@@ -89,7 +89,7 @@ def ifft(
     return call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@collective_call
+@differentiable
 def rfft(
     operand: Any,
     /,
@@ -113,7 +113,7 @@ def rfft(
     return call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@collective_call
+@differentiable
 def irfft(
     operand: Any,
     /,

@@ -10,6 +10,7 @@ from enum import IntEnum
 from logging import Logger
 from typing import Any, Literal
 
+from shardmath.base.untraced import constant_to_compiler
 from shardmath.operators.arguments import check_blocking, check_logger
 
 FFTType = Literal["C2C", "C2R", "R2C"]
@@ -25,6 +26,7 @@ class FFTDirection(IntEnum):
     INVERSE = 1
 
 
+@constant_to_compiler
 @dataclass(frozen=True)
 class FFTOptions:
     """How a transform is done.

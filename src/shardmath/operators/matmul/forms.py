@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
-from shardmath.base.collective_call import collective_call, require_function
+from shardmath.base.collective_call import collective_call, differentiable, require_function
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
@@ -32,7 +32,7 @@ from shardmath.program.performing import Arguments, Plan, Turn
 _SCALES, _INPUTS = "quantization_scales", "epilog_inputs"
 
 
-@collective_call
+@differentiable
 def matmul(
     a: Any,
     b: Any,

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
+from shardmath.base.untraced import constant_to_compiler
 from shardmath.operators.arguments import check_blocking, check_logger, options_of
 
 matrix_qualifiers_dtype = np.dtype(
@@ -52,6 +53,7 @@ class MatmulAlgoType(IntEnum):
     NO_OVERLAP = 5
 
 
+@constant_to_compiler
 @dataclass(frozen=True)
 class MatmulOptions:
     """How a product is computed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
@@ -14,7 +14,7 @@ from shardmath.operators.redistribute.operation import REDISTRIBUTE, Redistribut
 from shardmath.program.performing import Arguments
 
 
-@collective_call
+@differentiable
 def redistribute(
     operand: Any,
     /,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
+from shardmath.base.untraced import constant_to_compiler
 from shardmath.context.agreement import require_equal
 from shardmath.geometry import Distribution, Layout
 from shardmath.machine import Machine
@@ -32,6 +33,7 @@ from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.plan import Transfer
 
 
+@constant_to_compiler
 @dataclass(frozen=True)
 class RedistributeOptions:
     """`logger` is told what each call plans; without one, a logger below "shardmath" is told of

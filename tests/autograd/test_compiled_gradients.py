@@ -1,0 +1,169 @@
+"""Compiled, transformed and recomputed calls have the results and the gradients of plain ones."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from shardmath import autograd, collectives, fft
+from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.linalg.advanced import MatmulEpilog, matmul
+
+X, Y = Slab.X, Slab.Y
+N = 4
+
+
+def operations(x, context):
+    """The results of all operators, of which `x` is this rank's rows: the first has one more."""
+    w = x[:N, :2]
+    grid = ProcessGrid(shape=(2, 1), layout=ProcessGrid.Layout.ROW_MAJOR)
+    bias = x[:N, 0]
+    waves = torch.complex(x[:N], x[:N])
+    odd = fft.FFTOptions(last_axis_parity="odd")
+    return [
+        collectives.all_gather(x),
+        collectives.reduce_scatter(x[:N], axis=-1, context=context),
+        collectives.all_to_all(x),
+        collectives.all_to_all(x, send_counts=[1, x.shape[0] - 1]),
+        collectives.broadcast(w, root=1),
+        collectives.all_reduce(w, op="mean"),
+        collectives.all_reduce(w, op="max"),
+        autograd.copies(w),
+        redistribute(collectives.all_reduce(x[:N]), Replicated(), BlockCyclic(grid, (1, 3))),
+        redistribute(x[:N], X.bind((2 * N, N)), Y),
+        fft.ifft(waves, distribution=(X, Y), axes=(0, -1), norm="ortho").abs(),
+        fft.irfft(fft.rfft(x[:N], distribution=X), distribution=X, axes=1, options=odd),
+        matmul(x, w, distributions=[X, Y, Y]),
+        matmul(
+            x,
+            w,
+            distributions=[X, Replicated(), X],
+            epilog=MatmulEpilog.GELU,
+        ),
+        matmul(
+            x[:N],
+            w,
+            w,
+            distributions=[X, Replicated(), X],
+            alpha=2.0,
+            beta=0.5,
+            epilog=MatmulEpilog.RELU_BIAS,
+            epilog_inputs={"bias": bias},
+        ),
+    ]
+
+
+def total(x, context):
+    own = sum((y * y).sum() / (n + 1) for n, y in enumerate(operations(x * 2, context)))
+    return collectives.all_reduce(own)
+
+
+def check_compiled(context):
+    """The numbers of rows with which results or gradients are others than of plain calls."""
+    wrong, graphs = [], []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    with context:
+        program = torch.compile(total, backend=backend, fullgraph=True)
+        for rows in (N + 2, N + 3, N + 4):
+            x = torch.linspace(-1, 1, (rows - context.rank) * N, dtype=torch.float64)
+            x = x.reshape(-1, N).requires_grad_()
+            found = []
+            for call in (program, total):
+                loss = call(x, context)
+                found.append((loss, *torch.autograd.grad(loss, x)))
+            if not all(torch.allclose(one, other) for one, other in zip(*found, strict=True)):
+                wrong.append(rows)
+    return wrong, len(graphs)
+
+
+def test_all_operators_in_one_graph(compiling_contexts):
+    """The second graph is that of any number of rows."""
+    assert compiling_contexts.run(check_compiled, ranks=2, timeout=600) == [([], 2)] * 2
+
+
+def check_mistakes(context):
+    """What is raised of a call that cannot be traced; then the context is as good as before."""
+    with context:
+        program = torch.compile(
+            lambda x: collectives.all_reduce(x) + torch.ones(N + 1), backend="eager", fullgraph=True
+        )
+        said = []
+        if context.rank == 1:  # alone: no peer takes part in what is only traced
+            try:
+                program(torch.ones(N))
+            except RuntimeError as error:
+                said.append(str(error))
+        return len(said), collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def test_a_mistake_while_torch_traces_leaves_the_context(compiling_contexts):
+    first, second = compiling_contexts.run(check_mistakes, ranks=2, timeout=600)
+    assert (first[0], second[0]) == (0, 1) and first[1] == second[1] == [2.0, 2.0]
+
+
+def layer(x, w):
+    y = matmul(x, w, distributions=[X, Replicated(), X]).tanh()
+    return collectives.all_reduce((collectives.all_gather(y)[: len(y)] * y).sum())
+
+
+def check_transformed(context):
+    """Which ways of torch's to call a function have other results than plain calls."""
+    with context:
+        x = torch.linspace(-1, 1, 3 * N).reshape(3, N)
+        w = torch.linspace(0, 1, 2 * N).reshape(N, 2)
+        many = torch.stack([x, 2 * x])
+
+        def gradient(x):
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(layer(x, w), x)[0]
+
+        def squares(x):
+            return torch.func.grad(layer)(x, w).square().sum()
+
+        def recomputed(x):
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(checkpoint(layer, x, w, use_reentrant=False), x)[0]
+
+        def twice(x):
+            x = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(layer(x, w), x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x)[0]
+
+        def rows(x):
+            return fft.rfft(x, distribution=X)
+
+        pairs = {
+            "grad": (torch.func.grad(layer)(x, w), gradient(x)),
+            "grad of grad": (torch.func.grad(squares)(x), twice(x)),
+            "vmap": (
+                torch.vmap(collectives.all_gather)(many),
+                [*map(collectives.all_gather, many)],
+            ),
+            "vmap of each": (torch.vmap(rows)(many), [*map(rows, many)]),
+            "vmap of grad": (
+                torch.vmap(torch.func.grad(lambda x: layer(x, w)))(many),
+                [*map(gradient, many)],
+            ),
+            "checkpoint": (recomputed(x), gradient(x)),
+        }
+        wrong = []
+        for name, (found, expected) in pairs.items():
+            whole = torch.stack(expected) if isinstance(expected, list) else expected
+            if not torch.allclose(found, whole):
+                wrong.append(name)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+            made = [matmul(*pair, distributions=[X, Replicated(), X]) for pair in ((a, b), (x, w))]
+        made[0].sum().backward()
+        types = [y.dtype for y in (*made, a.grad, b.grad)]
+        return wrong, types == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+def test_transformed_and_recomputed_calls(contexts):
+    assert contexts.run(check_transformed, ranks=2) == [([], True)] * 2
