@@ -90,7 +90,8 @@ class Matrix:
         )
         if how is Slab.X:
             return Part(whole[rows].contiguous(), rows, columns)
-        return Part(whole[rows].T[columns].contiguous().T, rows, columns)
+        held = whole if len(rows) == len(whole) else whole[rows]
+        return Part(held.T[columns].T, rows, columns)
 
 
 class System(NamedTuple):
