@@ -1,6 +1,9 @@
-"""QR and singular values beside SciPy, NumPy and Dask: `benchmarks/decompositions.py [python]`.
+"""QR and singular values beside SciPy, NumPy, ScaLAPACK and Dask, in one run:
 
-2 ranks of 1 thread beside one process with 2 threads: SciPy's and NumPy's by BLAS, Dask's its own.
+    python benchmarks/decompositions.py [python]
+
+2 ranks of 1 thread beside one process with 2 threads: SciPy's and NumPy's by BLAS, Dask's its own;
+ScaLAPACK has 2 ranks of 1 thread, too, and is left out where it is not installed.
 `python` names an interpreter that has Dask, by default this one; without Dask its rows are left
 out. Ways take turns, so that what else the machine does falls on all; figures are of the least of
 all calls: seconds, and those of processors, of all ranks, which say what a call takes where others
@@ -13,11 +16,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 import record
+from scalapack import Scalapack
 
 import shardmath
 from shardmath.collectives import all_reduce
@@ -27,7 +32,8 @@ from shardmath.linalg import norm, qr, svd_lowrank
 
 RANKS, TURNS, CALLS = 2, 1, 2
 CASES = {
-    "QR": {"shape": (4096, 4096), "peers": ["scipy"], "goals": {"scipy": 0.85}},
+    "QR": {"shape": (4096, 4096), "peers": ["scipy", "scalapack"],
+           "goals": {"scipy": 0.85, "scalapack": 1.2}},
     "tall QR": {"shape": (1_000_000, 64), "peers": ["numpy", "dask"],
                 "goals": {"numpy": 1.0, "dask": 1.0}},
     "svd_lowrank": {"shape": (20_000, 2000), "peers": ["numpy", "dask"],
@@ -61,8 +67,15 @@ for _ in range(calls):
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        compare(folder)
+
+
+def compare(folder: str) -> None:
+    """Measure, print a table, write results/decompositions.json."""
     dask = sys.argv[1] if len(sys.argv) > 1 else sys.executable
     has_dask = subprocess.run([dask, "-c", "import dask.array"], capture_output=True, check=False)
+    scalapack = Scalapack(folder, RANKS)
     seconds: dict[tuple[str, str], list[list[float]]] = {}
     for turn in range(TURNS):
         for what, case in CASES.items():
@@ -70,6 +83,11 @@ def main() -> None:
             seconds.setdefault((what, "shardmath"), []).extend(ours)
             for peer in case["peers"]:
                 if (peer == "dask" and has_dask.returncode) or (turn and (what, peer) in SLOW):
+                    continue
+                if peer == "scalapack":
+                    if not scalapack.missing:
+                        took = scalapack.seconds("qr", case["shape"][0])
+                        seconds.setdefault((what, peer), []).append([took, took * RANKS])
                     continue
                 python = dask if peer == "dask" else sys.executable
                 taken = of_peer(python, what, peer, case["shape"])
@@ -90,7 +108,8 @@ def main() -> None:
         rows.append(row)
     every = {f"{what}, {way}": taken for (what, way), taken in seconds.items()}
     load = os.getloadavg()[0]
-    print(record.write("decompositions", rows, ranks=RANKS, rank=RANK, load=load, turns=every))
+    facts = {"ranks": RANKS, "rank": RANK, "load": load, "turns": every, **scalapack.facts}
+    print(record.write("decompositions", rows, **facts))
 
 
 SLOW = {("QR", "scipy"), ("svd_lowrank", "numpy")}  # called once

@@ -1,10 +1,11 @@
-"""Factorisations on 2 ranks of one thread each, beside SciPy with 2 threads in the same run.
+"""Factorisations on 2 ranks of one thread each, beside SciPy with 2 threads and ScaLAPACK on 2
+ranks, in the same run.
 
 `python benchmarks/factorisations.py [n]`, 4096 by default, float64. A rate counts n^3/3 operations
 for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m right-hand sides. The calls take turns; a
 ratio is the median over turns of SciPy's time divided by ours, so that both had the same load.
 Processor seconds, of all ranks and threads, are disturbed least by other work on the machine, but
-for threads that spin; so they are beside those of SciPy with one thread, which does not.
+for threads that spin, as ScaLAPACK's ranks do; so they are beside those of SciPy with one thread.
 
 SciPy's matrix is in column-major order, which it need not transpose; ours is split by rows, as
 NumPy's arrays are made, and by columns in blocks of the width that is computed with.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import record
 import scipy.linalg
+from scalapack import Scalapack
 from threadpoolctl import threadpool_limits
 
 from shardmath.collectives import all_reduce
@@ -35,7 +38,7 @@ RANKS = 2
 REPEATS = 5
 RIGHT_SIDES = 64
 BLOCK = 128
-THREADS, ONE_THREAD = "SciPy", "SciPy, 1 thread"
+THREADS, ONE_THREAD, SCALAPACK = "SciPy", "SciPy, 1 thread", "ScaLAPACK"
 OF_ONE = "processor s of SciPy's, 1 thread"
 
 
@@ -58,8 +61,10 @@ def part_of(whole: Any, distribution: Distribution, order: str, rank: int) -> An
     return np.array(whole[np.ix_(*indices)], order=order)
 
 
-def calls_of(context: DistributedContext, n: int) -> dict[str, dict[str, Callable[[], object]]]:
-    """By operation and case, SciPy's first."""
+def calls_of(
+    context: DistributedContext, n: int, scalapack: Scalapack
+) -> dict[str, dict[str, Callable[[], object]]]:
+    """By operation and case, the peers' first."""
     rng = np.random.default_rng(0)
     general = rng.standard_normal((n, n))
     positive = general @ general.T / n + np.eye(n)
@@ -71,6 +76,9 @@ def calls_of(context: DistributedContext, n: int) -> dict[str, dict[str, Callabl
         "solve": lambda: scipy.linalg.solve(columns["g"], right, assume_a="gen"),
     }
     calls = {name: dict.fromkeys((THREADS, ONE_THREAD), call) for name, call in scipys.items()}
+    for name in ("cholesky", "lu_factor"):
+        if not scalapack.missing:
+            calls[name][SCALAPACK] = lambda name=name: scalapack.seconds(name, n)
     b = part_of(right, Slab.X, "C", context.rank)
     for name, (how, order) in split(n).items():
         g, p = (part_of(x, how, order, context.rank) for x in (general, positive))
@@ -80,20 +88,20 @@ def calls_of(context: DistributedContext, n: int) -> dict[str, dict[str, Callabl
     return calls
 
 
-def run(n: int) -> list[dict[str, Any]]:
-    """All rows, as this rank measures them."""
+def run(n: int, scalapack: Scalapack) -> Any:
+    """All rows, as this rank measures them, and facts of the peers."""
     context = startup.initialize("cpu")
     with threadpool_limits(1):
-        calls = calls_of(context, n)
+        calls = calls_of(context, n, scalapack)
     rows = [row for name, cases in calls.items() for row in measured(context, n, name, cases)]
     startup.finalize()
-    return rows
+    return rows, scalapack.facts
 
 
 def measured(
     context: DistributedContext, n: int, operation: str, cases: dict[str, Callable[[], object]]
 ) -> list[dict[str, Any]]:
-    """GFLOP/s of every case of an operation; SciPy is rank 0's, which has both cores meanwhile."""
+    """GFLOP/s of every case of an operation; rank 0 calls peers, which have both cores meanwhile."""
     wall: dict[str, list[float]] = {name: [] for name in cases}
     busy: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(REPEATS + 1):
@@ -101,12 +109,17 @@ def measured(
             with threadpool_limits(RANKS if name == THREADS else 1):
                 context.barrier()
                 start, used = time.perf_counter(), time.process_time()
-                if context.rank == 0 or name not in (THREADS, ONE_THREAD):
-                    call()
+                made: Any = None
+                if context.rank == 0 or name not in (THREADS, ONE_THREAD, SCALAPACK):
+                    made = call()
                 used = time.process_time() - used
                 context.barrier()
+                taken = time.perf_counter() - start
+                if name == SCALAPACK:  # in processes of its own, which say what it took
+                    used = made * RANKS if made else 0.0
+                    taken = float(all_reduce(np.array([made or 0.0]))[0])
                 if turn:  # the first plans, and touches pages
-                    wall[name].append(time.perf_counter() - start)
+                    wall[name].append(taken)
                     busy[name].append(float(all_reduce(np.array([used]))[0]))
     rows = []
     for name, spent in wall.items():
@@ -119,6 +132,7 @@ def measured(
                 "best GFLOP/s": round(operations(n)[operation] / min(spent) / 1e9, 1),
                 "of SciPy": round(statistics.median(base / own for base, own in pairs), 3),
                 "best of SciPy": round(min(wall[THREADS]) / min(spent), 3),
+                **of_scalapack(wall, spent),
                 "processor s": round(statistics.median(busy[name]), 3),
                 "least processor s": round(min(busy[name]), 3),
                 OF_ONE: round(statistics.median(own / base for base, own in processors), 3),
@@ -127,17 +141,31 @@ def measured(
     return rows
 
 
+def of_scalapack(wall: dict[str, list[float]], spent: list[float]) -> dict[str, float]:
+    """ScaLAPACK's time divided by that of a case, where there is one: the median, and the best."""
+    if SCALAPACK not in wall:
+        return {}
+    pairs = zip(wall[SCALAPACK], spent, strict=True)
+    return {
+        "of ScaLAPACK": round(statistics.median(base / own for base, own in pairs), 3),
+        "best of ScaLAPACK": round(min(wall[SCALAPACK]) / min(spent), 3),
+    }
+
+
 def main() -> None:
     """Measure, print a table, write results/factorisations.json."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
-    rows = spawn(run, RANKS, n)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        rows, peers = spawn(run, RANKS, n, Scalapack(folder, RANKS))[0]
     print(f"{n} x {n} float64 on {RANKS} ranks of one thread; SciPy has {RANKS} threads")
     for row in rows:
         print(
             f"{row['case']:28}{row['GFLOP/s']:8} GFLOP/s {row['of SciPy']:8.3f} of SciPy, "
+            f"{row.get('of ScaLAPACK', float('nan')):8.3f} of ScaLAPACK, "
             f"{row['processor s']:8.3f} s of processors, {row[OF_ONE]:.3f} of SciPy's with 1 thread"
         )
     facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "right-hand sides": RIGHT_SIDES}
+    facts |= peers
     facts["load average"] = os.getloadavg()[1]  # of 5 minutes: other work than this is about 2 less
     path = record.write("factorisations", rows, **facts)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
