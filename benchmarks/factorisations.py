@@ -101,7 +101,7 @@ def run(n: int, scalapack: Scalapack) -> Any:
 def measured(
     context: DistributedContext, n: int, operation: str, cases: dict[str, Callable[[], object]]
 ) -> list[dict[str, Any]]:
-    """GFLOP/s of every case of an operation; rank 0 calls peers, which have both cores meanwhile."""
+    """GFLOP/s of every case of an operation; peers are rank 0's, and have both cores meanwhile."""
     wall: dict[str, list[float]] = {name: [] for name in cases}
     busy: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(REPEATS + 1):

@@ -209,17 +209,23 @@ class PanelSteps:
         return Cut("columns", rows, (self.blocks.before(k + 1, self.rank), width))
 
     def bring_panel(self, k: int) -> Cut:
-        """Block `k` from its diagonal on, where this rank can read it: its own, or a copy."""
-        lo, _ = self.blocks.bounds(k)
-        rows = lo, self.blocks.n
-        mine = self.blocks.owner(k) == self.rank
+        """Block `k` from its diagonal on, where this rank can read it: its own, or a copy. Ranks
+        that have neither columns behind it nor right-hand sides read nothing.
+        """
+        blocks = self.blocks
+        lo, _ = blocks.bounds(k)
+        rows = lo, blocks.n
+        mine = blocks.owner(k) == self.rank
         copy = self._read(
             f"panel {k}",
             "columns",
-            self.blocks.layout,
+            blocks.layout,
             k,
             rows,
-            [rank != self.blocks.owner(k) for rank in range(self.blocks.size)],
+            [
+                rank != blocks.owner(k) and (reads or max(blocks.owned(rank), default=-1) > k)
+                for rank, reads in enumerate(self._readers)
+            ],
         )
         return self.own(k, rows) if mine else copy
 

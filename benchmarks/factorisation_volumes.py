@@ -1,0 +1,67 @@
+"""Bytes that a rank receives in factorisations, counted, beside what is published of others.
+
+`python benchmarks/factorisation_volumes.py`: float64, ranks 1 to 8, each with as many elements of
+the matrix: n = 2048 sqrt(P). Counted are the moves of the ranks' programs, for the rank that
+receives most: of columns that are there already, and of rows that are brought into columns, and
+back. Beside them, in elements of 8 bytes:
+
+* 2-D: n^2/2 (1/p + 1/q) on the p x q ranks nearest to a square, the panels of rows and columns that
+  each rank receives in ScaLAPACK's and SLATE's factorisations, without exchanges of rows; on a
+  square n^2/sqrt(P). Source: Kwasniewski and others, "On the parallel I/O optimality of linear
+  algebra kernels", SC 2021, on ScaLAPACK and SLATE.
+* I/O optimal: n^3/(P sqrt(S)), of COnfLUX there, by the authors and the method of COSMA ("Red-blue
+  pebbling revisited", SC 2019), with the memory of S = n^2/P that columns take.
+"""
+
+from __future__ import annotations
+
+from math import isqrt, sqrt
+from typing import Any
+
+import record
+
+from shardmath.factorisations.cholesky import CHOLESKY
+from shardmath.factorisations.lu import LU_FACTOR
+from shardmath.factorisations.panels import Blocks
+from shardmath.factorisations.problem import Problem
+from shardmath.geometry import Layout
+from shardmath.machine import Machine
+from shardmath.program.steps import Move
+
+N, BLOCK, RANKS, GOAL = 2048, 128, 8, 1.2
+OPERATIONS = {"cholesky": (CHOLESKY, (True, True)), "lu_factor": (LU_FACTOR, (True,))}
+
+
+def received(operation: Any, flags: tuple[Any, ...], layout: Layout, size: int) -> int:
+    """Bytes of the rank that receives most, of a matrix and a factor of that layout."""
+    problem = Problem(layout, None, layout, "float64", 8, "F", flags, BLOCK)
+    machine, most = Machine("cpu", (0,) * size), 0
+    for rank in range(size):
+        steps = operation.program(problem, machine, rank).steps
+        moves = [step for step in steps if isinstance(step, Move)]
+        most = max(most, sum(move.transfer.traffic[1][rank] for move in moves))
+    return most
+
+
+def main() -> None:
+    """Count, print a table, write results/factorisation_volumes.json."""
+    rows = []
+    for size in range(1, RANKS + 1):
+        n = round(N * sqrt(size) / BLOCK) * BLOCK
+        p = next(p for p in range(isqrt(size), 0, -1) if size % p == 0)
+        grid = 8 * n**2 / 2 * (p / size + 1 / p) * (size > 1)
+        optimal = 8 * n**3 / (size * sqrt(n**2 / size)) * (size > 1)
+        for name, (operation, flags) in OPERATIONS.items():
+            own = received(operation, flags, Blocks(n, BLOCK, size).layout, size)
+            split = received(operation, flags, Layout.slab((n, n), size, axis=0), size)
+            row: dict[str, Any] = {"operation": name, "ranks": size, "n": n}
+            row |= {"columns": own, "rows": split, "2-D": grid, "I/O optimal": round(optimal)}
+            row["of 2-D"] = round(own / grid, 3) if grid else 0.0
+            row["of I/O optimal"] = round(own / optimal, 3) if optimal else 0.0
+            rows.append(row)
+            print(*(f"{key} {value}" for key, value in row.items()), sep="  ")
+    print(record.write("factorisation_volumes", rows, block=BLOCK, goal=GOAL))
+
+
+if __name__ == "__main__":
+    main()
