@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.linalg
 
-__all__ = ["general", "hard", "is_small", "positive", "right_sides", "singular"]
+__all__ = ["general", "hard", "is_small", "lapacks", "positive", "right_sides", "singular"]
 
 
 def random(shape, dtype, seed):
@@ -55,6 +55,44 @@ def hard():
         ("scaled rows", np.logspace(0, 80, 50)[:, None] * general(50, "float64"), False),
         ("a circle of rows", np.roll(np.eye(70), 1, axis=0), False),
     ]
+
+
+def lapacks(n):
+    """(what it is, matrix, whether it is positive definite): those with which LAPACK's dchkge and
+    dchkpo test, as dlatb4 describes them: of singular values that fall evenly, in powers, from
+    `norm` to its quotient by `cond`.
+    """
+    eps, least = np.finfo("float64").eps / 2, np.finfo("float64").tiny
+    small = 0.25 * least / eps
+    left, right = (np.linalg.qr(general(n, "float64", seed))[0] for seed in (5, 6))
+
+    def made(cond, norm, other):
+        return norm * (left * cond ** (-np.arange(n) / max(n - 1, 1))) @ other
+
+    kinds = [
+        (2.0, 1.0),
+        (np.sqrt(0.1 / eps), 1.0),
+        (0.1 / eps, 1.0),
+        (2.0, small),
+        (2.0, 1 / small),
+    ]
+    found = [
+        (f"cond {cond:.0e} norm {norm:.0e}", made(cond, norm, other), other is not right)
+        for cond, norm in kinds
+        for other in (right, left.T)
+        if cond < 0.1 / eps or other is right  # else rounded to a matrix that is not definite
+    ]
+    easy, diagonal = made(2.0, 1.0, right), np.diag(np.linspace(0.5, 1, n))
+    found += [("diagonal", diagonal, True), ("upper", np.triu(easy), False)]
+    found += [("lower", np.tril(easy), False)]
+    for name, columns in (
+        ("first", slice(1)),
+        ("last", slice(n - 1, n)),
+        ("half", slice(n // 2, n)),
+    ):
+        found.append((f"{name} column 0", easy.copy(), False))
+        found[-1][1][:, columns] = 0
+    return found
 
 
 def singular(n):

@@ -15,7 +15,7 @@ from draws import drawn
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
 import scipy.linalg
-from matrices import general, hard, is_small, positive, right_sides, singular
+from matrices import general, hard, is_small, lapacks, positive, right_sides, singular
 from split_arrays import array_of, lists_of, placed
 
 from arrangements import distributions, part_of
@@ -306,6 +306,44 @@ def hard_positive(context):
 
 def test_hard_positive_definite_matrices(contexts):
     assert contexts.run(hard_positive, ranks=3) == [[]] * 3
+
+
+def of_lapack(context):
+    """What fails of the ratios that LAPACK holds below 30, in its norm, the largest sum of a column;
+    and of the pivots that it names.
+    """
+    failed, n, threshold = [], 50, 30 * np.finfo("float64").eps / 2
+    one = {"distributions": Replicated(), "options": {"block_size": 7}}
+    two = one | {"distributions": [Replicated()] * 2}
+    x = right_sides(n, 3, "float64")
+    size = lambda a: np.abs(a).sum(0).max(initial=0)  # noqa: E731
+    for name, a, is_positive in lapacks(n):
+        b = a @ x
+        with context:
+            lu, pivots = linalg.lu_factor(a, **one)
+            lower, upper = np.tril(lu, -1) + np.eye(n), np.triu(lu)
+            product = lower @ upper
+            for row, other in list(enumerate(pivots))[::-1]:
+                product[[row, other]] = product[[other, row]]
+            ratios = {"lu": size(product - a) / size(a) / n}
+            zero = scipy.linalg.lapack.dgetrf(a)[2]
+            if zero:
+                said = heard(lambda a=a, b=b: linalg.solve(a, b, **two))
+                failed += [] if f"pivot {zero} is 0" in said[1] else [(name, said)]
+                continue
+            got = linalg.solve(a, b, **two)
+            ratios["solve"] = size(a @ got - b) / (size(a) * size(got))
+            if is_positive:
+                factor = linalg.cholesky(a, **one)
+                ratios["cholesky"] = size(factor @ factor.T - a) / size(a) / n
+                got = linalg.solve(a, b, assume_a="pos", **two)
+                ratios["positive"] = size(a @ got - b) / (size(a) * size(got))
+        failed += [(name, what) for what, ratio in ratios.items() if not ratio < threshold]
+    return failed
+
+
+def test_matrices_of_lapacks_tests(contexts):
+    assert contexts.run(of_lapack, ranks=3) == [[]] * 3
 
 
 def mistaken(context):

@@ -39,6 +39,7 @@ def test_matrices_split_at_random(gpus, body):
 def test_hard_matrices(gpus, size):
     assert gpus.run(bodies.hard_general, ranks=size) == [[]] * size
     assert gpus.run(bodies.hard_positive, ranks=size) == [[]] * size
+    assert gpus.run(bodies.of_lapack, ranks=size) == [[]] * size
 
 
 def test_determinants_beyond_the_type(gpus, size):
