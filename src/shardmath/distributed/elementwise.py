@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardmath.arrays import Library, array_of, dtypes
+from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
 from shardmath.distributed.movement import brought, described, explained, received, stays
@@ -117,11 +117,10 @@ def applied(
         layout, chosen = out.layout, None
         needed = tuple(needed_layout(layout, x.shape) for x in arrays)
     after = iter(needed)
-    library, rank = first.library, first.context.rank
     locals_ = [
         brought(x, next(after), f"operand {number}")
         if isinstance(x, Distributed)
-        else local_part(x, layout, rank, library)
+        else local_part(x, layout, first)
         for number, x in enumerate(operands)
     ]
     if out is not None:
@@ -129,7 +128,7 @@ def applied(
         write(out.local, locals_)
         return out
     if chosen is None:
-        distribution = distribution_of(layout, rank)
+        distribution = distribution_of(layout, first.context.rank)
         assert distribution is not None, "arrangements are chosen so"
     else:
         distribution = arrays[chosen].distribution
@@ -157,7 +156,7 @@ def whole(x: Any, first: D) -> D:
         if x.context is not first.context:
             raise ValueError("the operands are split over the ranks of different contexts")
         return x  # type: ignore[return-value]
-    host = parts.converted(x, first.library)
+    host = parts.converted(x, first.local)
     return first.like(host, Replicated(), Layout.replicated(tuple(host.shape), first.context.size))
 
 
@@ -255,14 +254,16 @@ def needed_layout(layout: Layout, shape: Shape) -> Layout:
     return Layout.product(shape, columns, size=layout.size)
 
 
-def local_part(x: Any, layout: Layout, rank: int, library: Library) -> Any:
-    """This rank's part of a number, or of an array that is the same on all ranks, as an operand."""
+def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
+    """This rank's part of a number, or of an array that is the same on all ranks, as an operand
+    beside the part of `first`.
+    """
     shape = tuple(getattr(x, "shape", ()))
     if not shape:
         return x
-    needed = needed_layout(layout, shape).spans(rank)
+    needed = needed_layout(layout, shape).spans(first.context.rank)
     along = [places(Spans.interval(0, n), s) for n, s in zip(shape, needed, strict=True)]
-    return parts.converted(x, library)[selector(along)]
+    return parts.converted(x, first.local)[selector(along)]
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

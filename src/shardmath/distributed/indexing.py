@@ -297,7 +297,7 @@ def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -
     if not isinstance(value, Distributed):
         if isinstance(value, bool | int | float | complex):
             return value
-        whole = parts.converted(value, x.library)
+        whole = parts.converted(value, x.local)
     elif value.layout.is_replicated:
         whole = value.local
     else:
@@ -345,7 +345,7 @@ def _put_where(x: Distributed, mask: Any, value: Any) -> None:
         part = brought(mask, needed, "the mask")
     else:
         along = [indices(spans) for spans in x.layout.spans(x.context.rank)[: mask.ndim]]
-        part = parts.converted(mask, x.library)[selector(along)]
+        part = parts.converted(mask, x.local)[selector(along)]
     if isinstance(value, Distributed):
         whole = Layout.replicated((), x.context.size)
         value = brought(value, whole, "the value")

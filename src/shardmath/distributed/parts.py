@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, dtypes, libraries
+from shardmath.arrays import DType, Library, dtypes, libraries, library_of
 from shardmath.arrays.base import HostArray
 
 # NumPy's ufuncs that torch calls otherwise; all others have the same name there.
@@ -73,8 +73,9 @@ def _elementwise(library: str, name: str) -> Callable[..., Any]:
     return of_tensors
 
 
-def converted(x: Any, library: Library) -> Any:
-    """An array that is the same on all ranks, in the library of the parts."""
+def converted(x: Any, part: Any) -> Any:
+    """An array that is the same on all ranks, in the library of a part, and where that is."""
+    library = library_of(part)
     if library.owns_type(type(x)):
         return x
     if library.name == "numpy":
@@ -83,7 +84,7 @@ def converted(x: Any, library: Library) -> Any:
     if library.name == "torch":
         host = np.asarray(x)
         is_plain = host.flags.writeable and all(n >= 0 for n in host.strides)
-        return module.as_tensor(host if is_plain else host.copy())
+        return module.as_tensor(host if is_plain else host.copy(), device=part.device)
     return module.asarray(np.asarray(x))
 
 

@@ -42,6 +42,39 @@ def test_hard_matrices(gpus, size):
     assert gpus.run(bodies.of_lapack, ranks=size) == [[]] * size
 
 
+LOWER = ("float64", "float32"), ("float64", "bfloat16"), ("complex128", "bfloat16")
+
+
+def refined(context):
+    """Solutions by factors of a lower type, of parts of both libraries: their backward errors, and
+    which type the factors had.
+    """
+    n, found = 700, []
+    for library in ("numpy", "torch"):
+        for kind, low in LOWER:
+            for structure in ("gen", "pos"):
+                a = general(n, kind) + 60 * np.eye(n) if structure == "gen" else positive(n, kind)
+                b = right_sides(n, 5, kind)
+                x, y = (
+                    array_of(context, np.array(part_of(z, Slab.X, context.rank, context.size)),
+                             library) for z in (a, b)
+                )  # fmt: skip
+                words = {"factor_dtype": low, "assume_a": structure, "options": {"block_size": 96}}
+                with context:
+                    whole = [Slab.X, Slab.X, Replicated()]
+                    made = linalg.solve(x, y, distributions=whole, **words)
+                left = np.linalg.norm(a @ bodies.host(made.x) - b)
+                scale = np.linalg.norm(a) * np.linalg.norm(bodies.host(made.x))
+                good = made.backward_error <= 2 * n**0.5 * 2.0**-52 and left <= 1e-14 * scale
+                if not good or made.factor_dtype != low:
+                    found.append((library, kind, low, structure, made[1:], left / scale))
+    return found
+
+
+def test_solutions_by_factors_of_a_lower_type(gpus, size):
+    assert gpus.run(refined, ranks=size) == [[]] * size
+
+
 def test_determinants_beyond_the_type(gpus, size):
     for made in gpus.run(bodies.determinants, ranks=size):
         assert made[:3] == [np.inf, 0, 0]
