@@ -84,8 +84,21 @@ def exchange_rows(a, pivots, count, *, first, backward, status, code):
         on_cores.exchange_rows(view(a), (rows + 1).astype(np.int32), backward=backward)()
 
 
-def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, **how):
-    device.launch(stream, arithmetic.multiply, a, b, d, conj_a, conj_b, **how)
+def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, **how):
+    assert compute in (None, gpus._ROUNDED)
+    product = arithmetic.multiply if compute is None else multiply_rounded
+    device.launch(stream, product, a, b, d, conj_a, conj_b, **how)
+
+
+def multiply_rounded(a, b, *args, **how):
+    """The product of factors that are rounded to bfloat16 in their own type."""
+    factors = [on_cores.rounded(view(x)) for x in (a, b)]
+    arithmetic.multiply(*map(matrix_of, factors), *args, **how)
+
+
+def matrix_of(x):
+    """A matrix of which the columns lie one behind the other."""
+    return Matrix(x.ctypes.data, *x.shape, 1, max(1, x.shape[0]), x.dtype.name)
 
 
 def launched(function):
