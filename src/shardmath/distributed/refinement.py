@@ -50,7 +50,8 @@ _BLOCK = 128  # columns, where options name no block size: how factors are kept
 _ROWS_AT_ONCE = 64  # that are copied to another order: of so many a line of a cache is full
 _ROWS = Slab(0)
 
-Correction = Callable[[Any], Any]  # what makes A^-1 r, nearly, of r
+Solution = Callable[[Any], Any]  # what makes A^-1 r, nearly, of r
+Correction = Callable[[Any, HostArray], Any]  # the same, where the norms of r's columns are known
 
 
 class RefinedSolution(NamedTuple):
@@ -131,7 +132,8 @@ def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolutio
         warnings.warn_explicit(text, RuntimeWarning, file, line)
         x = api.solve(a, rows, **words)
         with np.errstate(all="ignore"):
-            error = system.backward_error(rows, x, system.residual(rows, x))
+            left = system.residual(rows, x)
+            error = system.backward_error(_norms(rows, 0), _norms(x, 0), _norms(left, 0))
         made = RefinedSolution(x, error, 0, kind)
     x = made.x[:, 0] if vector else made.x
     return made._replace(x=x.to(how))
@@ -174,13 +176,15 @@ def _refined(system: _System, b: Any, low: str) -> RefinedSolution | str:
         return "the norm of a is not finite"
     eps = float(np.finfo(system.kind).eps)
     x, left, error, turns = None, b, math.inf, 0
+    of_left = of_b = _norms(b, 0)
     try:
         correct = system.correction(low)
         while True:
-            step = correct(left)
+            step = correct(left, of_left)
             tried = step if x is None else x + step
             left = system.residual(b, tried)
-            last, now = error, system.backward_error(b, tried, left)
+            of_left = _norms(left, 0)
+            last, now = error, system.backward_error(of_b, _norms(tried, 0), of_left)
             if now < error:
                 x, error = tried, now
             if error <= eps / 2 or turns == _MOST_TURNS or not now < last / 2:
@@ -220,10 +224,9 @@ class _System:
         left = _minus_product(b + self.diagonal[:, None] * x, self.seen, x)
         return _minus_product(left.conj(), self.seen.T, x.conj()).conj()
 
-    def backward_error(self, b: Any, x: Any, left: Any) -> float:
-        """The largest of all columns, where `left` is B - A X; NaN where that is not finite."""
-        errors = _norms(left, 0) / (self.norm * _norms(x, 0) + _norms(b, 0))
-        return float(np.where(_norms(left, 0) == 0, 0, errors).max(initial=0))
+    def backward_error(self, b: HostArray, x: HostArray, left: HostArray) -> float:
+        """The largest of all columns by their norms in B, X and B - A X; NaN where a norm is."""
+        return float(np.where(left == 0, 0, left / (self.norm * x + b)).max(initial=0))
 
     def correction(self, low: str) -> Correction:
         """What makes A^-1 r of r by factors of a lower type. Collective. Raises LinAlgError.
@@ -236,15 +239,14 @@ class _System:
         columns = _in_columns(self.seen if plain else self.seen * scale, low)
         solved = self._factorised(columns, rounded=rounded)
 
-        def correct(r: Any) -> Any:
-            sizes = _norms(r, 0)
+        def correct(r: Any, sizes: HostArray) -> Any:
             units = _units(sizes)
             step = solved((r / units).astype(low)).astype(self.kind)
             return step * (units * scale)
 
         return correct
 
-    def _factorised(self, a: Any, *, rounded: bool) -> Correction:
+    def _factorised(self, a: Any, *, rounded: bool) -> Solution:
         """What solves with A by its factors, which are dealt to the ranks as they are read."""
         n, size = a.shape[0], a.context.size
         dealt = BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), _BLOCK))
