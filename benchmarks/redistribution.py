@@ -205,7 +205,7 @@ def main() -> None:
         "n": n,
         "ranks": RANKS,
         "repeats": REPEATS,
-        "compiled": is_built("shardmath.redistribution._stream"),
+        "compiled": is_built("shardmath.redistribution._box"),
     }
     path = record.write("redistribution", rows, **facts)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")

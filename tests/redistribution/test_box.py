@@ -1,15 +1,17 @@
-"""Copies of small boxes, by the compiled module and by NumPy: the same bytes, at any strides."""
+"""Copies of boxes, by the compiled module and by NumPy: the same bytes, at any strides."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import redistribution_cases as cases
 
 from built import module_from_c
 from copying import copy_array
 from shardmath.redistribution import bound_copies
 
-ROOM = 4096
+PAGE = 4096
+SHORT, LONG, PAST_CACHES = range(3)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,7 @@ def compiled(tmp_path_factory):
 def way(request, monkeypatch):
     found = None if request.param == "python" else request.getfixturevalue("compiled").Boxes
     monkeypatch.setattr(bound_copies, "_boxes", lambda: found)
+    return request.param
 
 
 def cut(x, part):
@@ -42,9 +45,11 @@ PARTS = {
 }
 
 
+@pytest.mark.parametrize("cached", [bound_copies._CACHED, 0])  # 0: none counts as small
 @pytest.mark.parametrize("dtype", ["u1", "f2", "f4", "c8", "c16", "V3", "V48", "V80"])
 @pytest.mark.parametrize("name", PARTS)
-def test_the_same_bytes(way, name, dtype):
+def test_the_same_bytes(way, monkeypatch, name, dtype, cached):
+    monkeypatch.setattr(bound_copies, "_CACHED", cached)
     rng = np.random.default_rng(3)
     shape, itemsize = (6, 4, 5), np.dtype(dtype).itemsize
     made = rng.integers(0, 255, (2, 120 * itemsize), dtype="u1")
@@ -58,18 +63,77 @@ def test_the_same_bytes(way, name, dtype):
     assert target.tobytes() == wanted.tobytes()
 
 
+# Where the source begins, and how much further in its page the destination lies.
+PLACES = [
+    (0, 0),
+    (1, 64),
+    (17, 5),
+    (64, 63),
+    (48, 16),
+    (0, 16),
+    (16, PAGE - 16),
+    (5, 2047),
+    (9, 2048),
+]
+
+
+@pytest.mark.parametrize("where", [SHORT, LONG, PAST_CACHES])
+@pytest.mark.parametrize("unit", [1, 63, 64, 65, 127, 1000, 4096, 16384, 16447, 70001])
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
+def test_rows_at_every_alignment(compiled, unit, rows, where):
+    room = 6 * (unit + 96) + 300 + 2 * PAGE
+    rng = np.random.default_rng(unit)
+    memory = rng.integers(0, 250, room, dtype="u1")
+    step = unit + 29
+    strides = (3 * step, step)[2 - len(rows) :]
+    starts = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*rows)]
+    for src_at, ahead in PLACES:
+        target = np.full(room, 0xFF, "u1")
+        dst_at = (memory.ctypes.data + src_at + ahead - target.ctypes.data) % PAGE
+        ends = target.ctypes.data + dst_at, memory.ctypes.data + src_at
+        compiled.Boxes(((*ends, rows, strides, strides, unit, where),), (target, memory))()
+        want = np.full(room, 0xFF, "u1")
+        for start in starts:
+            piece = memory[src_at + start : src_at + start + unit]
+            want[dst_at + start : dst_at + start + unit] = piece
+        assert (target == want).all()
+
+
+@pytest.mark.parametrize("past_caches", [True, False])
+def test_large_copies(way, compiled, monkeypatch, past_caches):
+    used = []
+
+    def counted(given, keep):
+        used.extend(box[-1] for box in given)
+        return compiled.Boxes(given, keep)
+
+    if way == "compiled":
+        monkeypatch.setattr(bound_copies, "_boxes", lambda: counted)
+    monkeypatch.setattr(bound_copies, "_STREAMED", 1 << 16 if past_caches else 1 << 30)
+    array = cases.global_array((90, 300), "f8")
+    for one, two in (("C", "C"), ("strided", "C"), ("C", "F"), ("F", "strided"), ("F", "F")):
+        source, _ = cases.stored(array, one, np.empty)
+        target, whole = cases.stored(np.zeros_like(array), two, np.empty)
+        copy_array(source[:, 3:], target[:, 3:])
+        copy_array(source[:, :3], target[:, :3])
+        assert target.tobytes() == array.tobytes()
+        assert cases.untouched(target, whole)
+    expected = {SHORT, PAST_CACHES if past_caches else LONG} if way == "compiled" else set()
+    assert set(used) == expected
+
+
 def test_few_copies_are_one_call(compiled, monkeypatch):
     monkeypatch.setattr(bound_copies, "_boxes", lambda: compiled.Boxes)
     x, y = np.arange(64.0).reshape(8, 8), np.zeros((8, 8))
     assert type(bound_copies.bind_array(x, y.T)[0]) is compiled.Boxes
     large = np.zeros((256, 256))
-    assert type(bound_copies.bind_array(large, large.copy())[0]) is not compiled.Boxes
+    assert type(bound_copies.bind_array(large, large.copy().T)[0]) is not compiled.Boxes
     many = np.zeros((1,) * 20 + (2,)), np.zeros((1,) * 20 + (3,))[..., :2]
     copy_array(*many)
 
 
 def test_what_is_no_box_is_refused(compiled):
-    good = (1, 1, (2,), (1,), (1,), 1)
+    good = (1, 1, (2,), (1,), (1,), 1, SHORT)
     for index, wrong in ((2, (1,) * 17), (2, 3), (3, (1, 2)), (4, ()), (5, 0), (5, -1), (2, [2])):
         with pytest.raises((ValueError, TypeError)):
             compiled.Boxes(((*good[:index], wrong, *good[index + 1 :]),), None)

@@ -17,8 +17,7 @@ from shardmath.base import config
 
 # What each is for, by its module.
 BUILT = {
-    "shardmath.redistribution._stream": "copies of long rows",
-    "shardmath.redistribution._box": "copies of few bytes",
+    "shardmath.redistribution._box": "copies of rows and of few bytes",
     "shardmath.local._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
@@ -30,6 +29,7 @@ BUILT = {
 # The number that a module gives as its INTERFACE, 0 if none: it rises when calls of it change, and
 # what was built from older sources is not used.
 _INTERFACES = {
+    "shardmath.redistribution._box": 1,
     "shardmath.symmetric._board": 2,
     "shardmath.call._direct": 8,
     "shardmath.cuda._launch": 1,

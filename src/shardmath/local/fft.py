@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import CompiledStep
-from shardmath.base.immutable import Immutable
 from shardmath.local.trigonometric import SERIES, bound_series
 
 Kind = str  # "C2C", "R2C", "C2R", or a name in SERIES
@@ -49,7 +47,7 @@ def bound_transform(
     return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
 
 
-class _Transform(Immutable, eq=False):
+class _Transform(NamedTuple):
     """One transform of `x` into `out`. `scale` is NumPy's `norm`."""
 
     x: HostArray
@@ -69,7 +67,7 @@ class _Transform(Immutable, eq=False):
         """Transform what is to be widened first, or has to be copied to where it is wanted."""
         x = self.x
         if self.kind == "R2C" and x.dtype.itemsize == 2:
-            replace(self, x=x.astype(np.float32)).bound()()
+            self._replace(x=x.astype(np.float32)).bound()()
             return
         made = self._made()
         if not np.may_share_memory(made, self.out):

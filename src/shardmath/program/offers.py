@@ -185,7 +185,7 @@ def _stage(
 
 def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
     """The calls that copy these ranges of an array to `target`, whose memory they do not keep."""
-    extents = [hi - lo for lo, hi in ranges]
+    extents = tuple([hi - lo for lo, hi in ranges])
     first = sum(lo * stride for (lo, _), stride in zip(ranges, array.strides, strict=True))
     source = Window(array.address + first, array.strides, array.keep)
     copies = (

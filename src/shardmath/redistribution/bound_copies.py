@@ -5,36 +5,33 @@ Bits are copied, never values: the element type plays no role. What is contiguou
 copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
 down a column fetches a cache line, and a page, for every element.
 
-Few bytes are copied by `box.c` in one call, long rows by `stream.c`, which says why, where the
-package was installed with a C compiler at hand. Without them every copy goes through NumPy: the
+Few bytes, and rows of any length, are copied by `box.c` in one call, which says why, where the
+package was installed with a C compiler at hand. Without it every copy goes through NumPy: the
 results are the same, large ones take about half as long again, and those of some alignments several
 times as long.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray, host_array
-from shardmath.base.compiled import extension, library_beside
+from shardmath.base.compiled import extension
 from shardmath.geometry import Move
 from shardmath.redistribution.copies import StridedCopy, own_first, whole
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
-_ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
-_COMPILED = 64 << 10  # bytes of units from which on its call pays
+_LONG = 1 << 10  # bytes of a unit from which on it matters where in a page it goes
 _STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
 _MOST_AXES = 16  # of a box that box.c copies
 _NAME = "shardmath.redistribution._box"  # of the module that box.c makes
-
-Streamer = Callable[[StridedCopy, int, int, bool], bool]
+_SHORT, _LONG_UNITS, _PAST_CACHES = range(3)  # ways of box.c
 
 
 class Window:
@@ -128,85 +125,37 @@ def bind(
 
     `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
     """
-    copies = list(copies)
-    if 0 < sum(copy.nbytes for copy in copies) <= _CACHED:
-        boxes = _boxes()
-        if boxes is not None and all(len(copy.shape) <= _MOST_AXES for copy in copies):
-            ends = [(destination.address, sources[copy.src].address) for copy in copies]
-            keep = destination.keep, [sources[copy.src].keep for copy in copies]
-            return [boxes(tuple(map(_box, copies, ends)), keep)]
-    in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _ROW)
-    compiled = _streamer() if in_rows >= _COMPILED else None
-    bound = []
-    for copy in copies:
-        src = _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit)
-        dst = _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit)
-        plain = _bind(src, dst, copy.unit)
-        if compiled is not None and copy.unit >= _ROW:
-            addresses = sources[copy.src].address, destination.address
-            run = partial(compiled, copy, *addresses, in_rows >= _STREAMED)
-            plain = partial(_compiled_or, run, plain)
-        bound.append(plain)
+    copies, boxes = list(copies), _boxes()
+    is_small = sum(copy.nbytes for copy in copies) <= _CACHED
+    in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _LONG)
+    way = _SHORT if is_small else _PAST_CACHES if in_rows >= _STREAMED else _LONG_UNITS
+
+    def is_compiled(copy: StridedCopy) -> bool:
+        in_any_order = is_small or copy.unit >= _LINE
+        return boxes is not None and in_any_order and len(copy.shape) <= _MOST_AXES
+
+    bound: list[Callable[[], object]] = []
+    for compiled, group in groupby(copies, is_compiled):
+        if compiled:
+            held = [(copy, sources[copy.src]) for copy in group]
+            given = tuple([_box(copy, source, destination, way) for copy, source in held])
+            bound.append(boxes(given, (destination.keep, [source.keep for _, source in held])))
+        else:
+            bound += [_bind(copy, sources[copy.src], destination) for copy in group]
     return bound
 
 
 @lru_cache(maxsize=1)
 def _boxes() -> Any:
-    """The compiled class that copies small boxes in one call, where box.c was built."""
+    """The compiled class that copies boxes in one call, where box.c was built."""
     built = extension(_NAME)
     return None if built is None else built.Boxes
 
 
-@lru_cache(maxsize=1)
-def _streamer() -> Streamer | None:
-    """`streamer` of the library that was built with the package, None without it."""
-    library = library_beside(__file__, "_stream")
-    return None if library is None else streamer(library)
-
-
-def streamer(library: ctypes.CDLL) -> Streamer | None:
-    """`copy(strided copy, source address, destination address, whether past the caches)`; None if
-    that is another library.
-
-    The copy returns False, having done nothing, on a processor that `stream.c` does not know.
-    """
-    function: Any = getattr(library, "shardmath_copy", None)
-    if function is None:
-        return None
-    numbers = ctypes.POINTER(ctypes.c_int64)
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        numbers,
-        numbers,
-        numbers,
-        ctypes.c_size_t,
-        ctypes.c_int,
-    ]
-
-    def copy(box: StridedCopy, src: int, dst: int, past_caches: bool) -> bool:
-        axes = [
-            (ctypes.c_int64 * len(values))(*values)
-            for values in (box.shape, box.dst_strides, box.src_strides)
-        ]
-        ends = dst + box.dst_offset, src + box.src_offset
-        done = function(*ends, len(box.shape), *axes, box.unit, past_caches)
-        return int(done) == 0
-
-    return copy
-
-
-def _box(copy: StridedCopy, ends: tuple[int, int]) -> tuple[Any, ...]:
-    to, source = ends[0] + copy.dst_offset, ends[1] + copy.src_offset
-    strides = tuple(copy.dst_strides), tuple(copy.src_strides)
-    return (to, source, tuple(copy.shape), *strides, copy.unit)
-
-
-def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> None:
-    """Copy by the compiled function, or by `plain` where it cannot."""
-    if not compiled():
-        plain()
+def _box(copy: StridedCopy, source: Window, destination: Window, way: int) -> tuple[Any, ...]:
+    ends = destination.address + copy.dst_offset, source.address + copy.src_offset
+    strides = copy.dst_strides, copy.src_strides
+    return (*ends, copy.shape, *strides, copy.unit, way if copy.unit >= _LONG else _SHORT)
 
 
 def _view(
@@ -225,8 +174,11 @@ def _view(
 _TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
 
 
-def _bind(src: HostArray, dst: HostArray, unit: int) -> Callable[[], object]:
-    """A call that copies `src` to `dst`, whose last axis is its densest."""
+def _bind(copy: StridedCopy, source: Window, destination: Window) -> Callable[[], object]:
+    """A call of NumPy that performs a copy, whose last axis is the densest of the destination."""
+    shape, unit = copy.shape, copy.unit
+    src = _view(source, copy.src_offset, copy.src_strides, shape, unit)
+    dst = _view(destination, copy.dst_offset, copy.dst_strides, shape, unit)
     if unit < _LINE and src.nbytes > _CACHED and src.ndim > 1:
         steps = [abs(stride) for stride in src.strides]
         dense = min(range(src.ndim), key=steps.__getitem__)

@@ -1,20 +1,132 @@
-/* Copies of a few small boxes, bound once and made in one call.
+/* Copies of boxes, bound once and made in one call.
  *
  * A copy through NumPy takes about a microsecond before its first byte, which is more than what a few
- * kilobytes take. Built when the package is installed where there is a C compiler; without it host.py copies
- * box by box. Invariant: no byte is read or written outside the boxes; they are copied in their order.
+ * kilobytes take. Long rows go past the caches or through them, at every offset in a page: an ordinary store
+ * first reads the line that it overwrites, so a copy larger than the caches moves three bytes for two.
+ * Streaming stores do not. And a load waits for an earlier store to the same offset in another page, which
+ * the processor cannot tell from the same address: where the destination lies a little further in its page
+ * than the source, that is each load of a copy that goes upwards. On AMD's family 25 such a copy has 2 GB/s
+ * in place of 12, and memcpy has 2 in place of 40 in the caches.
+ *
+ * Built when the package is installed where there is a C compiler; without it bound_copies.py copies box by
+ * box. Invariant: no byte is read or written outside the boxes; they are copied in their order, and all
+ * stores are visible to other processes before any store that the caller makes afterwards.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+
+enum { LINE = 64, PAGE = 4096, STREAMS = 4, AHEAD = 4 * LINE };
+
+static void load_line(__m128i line[4], const char *src) {
+    for (int i = 0; i < 4; i++)
+        line[i] = _mm_loadu_si128((const __m128i *)src + i);
+}
+
+static void store_line(char *dst, const __m128i line[4]) {
+    for (int i = 0; i < 4; i++)
+        _mm_storeu_si128((__m128i *)dst + i, line[i]);
+}
+
+static void stream_line(char *dst, const __m128i line[4]) {
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)dst + i, line[i]);
+}
+
+/* How much further in its page the destination lies. */
+static size_t ahead(const char *dst, const char *src) {
+    return ((uintptr_t)dst - (uintptr_t)src) % PAGE;
+}
+
+/* One line of each of four stretches, which begin `apart` bytes apart. All are loaded before any is
+ * stored, and what is loaded `next` bytes later is fetched. */
+static void stream_lines(char *dst, const char *src, size_t apart, ptrdiff_t next) {
+    __m128i line[STREAMS][4];
+    for (int i = 0; i < STREAMS; i++) {
+        _mm_prefetch((const char *)((uintptr_t)src + i * apart + next), _MM_HINT_T0);
+        load_line(line[i], src + i * apart); /* what is fetched needs no valid address */
+    }
+    for (int i = 0; i < STREAMS; i++)
+        stream_line(dst + i * apart, line[i]);
+}
+
+/* Copy `n` contiguous bytes past the caches. Whole lines of the destination are streamed, from four
+ * stretches of up to a page in turn, so that several banks of the memory are at work: downwards where
+ * the destination is ahead, so that no load meets the offset of a store that has just been made. */
+static void stream_row(char *dst, const char *src, size_t n) {
+    size_t head = (LINE - (uintptr_t)dst % LINE) % LINE;
+    if (n < head + LINE) {
+        memcpy(dst, src, n);
+        return;
+    }
+    memcpy(dst, src, head);
+    dst += head, src += head, n -= head;
+    int down = ahead(dst, src) && ahead(dst, src) < PAGE / 2;
+    while (n >= STREAMS * LINE) {
+        size_t apart = n / STREAMS / LINE * LINE;
+        if (apart > PAGE)
+            apart = PAGE;
+        for (size_t done = 0; done < apart; done += LINE) {
+            size_t at = down ? apart - LINE - done : done;
+            stream_lines(dst + at, src + at, apart, down ? -AHEAD : AHEAD);
+        }
+        dst += STREAMS * apart, src += STREAMS * apart, n -= STREAMS * apart;
+    }
+    for (; n >= LINE; dst += LINE, src += LINE, n -= LINE) {
+        __m128i line[4];
+        load_line(line, src);
+        stream_line(dst, line);
+    }
+    memcpy(dst, src, n);
+}
+
+/* Copy `n` contiguous bytes through the caches: as memcpy, but where that is slow. */
+static void long_row(char *dst, const char *src, size_t n) {
+    if (ahead(dst, src) && ahead(dst, src) < LINE)
+        for (; n >= STREAMS * LINE; dst += STREAMS * LINE, src += STREAMS * LINE, n -= STREAMS * LINE) {
+            __m128i line[STREAMS][4];
+            for (int i = 0; i < STREAMS; i++)
+                load_line(line[i], src + i * LINE);
+            for (int i = 0; i < STREAMS; i++)
+                store_line(dst + i * LINE, line[i]);
+        }
+    memcpy(dst, src, n);
+}
+
+static void end_stores(void) {
+    _mm_sfence();
+}
+
+#else
+
+static void long_row(char *dst, const char *src, size_t n) {
+    memcpy(dst, src, n);
+}
+
+static void stream_row(char *dst, const char *src, size_t n) {
+    memcpy(dst, src, n);
+}
+
+static void end_stores(void) {
+}
+
+#endif
+
 enum { MOST_AXES = 16 };
+enum { SHORT, LONG, PAST_CACHES }; /* units, and where they are to go */
+
+typedef void (*copy_unit)(char *to, const char *from, size_t nbytes);
 
 typedef struct {
     char *to;
     const char *from;
+    copy_unit copy_long; /* NULL: the units are short */
     Py_ssize_t unit, axes, shape[MOST_AXES], to_strides[MOST_AXES], from_strides[MOST_AXES];
 } Box;
 
@@ -22,6 +134,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *keep; /* what holds the memory */
     Py_ssize_t count;
+    int lets_others; /* other threads of Python run meanwhile */
     Box *boxes;
 } Boxes;
 
@@ -31,7 +144,7 @@ typedef struct {
             memcpy(to, from, UNIT);                                                          \
         return;
 
-/* The units of the last axis. */
+/* The units of the last axis, which are short. */
 static void copy_row(char *to, const char *from, Py_ssize_t unit, Py_ssize_t n, Py_ssize_t to_step,
                      Py_ssize_t from_step) {
     if (to_step == unit && from_step == unit) {
@@ -51,11 +164,14 @@ static void copy_row(char *to, const char *from, Py_ssize_t unit, Py_ssize_t n, 
 
 static void copy(const Box *box, Py_ssize_t axis, char *to, const char *from) {
     if (axis == box->axes) {
-        memmove(to, from, (size_t)box->unit);
+        if (box->copy_long != NULL)
+            box->copy_long(to, from, (size_t)box->unit);
+        else
+            memmove(to, from, (size_t)box->unit);
         return;
     }
     Py_ssize_t n = box->shape[axis], to_step = box->to_strides[axis], from_step = box->from_strides[axis];
-    if (axis + 1 == box->axes)
+    if (axis + 1 == box->axes && box->copy_long == NULL)
         copy_row(to, from, box->unit, n, to_step, from_step);
     else
         for (Py_ssize_t i = 0; i < n; i++, to += to_step, from += from_step)
@@ -68,8 +184,13 @@ static PyObject *call(PyObject *self, PyObject *arguments, PyObject *named) {
         return NULL;
     }
     const Boxes *boxes = (const Boxes *)self;
+    PyThreadState *thread = boxes->lets_others ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t i = 0; i < boxes->count; i++)
         copy(boxes->boxes + i, 0, boxes->boxes[i].to, boxes->boxes[i].from);
+    if (thread != NULL) {
+        end_stores();
+        PyEval_RestoreThread(thread);
+    }
     Py_RETURN_NONE;
 }
 
@@ -84,9 +205,11 @@ static int read_extents(PyObject *tuple, Py_ssize_t axes, Py_ssize_t *extents) {
 static int read_box(PyObject *given, Box *box) {
     PyObject *shape, *to_strides, *from_strides;
     unsigned long long to, from;
-    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "KKOOOn", &to, &from, &shape, &to_strides, &from_strides,
-                                                   &box->unit))
+    int way;
+    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "KKOOOni", &to, &from, &shape, &to_strides, &from_strides,
+                                                   &box->unit, &way))
         return -1;
+    box->copy_long = way == PAST_CACHES ? stream_row : way == LONG ? long_row : NULL;
     box->to = (char *)(uintptr_t)to;
     box->from = (const char *)(uintptr_t)from;
     box->axes = PyTuple_Check(shape) ? PyTuple_GET_SIZE(shape) : MOST_AXES + 1;
@@ -99,7 +222,8 @@ static int read_box(PyObject *given, Box *box) {
                : 0;
 }
 
-/* Boxes(boxes, keep): tuples of addresses to and from, shape in units, strides to and from, bytes of a unit. */
+/* Boxes(boxes, keep): tuples of addresses to and from, shape in units, strides to and from, bytes of a unit, and
+ * SHORT, LONG or PAST_CACHES. */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     PyObject *given, *keep;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
@@ -124,7 +248,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
                 PyErr_SetString(PyExc_ValueError, "no such box");
             Py_DECREF(boxes);
             return NULL;
-        }
+        } else if (boxes->boxes[i].copy_long != NULL)
+            boxes->lets_others = 1;
     return (PyObject *)boxes;
 }
 
@@ -147,12 +272,14 @@ static PyType_Slot slots[] = {
 static PyType_Spec boxes_type = {"shardmath.redistribution._box.Boxes", sizeof(Boxes), 0, Py_TPFLAGS_DEFAULT, slots};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_box", "Copies of small boxes, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_box", "Copies of boxes, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__box(void) {
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&boxes_type);
     if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Boxes", type) < 0)
+        Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;

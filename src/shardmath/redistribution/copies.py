@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -73,8 +74,12 @@ def own_first(
     return sorted(copies, key=lambda copy: (copy.src < rank, copy.src))
 
 
+@lru_cache(maxsize=1024)
 def whole(
-    shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
+    shape: tuple[int, ...],
+    itemsize: int,
+    src_strides: tuple[int, ...],
+    dst_strides: tuple[int, ...],
 ) -> StridedCopy:
     """The copy of a whole array, of `shape` without zeros, from memory 0."""
     return strided_copy(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
