@@ -87,24 +87,31 @@ def test_all_operators_in_one_graph(compiling_contexts):
     assert compiling_contexts.run(check_compiled, ranks=2, timeout=600) == [([], 2)] * 2
 
 
+MISTAKES = {
+    "an operator of torch's": lambda x: collectives.all_reduce(x) + torch.ones(N + 1),
+    "op": lambda x: collectives.all_reduce(x, op="middle") + torch.ones(N + 1),
+    "no distributions": lambda x: matmul(x, x),
+    "no distribution": lambda x: redistribute(x, X, "Y"),
+    "inner extents": lambda x: matmul(x, x[:, 1:], distributions=[X, X, "Y"]),
+    "a number": lambda x: x + collectives.all_reduce(2.0),
+}
+
+
 def check_mistakes(context):
-    """What is raised of a call that cannot be traced; then the context is as good as before."""
+    """What is raised of calls that cannot be traced; then the context is as good as before."""
+    said = []
     with context:
-        program = torch.compile(
-            lambda x: collectives.all_reduce(x) + torch.ones(N + 1), backend="eager", fullgraph=True
-        )
-        said = []
-        if context.rank == 1:  # alone: no peer takes part in what is only traced
+        for call in MISTAKES.values() if context.rank == 1 else ():  # alone: they are only traced
             try:
-                program(torch.ones(N))
-            except RuntimeError as error:
+                torch.compile(call, backend="eager", fullgraph=True)(torch.ones(N, N))
+            except Exception as error:
                 said.append(str(error))
         return len(said), collectives.all_reduce(torch.ones(2)).tolist()
 
 
 def test_a_mistake_while_torch_traces_leaves_the_context(compiling_contexts):
     first, second = compiling_contexts.run(check_mistakes, ranks=2, timeout=600)
-    assert (first[0], second[0]) == (0, 1) and first[1] == second[1] == [2.0, 2.0]
+    assert (first[0], second[0]) == (0, len(MISTAKES)) and first[1] == second[1] == [2.0, 2.0]
 
 
 def layer(x, w):

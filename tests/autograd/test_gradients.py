@@ -155,7 +155,8 @@ def drawn_call(name, rng, context):  # noqa: PLR0911
         return partial(collectives.all_gather, axis=axis), [OWN], OWN, [tuple(own)], dtype
     if name == "reduce_scatter":
         counts = rng.choice([None, [0] * (context.size - 1) + [shape[axis]]])
-        op = rng.choice(["sum", "mean"])
+        op = rng.choice(["sum", "mean", "max", "min", "product"])
+        dtype = real if op in ("min", "max") else dtype
         call = partial(collectives.reduce_scatter, axis=axis, counts=counts, op=op)
         return call, [OWN], OWN, [shape], dtype
     if name == "all_to_all":

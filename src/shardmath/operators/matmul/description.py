@@ -138,7 +138,7 @@ def describe(arrays: Mapping[str, ArraySpec | None], words: Words, options: Matm
     if words.error is not None:
         raise words.error
     options_of(MatmulPlanPreferences, words.preferences, "preferences").check()
-    distributions, epilog = _distributions(words.distributions), _epilog(words.epilog)
+    distributions, epilog = three_distributions(words.distributions), _epilog(words.epilog)
     inputs, (a, b, c) = _inputs(arrays, words.inputs), (arrays[name] for name in MATRICES)
     assert a is not None and b is not None, "what is no array has been refused"
     for name, spec in zip(MATRICES, (a, b, c), strict=True):
@@ -275,7 +275,7 @@ def _read_qualifiers(given: Any) -> Qualifiers:
     return Qualifiers((ta, tb, tc), (ca, cb, cc))
 
 
-def _distributions(given: Any) -> tuple[Distribution, ...]:
+def three_distributions(given: Any) -> tuple[Distribution, ...]:
     """The distributions of a, b and the result. Raises ValueError."""
     given_three = tuple(given) if isinstance(given, Sequence) else ()
     if len(given_three) == 3 and all(isinstance(x, Distribution) for x in given_three):

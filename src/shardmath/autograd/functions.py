@@ -1,0 +1,282 @@
+"""The public functions, where a tensor is recorded or traced: calls of operators of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardmath import geometry
+from shardmath.autograd.registered import call_operator
+from shardmath.autograd.words import constant, number_of, plain, words_of
+from shardmath.base.untraced import operators
+from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.context.context import DistributedContext, require_context
+from shardmath.geometry import Distribution, Replicated, Slab
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.arguments import options_of
+from shardmath.operators.fft.options import FFTOptions
+from shardmath.operators.matmul.description import arguments_of, three_distributions
+from shardmath.operators.matmul.options import MatmulOptions
+
+
+def _operated(
+    name: str, xs: list[Any], text: str, counts: Any = None, context: Any = None, out: Any = None
+) -> Any:
+    """The result of an operator of a call of the user's; in `out` where that is given."""
+    compiled = torch.compiler.is_compiling()
+    recorded = ""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        recorded = "".join("1" if x.requires_grad else "0" for x in xs)
+    if out is not None and not compiled:
+        _refuse(name, context, "a result with a gradient, or that torch transforms, is no `out`")
+    if context is None and not compiled:
+        context = require_context()
+    made = call_operator(name, xs, text, counts, None, number_of(context), recorded)
+    return made if out is None else out.copy_(made)
+
+
+def _refuse(operation: str, context: Any, why: str) -> None:
+    """Raise ValueError; on all ranks, but in code that is being compiled. Collective."""
+    error = ValueError(f"{operation}: {why}")
+    if torch.compiler.is_compiling():
+        raise error
+    raise_on_all_ranks(context or require_context(), operation, error)
+
+
+def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) -> Any:
+    """The words of a call. What is wrong with them is raised on all ranks. Collective."""
+    if torch.compiler.is_compiling():
+        return words(*given)
+    try:
+        return words(*given)
+    except (TypeError, ValueError) as error:
+        raise_on_all_ranks(context or require_context(), operation, error)
+
+
+@constant
+def _words_of_matmul(
+    distributions: Any, alpha: Any, beta: Any, epilog: Any, qualifiers: Any, options: Any
+) -> str:
+    flags: Any = arguments_of(None, None, distributions=None, qualifiers=qualifiers).words
+    if flags.error is not None:
+        raise flags.error
+    kept = plain(options_of(MatmulOptions, options))
+    if kept.pop("inplace"):
+        raise ValueError(
+            "options.inplace=True overwrites c: leave it out where there are gradients"
+        )
+    distributions = three_distributions(distributions)
+    if MatmulEpilog(epilog or 0) is MatmulEpilog.ALLREDUCE:
+        distributions = [*distributions[:2], Replicated()]
+    return words_of(
+        distributions=distributions,
+        alpha=1.0 if alpha is None else alpha,
+        beta=beta,
+        transpose=flags.qualifiers.transpose[:2],
+        conjugate=flags.qualifiers.conjugate[:2],
+        options=kept,
+    )
+
+
+@constant
+def _functions_of(epilog: Any) -> tuple[str, bool, bool]:
+    """The function of an epilog, whether there is a bias, and whether it sums every rank's C.
+
+    Raises ValueError for an epilog of a backward pass that is written by hand.
+    """
+    known = MatmulEpilog(epilog or 0)
+    if known.gradient or known.makes_aux or known.makes_bgrad:
+        raise ValueError(
+            f"epilog {known.name} is for backward passes written by hand: torch has one"
+        )
+    return known.activation or "", known.has_bias, known is MatmulEpilog.ALLREDUCE
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    c: Any = None,
+    *,
+    distributions: Any = None,
+    alpha: Any = None,
+    beta: Any = None,
+    epilog: Any = None,
+    epilog_inputs: Any = None,
+    qualifiers: Any = None,
+    quantization_scales: Any = None,
+    options: Any = None,
+    preferences: Any = None,
+    stream: Any = None,
+) -> Any:
+    """See `shardmath.linalg.advanced.matmul`. What an epilog does, torch does to the product."""
+    if quantization_scales is not None or stream is not None:
+        _refuse("matmul", None, "quantization_scales and stream are for calls without gradients")
+    given = distributions, alpha, beta, epilog, qualifiers, options
+    text = _said("matmul", None, _words_of_matmul, *given)
+    function, has_bias, sums_c = _said("matmul", None, _functions_of, epilog)
+    device = a.device.type
+    if torch.is_autocast_enabled(device):
+        narrow = torch.get_autocast_dtype(device)
+        a, b = _autocast(a, narrow), _autocast(b, narrow)
+        c = None if c is None else _autocast(c, narrow)
+    added = c is not None and not sums_c
+    made = _operated("matmul", [a, b, c] if added else [a, b], text)
+    if sums_c and c is not None:
+        made = made + beta * all_reduce(c)
+    if has_bias:
+        made = made + epilog_inputs["bias"].reshape(-1, 1).to(made.dtype)
+    if function == "relu":
+        return torch.relu(made)
+    return torch.nn.functional.gelu(made, approximate="tanh") if function == "gelu" else made
+
+
+def _autocast(x: Any, dtype: Any) -> Any:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def redistribute(
+    operand: Any,
+    /,
+    input_distribution: Any,
+    output_distribution: Any = None,
+    *,
+    sync_symmetric_memory: bool = True,
+    options: Any = None,
+    stream: Any = None,
+    out: Any = None,
+) -> Any:
+    """See `shardmath.distribution.redistribute`."""
+    if stream is not None:
+        _refuse("redistribute", None, "stream is for calls without gradients")
+    given = _words_of_redistribute, input_distribution, output_distribution
+    return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
+
+
+@constant
+def _words_of_redistribute(source: Any, target: Any) -> str:
+    return words_of(source=source, target=target)
+
+
+@constant
+def _words_of_fft(ndim: int, distribution: Any, axes: Any, norm: Any, options: Any) -> str:
+    read = options_of(FFTOptions, options)
+    if read.inplace or read.halves:
+        raise ValueError("options.inplace and options.halves are for calls without gradients")
+    numbers = range(ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
+    axes = [axis + ndim if axis < 0 else axis for axis in numbers]
+    pair = list(distribution) if isinstance(distribution, list | tuple) else [distribution] * 2
+    if pair[1] is distribution and isinstance(distribution, Slab) and not read.redistribute:
+        split = distribution.partition_dim
+        pair[1] = Slab(int(split == 0)) if split in axes else distribution
+    elif pair[1] is distribution and isinstance(distribution, Distribution):
+        pair[1] = _unbound(distribution)
+        if not read.redistribute:
+            raise ValueError("redistribute=False: give a pair of distributions (input, output)")
+    source, target = pair
+    return words_of(
+        source=source, target=target, axes=axes, norm=norm, parity=read.last_axis_parity
+    )
+
+
+def _unbound(distribution: Distribution) -> Distribution:
+    """What the result of a transform is split by, whose shape may be another."""
+    return geometry.decode((*distribution.encode()[:-1], None))
+
+
+def _fft(name: str) -> Callable[..., Any]:
+    def fft(
+        operand: Any,
+        /,
+        *,
+        distribution: Any = None,
+        sync_symmetric_memory: bool = True,
+        options: Any = None,
+        stream: Any = None,
+        axes: Any = None,
+        norm: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """See `shardmath.fft`."""
+        if stream is not None:
+            _refuse(name, None, "stream is for calls without gradients")
+        given = _words_of_fft, operand.ndim, distribution, axes, norm, options
+        return _operated(name, [operand], _said(name, None, *given), out=out)
+
+    return fft
+
+
+def all_gather(x: Any, *, axis: int = 0, out: Any = None, context: Any = None) -> Any:
+    """See `shardmath.collectives`."""
+    text = words_of(axis=_axis(x, axis), op="sum")
+    return _operated("all_gather", [x], text, None, context, out)
+
+
+def _axis(x: Any, axis: Any) -> Any:
+    return axis + x.ndim if isinstance(axis, int) and -x.ndim <= axis < 0 else axis
+
+
+def reduce_scatter(
+    x: Any,
+    *,
+    op: str = "sum",
+    axis: int = 0,
+    counts: Any = None,
+    out: Any = None,
+    context: Any = None,
+) -> Any:
+    """See `shardmath.collectives`."""
+    text = words_of(axis=_axis(x, axis), op=op)
+    return _operated("reduce_scatter", [x], text, counts, context, out)
+
+
+def all_to_all(
+    x: Any,
+    *,
+    axis: int = 0,
+    send_counts: Any = None,
+    receive_counts: Any = None,
+    out: Any = None,
+    context: Any = None,
+) -> Any:
+    """See `shardmath.collectives`."""
+    counts = None if send_counts is None else [*send_counts, *(receive_counts or ())]
+    text = words_of(axis=_axis(x, axis))
+    return _operated("all_to_all", [x], text, counts, context, out)
+
+
+def broadcast(x: Any, *, root: int = 0, out: Any = None, context: Any = None) -> Any:
+    """See `shardmath.collectives`. A tensor is given on all ranks."""
+    return _operated("broadcast", [x], words_of(root=root), None, context, out)
+
+
+def all_reduce(x: Any, *, op: str = "sum", out: Any = None, context: Any = None) -> Any:
+    """See `shardmath.collectives`."""
+    return _operated("all_reduce", [x], words_of(op=op), None, context, out)
+
+
+def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
+    """`x`, a tensor that all ranks have, as each rank's own: gradients of all copies are summed.
+
+        y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
+
+    For what every rank has, and uses on data of its own: without it the gradient on a rank is the
+    share of that rank. Local; its backward pass is an `all_reduce`.
+    """
+    return _operated("copies", [x], words_of(op="sum"), None, context)
+
+
+operators.update(
+    {
+        "matmul": matmul,
+        "redistribute": redistribute,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
+        "broadcast": broadcast,
+        "all_reduce": all_reduce,
+        **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
+    }
+)

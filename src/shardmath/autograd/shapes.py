@@ -1,0 +1,144 @@
+"""Which shape has this rank's result of an operator? Said by geometry, of symbols as of numbers.
+
+An extent is None where only the peers know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from shardmath.autograd.words import Words
+from shardmath.base.immutable import Immutable
+from shardmath.context.context import require_context
+from shardmath.geometry import Box, Distribution, Spans
+
+Shape = Sequence[Any]  # of integers, of which some may be symbols of torch's compiler
+Tensors = Sequence[Any]
+
+
+def of_transform(name: str, xs: Tensors, words: Words, counts: Any) -> Shape:
+    """Of a transform, of that name."""
+    shape, target, odd = xs[0].shape, words["target"], int(words["parity"] == "odd")
+    changes = {"rfft": lambda n: n // 2 + 1, "irfft": lambda n: 2 * (n - 1) + odd}
+    return [
+        _Axis.of(shape, words["source"], axis).to(
+            target, axis, len(shape), changes.get(name) if axis == words["axes"][-1] else None
+        )
+        for axis in range(len(shape))
+    ]
+
+
+def of_redistribution(xs: Tensors, words: Words, counts: Any) -> Shape:
+    """Of a redistribution."""
+    return of_transform("fft", xs, dict(words, axes=[0], parity=""), counts)
+
+
+def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
+    """Of a matrix product: C's shape where there is one."""
+    if len(xs) == 3:
+        return list(xs[2].shape)
+    (a, b), (of_a, of_b, target) = xs, words["distributions"]
+    ta, tb = words["transpose"]
+    rows, columns = _Axis.of(a.shape, of_a, int(ta)), _Axis.of(b.shape, of_b, int(not tb))
+    return [rows.to(target, 0, 2), columns.to(target, 1, 2)]
+
+
+def of_exchange(xs: Tensors, words: Words, counts: Any) -> Shape:
+    """Of `all_to_all`: known where it is said how much is received."""
+    size = require_context().size
+    received = () if counts is None else counts[size:]
+    return with_extent(xs, words, sum(received) if received else None)
+
+
+def with_extent(xs: Tensors, words: Words, extent: Any) -> Shape:
+    """The operand's shape with another extent along the axis of the call."""
+    made = list(xs[0].shape)
+    made[words["axis"]] = extent
+    return made
+
+
+def of_scattering(xs: Tensors, words: Words, counts: Any) -> Shape:
+    """Of `reduce_scatter`: even parts, or as `counts` say."""
+    context = require_context()
+    extent = xs[0].shape[words["axis"]]
+    if counts is not None:
+        return with_extent(xs, words, counts[context.rank])
+    return with_extent(xs, words, (extent + context.size - 1 - context.rank) // context.size)
+
+
+def alike(xs: Tensors, words: Words, counts: Any) -> Shape:
+    """The operand's shape."""
+    return list(xs[0].shape)
+
+
+class _Split(Immutable):
+    """How an axis is split: part k of so many even parts, or as `other` says."""
+
+    parts: int = 1
+    k: int = 0
+    other: Any = None
+
+
+@lru_cache(maxsize=1024)
+def _splits(distribution: Distribution, ndim: int, rank: int, size: int) -> tuple[_Split, ...]:
+    """How a distribution that is neither bound nor a rank's own splits each axis."""
+    extent = 4 * size * size  # tells even parts apart, as any that is long enough
+    short, long = (
+        distribution.part(rank, (n,) * ndim, size=size) for n in (extent, 2 * extent + 1)
+    )
+    return tuple(
+        next(
+            (
+                _Split(parts, k)
+                for parts in range(1, size + 1)
+                for k in range(parts)
+                if (Spans.even(extent, parts, k), Spans.even(2 * extent + 1, parts, k)) == pair
+            ),
+            _Split(0, 0, pair),
+        )
+        for pair in zip(short, long, strict=True)
+    )
+
+
+class _Axis(Immutable, eq=False):
+    """An axis of which this rank has `own` indices, split so: of `whole` ones, where that is known.
+    None for a split that says nothing of another rank.
+    """
+
+    own: Any
+    whole: Any
+    split: _Split | None
+
+    @classmethod
+    def of(cls, shape: Shape, distribution: Distribution, axis: int) -> _Axis:
+        """An axis of an array of which this rank has a part of that shape."""
+        if distribution.binding is not None:
+            return cls(shape[axis], distribution.binding.global_shape[axis], None)
+        if distribution.per_rank:
+            return cls(shape[axis], None, None)
+        context = require_context()
+        split = _splits(distribution, len(shape), context.rank, context.size)[axis]
+        return cls(shape[axis], shape[axis] if split.parts == 1 else None, split)
+
+    def to(self, target: Distribution, axis: int, ndim: int, change: Any = None) -> Any:
+        """How many indices this rank has by `target` of such an axis, the result's `axis`; None
+        where the geometry does not say. `change(n)` of the n that there are become the result's.
+        """
+        context = require_context()
+        rank, size = context.rank, context.size
+        if isinstance(target, Box):
+            return target.box_shape[axis]
+        if target.binding is not None:
+            return target.shape(rank, size=size)[axis]
+        split = _splits(target, ndim, rank, size)[axis]
+        if self.whole is None:
+            return self.own if split == self.split and change is None else None
+        whole = self.whole if change is None else change(self.whole)
+        if split.parts:
+            return (whole + split.parts - 1 - split.k) // split.parts
+        if not isinstance(whole, int):
+            return None
+        extents = [whole if n == axis else 1 for n in range(ndim)]
+        return target.part(rank, extents, size=size)[axis].length

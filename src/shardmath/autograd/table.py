@@ -1,0 +1,364 @@
+"""How is an operator performed, and through which other one does its gradient go? One row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardmath import collectives
+from shardmath.arrays import dtypes
+from shardmath.autograd import shapes
+from shardmath.autograd.shapes import Shape, Tensors
+from shardmath.autograd.words import Words, words_of
+from shardmath.base.immutable import Immutable
+from shardmath.context.context import require_context
+from shardmath.geometry import Box, Distribution, Spans
+from shardmath.operators import fft as transforms
+from shardmath.operators.layouts import infer_layout
+from shardmath.operators.matmul import matmul as multiply
+from shardmath.operators.matmul.options import matrix_qualifiers_dtype
+from shardmath.operators.redistribute import redistribute
+
+Call = Callable[..., Any]
+
+
+class Operator(Immutable, eq=False):
+    """An operator of torch's: one tensor from several, on all ranks together.
+
+    `perform(xs, words, counts, shape)` calls the public function, on tensors that record nothing.
+    `shape(xs, words, counts)` is that of this rank's result, None for an extent which only the
+    peers know; `dtype(xs, words)` is the result's. `adjoint(words, counts)` is (the name
+    of the operator, its words and counts) through which the gradient of a linear operator goes;
+    `gradients(saved, call, grad, wanted)` are those of the operands of another.
+    """
+
+    perform: Callable[[Tensors, Words, Any, Any], Any]
+    shape: Callable[[Tensors, Words, Any], Shape]
+    adjoint: Callable[[Words, Any], tuple[str, Words, Any] | None] = lambda words, counts: None
+    gradients: Callable[..., list[Any]] | None = None
+    dtype: Callable[[Tensors, Words], Any] = lambda xs, words: xs[0].dtype
+
+
+def _perform_redistribute(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    return redistribute(xs[0], words["source"], words["target"])
+
+
+def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    pair, options = [words["source"], words["target"]], {}
+    if name == "irfft":
+        options["last_axis_parity"] = words["parity"]
+    function = getattr(transforms, name)
+    return function(
+        xs[0], distribution=pair, axes=words["axes"], norm=words["norm"], options=options
+    )
+
+
+_SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
+_ADJOINT = {
+    "fft": "ifft",
+    "ifft": "fft",
+    "rfft": "rfft_adjoint",
+    "rfft_adjoint": "rfft",
+    "irfft": "irfft_adjoint",
+    "irfft_adjoint": "irfft",
+}
+
+
+def _adjoint_fft(name: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
+    back = dict(words, source=words["target"], target=words["source"])
+    return _ADJOINT[name], dict(back, norm=_SWAPPED[words["norm"]]), None
+
+
+def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """Of what is kept of a real array's transform, n // 2 + 1 elements along the last axis, what
+    the whole would have come from: each element counts once, where `irfft` counts it twice.
+    """
+    (grad,), axes = xs, words["axes"]
+    *others, last = axes
+    source, target = words["source"], words["target"]
+    extent = _global_shape(target, shape)[last]
+    halved = [
+        extent // 2 + 1 if n == last else m for n, m in enumerate(_global_shape(source, grad))
+    ]
+    if others:  # first along them: what counts once is real only then
+        grad = transforms.ifft(grad, distribution=source, axes=others, norm=words["norm"])
+    weights = _weights(source, halved, last, extent, others=0.5)
+    return transforms.irfft(
+        (grad * weights.to(grad.real.dtype)).to(grad.dtype),
+        distribution=[source, target],
+        axes=[last],
+        norm=words["norm"],
+        options={"last_axis_parity": "odd" if extent % 2 else "even"},
+    )
+
+
+def _perform_irfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """The transform of a real array, in which each element that stands for two counts twice."""
+    (grad,), axes = xs, words["axes"]
+    source, target = words["source"], words["target"]
+    halved = _global_shape(target, shape)
+    extent = 2 * (halved[axes[-1]] - 1) + (words["parity"] == "odd")
+    made = transforms.rfft(grad, distribution=[source, target], axes=axes, norm=words["norm"])
+    return made * _weights(target, halved, axes[-1], extent, others=2.0).to(made.real.dtype)
+
+
+def _weights(
+    distribution: Distribution, halved: Sequence[int], axis: int, extent: int, *, others: float
+) -> Any:
+    """1 for the elements along a halved axis that stand for themselves alone, and `others`."""
+    context = require_context()
+    if isinstance(distribution, Box):
+        ranges = [(distribution.lower[axis], distribution.upper[axis])]
+    else:
+        ranges = distribution.index_ranges(context.rank, halved, size=context.size)[axis]
+    indices = torch.cat([torch.arange(*ends) for ends in ranges] or [torch.arange(0)])
+    alone = (indices == 0) | (2 * indices == extent)
+    weights = torch.where(alone, 1.0, others)
+    return weights.reshape([-1 if n == axis else 1 for n in range(len(halved))])
+
+
+def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
+    """The global shape of an array of which ranks have such parts. Collective."""
+    shape = tuple(int(n) for n in getattr(part, "shape", part))
+
+    def check(specs: list[Any]) -> tuple[int, ...]:
+        encoded, shapes = zip(*specs, strict=True)
+        return infer_layout("the operand", encoded, shapes).global_shape
+
+    return require_context().agree(
+        "the gradient of a real transform", lambda: (distribution.encode(), shape), check
+    )
+
+
+def _real(xs: Tensors, words: Words) -> Any:
+    return xs[0].dtype.to_real()
+
+
+def _complex(xs: Tensors, words: Words) -> Any:
+    return torch.complex128 if xs[0].dtype == torch.float64 else torch.complex64
+
+
+def _perform_reduce_scatter(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    if shape is not None:  # it knows how much this rank is to have, and the peers say it of them
+        counts = _of_all(shape[words["axis"]])
+    return collectives.reduce_scatter(xs[0], op=words["op"], axis=words["axis"], counts=counts)
+
+
+def _of_all(extent: Any) -> list[int]:
+    """The extents of all ranks, by rank. Collective."""
+    extents: list[int] = collectives.all_gather(np.array([int(extent)])).tolist()
+    return extents
+
+
+def _perform_all_to_all(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    context, axis = require_context(), words["axis"]
+    sent = None if counts is None else counts[: context.size]
+    received = None if counts is None else counts[context.size :] or None
+    return collectives.all_to_all(xs[0], axis=axis, send_counts=sent, receive_counts=received)
+
+
+def _perform_all_to_all_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """What came goes back to where it came from."""
+    context, axis = require_context(), words["axis"]
+    if counts is None:
+        whole = int(shape[axis])
+        sent = [Spans.even(whole, context.size, rank).length for rank in range(context.size)]
+    else:
+        sent = list(counts[: context.size])
+    came = collectives.all_gather(np.array([sent]))[:, context.rank].tolist()
+    return collectives.all_to_all(xs[0], axis=axis, send_counts=came, receive_counts=sent)
+
+
+def _perform_reduce(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """The sum of all ranks' tensors on the root; zeros elsewhere."""
+    context, flat = require_context(), xs[0].reshape(-1)
+    counts = [flat.numel() * (rank == words["root"]) for rank in range(context.size)]
+    made = collectives.reduce_scatter(flat, counts=counts)
+    return made.reshape(xs[0].shape) if made.numel() else torch.zeros_like(xs[0])
+
+
+def _scaled_copies(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    return xs[0] / require_context().size if words["op"] == "mean" else xs[0].clone()
+
+
+def _same(name: str) -> Callable[[Words, Any], tuple[str, Words, Any]]:
+    """The adjoint of that name, with the same words and counts."""
+    return lambda words, counts: (name, words, counts)
+
+
+def _perform_matmul(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    a, b, *c = xs
+    return multiply(
+        a,
+        b,
+        *c,
+        distributions=words["distributions"],
+        alpha=words["alpha"],
+        beta=words["beta"] if c else None,
+        qualifiers=_qualifiers(words["transpose"], words["conjugate"]),
+        options=words["options"],
+    )
+
+
+def _qualifiers(transpose: Sequence[bool], conjugate: Sequence[bool]) -> Any:
+    made = np.zeros(3, dtype=matrix_qualifiers_dtype)
+    made["is_transpose"][:2], made["is_conjugate"][:2] = transpose, conjugate
+    return made
+
+
+def _dtype_of_matmul(xs: Tensors, words: Words) -> Any:
+    if len(xs) == 3:
+        return xs[2].dtype
+    number = words["options"].get("result_type")
+    return xs[0].dtype if number is None else getattr(torch, str(dtypes.numbered(number)))
+
+
+def _matmul_gradients(
+    xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
+) -> list[Any]:
+    """D = alpha op(A) op(B) + beta C: gradients that are split as the operands, two of them
+    products again.
+    """
+    a, b, *c, _ = xs
+    of_a, of_b, of_d = words["distributions"]
+    (ta, tb), (ca, cb) = words["transpose"], words["conjugate"]
+    narrow = grad.to(a.dtype)
+
+    def product(x: Any, y: Any, split: Any, flags: Any, like: Any, *, conjugated: bool) -> Any:
+        scale = words["alpha"]
+        if isinstance(scale, complex) and not conjugated:
+            scale = scale.conjugate()
+        conjugate = [bool(flag) and x.is_complex() for flag in flags[1]]
+        text = words_of(
+            distributions=split,
+            alpha=scale,
+            beta=None,
+            transpose=flags[0],
+            conjugate=conjugate,
+            options={},
+        )
+        return call("matmul", [x, y], text, shape=list(like.shape))
+
+    grads: list[Any] = [None] * (2 + len(c))
+    if wanted[0] and ta:
+        flags = [tb, True], [cb ^ (not ca), ca]
+        grads[0] = product(b, narrow, [of_b, of_d, of_a], flags, a, conjugated=ca)
+    elif wanted[0]:
+        flags = [False, not tb], [ca, ca ^ (not cb)]
+        grads[0] = product(narrow, b, [of_d, of_b, of_a], flags, a, conjugated=ca)
+    if wanted[1] and tb:
+        flags = [True, ta], [cb, ca ^ (not cb)]
+        grads[1] = product(narrow, a, [of_d, of_a, of_b], flags, b, conjugated=cb)
+    elif wanted[1]:
+        flags = [not ta, False], [cb ^ (not ca), cb]
+        grads[1] = product(a, narrow, [of_a, of_d, of_b], flags, b, conjugated=cb)
+    if c and wanted[2]:
+        beta = words["beta"]
+        grads[2] = grad * (beta.conjugate() if isinstance(beta, complex) else beta)
+    return grads
+
+
+def _perform_all_gather(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    made = collectives.all_gather(xs[0], axis=words["axis"])
+    return made / require_context().size if words["op"] == "mean" else made
+
+
+def _perform_broadcast(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    return collectives.broadcast(xs[0], root=words["root"])
+
+
+def _perform_all_reduce(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    return collectives.all_reduce(xs[0], op=words["op"])
+
+
+def _linear(name: str) -> Callable[[Words, Any], tuple[str, Words, Any] | None]:
+    """The adjoint of a sum or a mean, with the same words; of other reductions there is none."""
+    return lambda words, counts: (name, words, None) if words["op"] in ("sum", "mean") else None
+
+
+def _gradients_of_all_reduce(
+    xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
+) -> list[Any]:
+    x, made = xs
+    return _gradients_of_reduction(x, made, call("copies", [grad], words_of(op="sum")), words, call)
+
+
+def _gradients_of_reduce_scatter(
+    xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
+) -> list[Any]:
+    """As of a reduction whose parts all ranks have."""
+    x, made = xs
+    text = words_of(axis=words["axis"], op="sum")
+    whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
+    return _gradients_of_reduction(x, whole, grad, words, call)
+
+
+def _gradients_of_reduction(x: Any, made: Any, grad: Any, words: Words, call: Call) -> list[Any]:
+    """Of min and max the ranks that have it share the gradient; of a product the others' product
+    counts.
+    """
+    if words["op"] in ("min", "max"):
+        holds = (x == made).to(x.dtype)
+        return [grad * holds / call("all_reduce", [holds], words_of(op="sum"))]
+    if words["op"] != "product":
+        raise NotImplementedError(f"a reduction by {words['op']!r} has no gradient")
+    rows = words_of(axis=0, op="sum")
+    all_ = call("all_gather", [x.unsqueeze(0)], rows, shape=[require_context().size, *x.shape])
+    own = torch.arange(len(all_), device=x.device) == require_context().rank
+    others = all_.where(~own.reshape(-1, *[1] * x.ndim), 1).prod(0)
+    return [grad * others.conj()]
+
+
+def _transform(name: str, dtype: Any = None) -> Operator:
+    made = {} if dtype is None else {"dtype": dtype}
+    perform: Call = partial(_perform_fft, name)
+    if name.endswith("adjoint"):  # whose shape its caller says
+        perform = _perform_rfft_adjoint if name == "rfft_adjoint" else _perform_irfft_adjoint
+    return Operator(
+        perform, partial(shapes.of_transform, name), partial(_adjoint_fft, name), **made
+    )
+
+
+TABLE = {
+    "matmul": Operator(
+        _perform_matmul, shapes.of_product, gradients=_matmul_gradients, dtype=_dtype_of_matmul
+    ),
+    "redistribute": Operator(
+        _perform_redistribute,
+        shapes.of_redistribution,
+        lambda words, counts: (
+            "redistribute",
+            {"source": words["target"], "target": words["source"]},
+            None,
+        ),
+    ),
+    "fft": _transform("fft"),
+    "ifft": _transform("ifft"),
+    "rfft": _transform("rfft", _complex),
+    "rfft_adjoint": _transform("rfft_adjoint", _real),
+    "irfft": _transform("irfft", _real),
+    "irfft_adjoint": _transform("irfft_adjoint", _complex),
+    "all_gather": Operator(
+        _perform_all_gather,
+        lambda xs, words, counts: shapes.with_extent(xs, words, None),
+        _linear("reduce_scatter"),
+    ),
+    "reduce_scatter": Operator(
+        _perform_reduce_scatter,
+        shapes.of_scattering,
+        _linear("all_gather"),
+        _gradients_of_reduce_scatter,
+    ),
+    "all_to_all": Operator(_perform_all_to_all, shapes.of_exchange, _same("all_to_all_adjoint")),
+    "all_to_all_adjoint": Operator(_perform_all_to_all_adjoint, shapes.alike, _same("all_to_all")),
+    "broadcast": Operator(_perform_broadcast, shapes.alike, _same("reduce")),
+    "reduce": Operator(_perform_reduce, shapes.alike, _same("broadcast")),
+    "all_reduce": Operator(
+        _perform_all_reduce, shapes.alike, _linear("copies"), _gradients_of_all_reduce
+    ),
+    "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce")),
+}

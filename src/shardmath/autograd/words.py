@@ -1,0 +1,94 @@
+"""What a call says beside its tensors, as one text: a constant of the graphs of torch's compiler.
+
+Distributions travel in it as ranks send them to each other, contexts by a number of this process.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import IntEnum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardmath import geometry
+from shardmath.context.context import DistributedContext, open_contexts, require_context
+from shardmath.geometry import Distribution
+
+Words = Mapping[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
+CURRENT = -1  # in place of a context's number: the one that is current when the call is made
+
+
+def constant(function: F) -> F:
+    """`function`, which torch's compiler calls while it traces: its arguments are constants."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant
+def words_of(**given: Any) -> str:
+    """The words of a call, as the graphs of torch's compiler have them: a constant of text.
+
+    Raises TypeError for what is no plain data, nor a distribution or options.
+    """
+    return repr({name: plain(value) for name, value in given.items()})
+
+
+def plain(value: Any) -> Any:
+    """`value` as what `ast.literal_eval` reads. Raises TypeError as `words_of`."""
+    if isinstance(value, Distribution):
+        return {"distribution": value.encode()}
+    if isinstance(value, IntEnum):
+        return int(value)
+    if is_dataclass(value):
+        pairs = ((field.name, vars(value)[field.name]) for field in fields(value))
+        return {name: plain(x) for name, x in pairs if name != "logger" and x is not None}
+    if isinstance(value, Mapping):
+        return {str(name): plain(x) for name, x in value.items() if name != "logger"}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return value
+    raise TypeError(f"{value!r} is not what torch traces or differentiates: pass plain data")
+
+
+@lru_cache(maxsize=4096)
+def read_words(text: str) -> Words:
+    """What `words_of` has written."""
+    return MappingProxyType({name: _value(x) for name, x in ast.literal_eval(text).items()})
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(x) for x in plain]
+    if isinstance(plain, dict) and plain.keys() == {"distribution"}:
+        return geometry.decode(plain["distribution"])
+    return plain
+
+
+def number_of(context: DistributedContext | None) -> int:
+    """The number of a context that a caller names; in code that is compiled, none is the one that
+    is current when it runs.
+    """
+    if context is None:
+        return CURRENT
+    if isinstance(context, DistributedContext):
+        return context.number
+    raise TypeError(f"context is a DistributedContext or None, not {context!r}")
+
+
+def context_of(number: int) -> DistributedContext:
+    """The context of that number. Raises RuntimeError where it has been finalised."""
+    if number == CURRENT:
+        return require_context()
+    found = next((one for one in open_contexts() if one.number == number), None)
+    if found is None:
+        raise RuntimeError("the context of this call was finalised before its backward pass")
+    return found
