@@ -1,4 +1,4 @@
-"""The command line: `python -m shardmath run`, `env`, `--version`."""
+"""The command line: `python -m shardmath run`, `env`, `inspect`, `--version`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(commands.add_parser("run", help=start, description=f"{start.capitalize()}."))
     commands.add_parser("env", help="list the environment variables, and what was built from C")
+    where = "show where the ranks of a running job are, and which of them are missing"
+    inspect = commands.add_parser("inspect", help=where, description=f"{where.capitalize()}.")
+    inspect.add_argument("pid", type=int, help="the process of a rank, or one that has started it")
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _print_variables()
+    if options.command == "inspect":
+        return _inspect(options.pid)
     program = Program(options.program, tuple(options.arguments), options.is_module)
     return run(program, options.n, threads=options.threads)
+
+
+def _inspect(pid: int) -> int:
+    from shardmath.errors import BootstrapError
+    from shardmath.inspection.job import inspected
+
+    try:
+        print(inspected(pid))
+    except BootstrapError as error:
+        print(f"shardmath inspect: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _print_variables() -> int:

@@ -25,6 +25,7 @@ import numpy as np
 
 from shardmath import collectives
 from shardmath.base import collective_call, immutable, wire
+from shardmath.base.recorder import operations, this_process
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import OpTimeout, ShardmathError
@@ -593,6 +594,8 @@ class Trials:
                     found[-1] = once()  # it had not begun
             if found[-1] != "right":
                 break  # later steps need what this one gives
+        last = operations(bytes(this_process.memory))[-1]
+        assert last.ended, f"it seems to be in an operation: {last}"
         for number in numbers[len(steps) :]:
             (step,) = all_reduce_of(4)(self.context)
             has_failed = self.context.board.failure is not None

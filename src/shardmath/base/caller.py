@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 # The package's folder, and what its context managers run through.
-_OURS = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
+PACKAGE = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 
 # torch's own, through which its compiler and its operators call.
-_TORCH = ("/torch/_dynamo/", "/torch/_ops.py", "/torch/_library/", "/torch/autograd/function.py")
+TORCH = ("/torch/_dynamo/", "/torch/_ops.py", "/torch/_library/", "/torch/autograd/function.py")
 
 
 def caller_place() -> tuple[str, int]:
@@ -35,4 +35,4 @@ def process_name() -> str:
 
 def _passed_through(file: str) -> bool:
     """Whether it is no file of the user's."""
-    return file.startswith(_OURS) or any(part in file for part in _TORCH)
+    return file.startswith(PACKAGE) or any(part in file for part in TORCH)

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
+from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
     is_loaded,
@@ -74,6 +75,7 @@ class CollectiveCall:
             line = caller_line() if boards else ""
             for board in boards:
                 board.interrupted(error, line)
+        this_process.leave()
         self.settled = None  # an exception's traceback refers to frames, and those to operands
         self.boards = []
         self.repeat = None
@@ -155,7 +157,9 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         boards = record.boards  # which refer to the record: it forgets them at its end
         try:
             this_thread.call = record
+            this_process.begin(function, args)
             result = function(*args, **kwargs)
+            this_process.end()
             this_thread.call = record.settled = None
             repeat, record.repeat = record.repeat, None
             record.boards = []

@@ -22,6 +22,7 @@ BUILT = {
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
     "shardmath.arrays._dlpack": "torch's arrays on the heap",
+    "shardmath.base._record": "the record of operations",
     "shardmath.call._direct": "calls that come again",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
@@ -31,7 +32,7 @@ BUILT = {
 _INTERFACES = {
     "shardmath.redistribution._box": 1,
     "shardmath.symmetric._board": 2,
-    "shardmath.call._direct": 8,
+    "shardmath.call._direct": 9,
     "shardmath.cuda._launch": 1,
 }
 

@@ -12,6 +12,7 @@
  */
 
 #include "../base/ndarray.h"
+#include "../base/record.h"
 #include "../symmetric/board.h"
 
 #include <string.h>
@@ -72,6 +73,7 @@ enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_b
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
 static const Rounds *rounds;
+static const Record *record;
 
 #define ITEM(tuple, index) PyTuple_GET_ITEM(tuple, index)
 
@@ -984,7 +986,12 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
         if (entered) {
             Turn turn = {.shared = ITEM(kept, ITS_SHARED), .call = call, .results = results};
             Made made = {&look, kept};
+            record->begin(given[2], look.array, look.arrays);
             found = perform(&turn, its_arguments, &made, ITEM(kept, ITS_OTHERWISE), &left);
+            if (left)
+                record->withdraw();
+            else
+                record->end(found == NULL ? RAISED : RETURNED);
         }
         Py_XDECREF(results);
         found = the_given(kept, release(ITEM(kept, ITS_SHARED), found));
@@ -1031,6 +1038,18 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_direct", "Calls that come again, compiled.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
+/* What a module has in a capsule, which it keeps. */
+static const void *given_by(const char *module, const char *attribute, const char *name) {
+    PyObject *giver = PyImport_ImportModule(module);
+    PyObject *capsule = giver == NULL ? NULL : PyObject_GetAttrString(giver, attribute);
+    const void *given = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, name);
+    Py_XDECREF(capsule);
+    Py_XDECREF(giver);
+    if (given == NULL)
+        PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", name);
+    return given;
+}
+
 PyMODINIT_FUNC PyInit__direct(void) {
     for (int i = 0; i < NAMES; i++)
         if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL)
@@ -1038,16 +1057,11 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    PyObject *board = PyImport_ImportModule("shardmath.symmetric._board");
-    PyObject *capsule = board == NULL ? NULL : PyObject_GetAttrString(board, "ROUNDS");
-    rounds = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, ROUNDS); /* which its module keeps */
-    Py_XDECREF(capsule);
-    Py_XDECREF(board);
-    if (rounds == NULL) {
-        PyErr_Format(PyExc_ImportError, "%s was not built, or of other sources", ROUNDS);
+    rounds = given_by("shardmath.symmetric._board", "ROUNDS", ROUNDS);
+    record = rounds == NULL ? NULL : given_by("shardmath.base._record", "RECORDING", RECORDING);
+    if (record == NULL)
         Py_CLEAR(module);
-    }
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 8) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 9) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

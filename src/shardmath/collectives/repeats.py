@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from shardmath.arrays import Library, libraries
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
+from shardmath.base.recorder import this_process
 from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
@@ -165,6 +166,7 @@ class Repeats:
     def _made(self, key: _Key, entry: _Entry, x: Any, out: Any, *counts: Any) -> Any:
         """The result, None where nothing was done after all."""
         stream = libraries()["torch"].stream(self._team.device.ordinal)
+        this_process.on_stream(stream)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
         if not usable or not self._order.continues(stream):
             return None

@@ -255,6 +255,10 @@ class Context(OnHosts):
         """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
         return self._runtime.threads
 
+    def show(self, why: str) -> None:
+        """Show on stderr where all ranks of the job are."""
+        self._runtime.job.show(why)
+
     # -- end ---------------------------------------------------------------------------------------
 
     def require_open(self) -> None:

@@ -16,6 +16,7 @@ from shardmath.base.config import Settings
 from shardmath.context import agreement
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
+from shardmath.inspection import job
 from shardmath.local.freed_memory import keep_freed_memory
 from shardmath.local.threads import ThreadLimit, threads_per_rank
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
@@ -47,12 +48,15 @@ class Runtime:
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
         self._job: Board | None = None  # the board of all ranks, once it is made
-        self.mesh = Mesh(
+        self.mesh = mesh = Mesh(
             group,
             settings.startup_timeout,
             pretended=settings.fake_hosts,
             address=settings.address,
+            record=job.start(),
         )
+        here = [rank for rank in range(mesh.size) if mesh.same_host(rank)]
+        self.job = job.Job(mesh.rank, mesh.pids, mesh.records, here, mesh.hosts[mesh.rank])
         self.threads = threads_per_rank(settings.threads, self.mesh.neighbour_pids)
         self._limit: ThreadLimit | None = None
 
@@ -124,8 +128,11 @@ class Runtime:
             names=names,
             policy=policy,
             job=self._job,
+            show=self.job.show,
         )
-        self._job = self._job or board
+        if self._job is None:
+            self._job = board
+            self.job.elsewhere = board.names.last_of
         return board
 
     def _rows(self, ranks: Sequence[int], rank: int, name: str, watch: Callable[[], None]) -> Rows:

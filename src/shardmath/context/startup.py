@@ -26,6 +26,7 @@ from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankF
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.environment import noticed
+from shardmath.inspection import job
 from shardmath.transport.choice import candidates, names
 
 
@@ -151,6 +152,7 @@ def _watch_process() -> None:
         _watching.append(True)
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_forked_child)
+        job.show_on_request(_show)
 
 
 _watching: list[bool] = []
@@ -164,7 +166,16 @@ def _at_exit() -> None:
         context.close("the process is ending")
 
 
+def _show() -> bool:
+    """Show where all ranks are; False where there are none."""
+    contexts = open_contexts()
+    for context in contexts[:1]:
+        context.show("asked by SIGQUIT")
+    return bool(contexts)
+
+
 def _in_forked_child() -> None:
+    job.forget()
     for context in open_contexts():
         context.abandon("this process was forked after initialize(); initialize it anew")
     current.set_default(None)

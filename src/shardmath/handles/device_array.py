@@ -19,6 +19,7 @@ from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, packed_strides
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.recorder import this_process
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
@@ -87,7 +88,9 @@ def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
     assert team is not None, "a context of GPUs"
     if spec.device == "cpu":
         return 0
-    return streams.resolve_stream(stream, spec.library, team.device)
+    found = streams.resolve_stream(stream, spec.library, team.device)
+    this_process.on_stream(found)
+    return found
 
 
 def require_device(context: Context, spec: ArraySpec, name: str) -> None:

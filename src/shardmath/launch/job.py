@@ -63,7 +63,7 @@ class Job:
         """Wait until every rank has ended; False when `deadline` came first, and all were killed.
 
         `wake` is a descriptor from which signal numbers are read, as `signal.set_wakeup_fd` writes
-        them: they end the job.
+        them: they end the job, but for SIGQUIT, which is passed on.
         """
         for rank in self.ranks:
             self._register(rank.stdout, partial(self._read_output, rank, rank.stdout, self.stdout))
@@ -200,6 +200,11 @@ class Job:
 
     def _read_signals(self, wake: int) -> None:
         for signum in self._read(wake) or b"":
+            if signum == signal.SIGQUIT:  # which asks where the ranks are
+                for rank in self._alive.values():
+                    if rank.leads_group:  # else the terminal has asked it
+                        os.kill(rank.pid, signum)
+                continue
             if self.interrupt is not None:
                 self.end((0.0, signal.SIGKILL))
                 continue

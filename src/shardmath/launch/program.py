@@ -22,7 +22,7 @@ from shardmath.launch.job import FAILURE, Job
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import Place, fork_ranks, share_cores
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Program(Immutable):
@@ -158,7 +158,7 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
 
 @contextlib.contextmanager
 def _signals_to_descriptor() -> Iterator[int]:
-    """A descriptor that yields the number of each signal that asks this process to end."""
+    """A descriptor that yields the number of each signal that is for the job."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)

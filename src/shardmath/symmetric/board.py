@@ -93,7 +93,7 @@ class Board:
     """This rank's side of the board of one group.
 
     Rank r is number `watch_ranks[r]` of the job, and `names[r]` is its process. `job` is the
-    board of all its ranks, None for that board itself.
+    board of all its ranks, None for that board itself. `show(why)` shows where all ranks are.
 
     Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
     and OpTimeout when one does not come; after that the board has `failed`, and says so to the
@@ -111,12 +111,14 @@ class Board:
         names: Sequence[str],
         policy: WaitPolicy,
         job: Board | None = None,
+        show: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.policy = policy
         self._rows = rows
         self._words = rows.words
+        self._show = show
         self._arrivals = Arrivals(rows)
         self._own = rows.words[rank]
         self._mailboxes = list(zip(rows.words, rows.bytes, strict=True))
@@ -391,6 +393,7 @@ class Board:
                 peer_error=self.ended_peer_error,
                 doing=self.names.where,
                 named=self.names.described,
+                show=self._show,
             )
         except BaseException as error:
             self._fail_with(error)
@@ -495,6 +498,8 @@ class Board:
         """Tell the peers that `error` has left an operation, called in `line`, before its end."""
         why = f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": ")
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
+        if isinstance(error, KeyboardInterrupt):
+            self._show(f"{self.names.where()} was interrupted")
 
     def _second_thread(self, operation: str) -> RuntimeError:
         """The error where two threads use this board, which has failed then."""
@@ -564,6 +569,7 @@ class Board:
             peer_error=lambda _: None,
             doing=self.names.where,
             named=self.names.described,
+            show=self._show,
             timeout=timeout,
         )
 
@@ -601,6 +607,8 @@ class Board:
             self._rows.publish(_STATE, _MISMATCHED)
         why = str(error) if isinstance(error, ShardmathError) else repr(error)
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
+        if isinstance(error, OpTimeout):
+            self._show(f"{self.names.where()} has waited too long")
 
     def fail(
         self, why: str, blamed: Sequence[int] = (), *, late: bool = False, raised: str = ""
@@ -799,6 +807,7 @@ class Board:
                 peer_error=peer_error,
                 doing=lambda: self.names.where(f", #{target // 2}"),
                 named=self.names.described,
+                show=self._show,
             )
 
         try:
@@ -836,6 +845,7 @@ class Board:
                 peer_error=self.peer_error if timeout is None else self.ended_peer_error,
                 doing=self.names.where,
                 named=self.names.described,
+                show=self._show,
                 timeout=timeout,
             )
         except OpTimeout as error:

@@ -64,13 +64,15 @@ def wait_until(
     peer_error: Callable[[Sequence[int]], Exception | None],
     doing: Callable[[], str],
     named: Callable[[Sequence[int]], str],
+    show: Callable[[str], None],
     timeout: float | None = None,
 ) -> None:
     """Return once `arrived()`.
 
     `missing()` lists the ranks still waited for, which `named(ranks)` puts into words; `doing()`
     names this rank, the operation and the user's line, and `peer_error(ranks)` is the exception to
-    raise when one of them will never arrive. Raises that at once, and OpTimeout after `timeout`
+    raise when one of them will never arrive. `show(why)` shows where all ranks are, with the notice
+    that this one waits. Raises the error at once, and OpTimeout after `timeout`
     seconds (default: the policy's).
     """
     for _ in range(policy.spins):
@@ -100,8 +102,9 @@ def wait_until(
             )
         if waited > policy.notice and not noticed:
             noticed = True
-            words = f"shardmath: {doing()}: waiting for {named(missing_ranks)}"
-            print(words, file=sys.stderr, flush=True)
+            words = f"{doing()}: waiting for {named(missing_ranks)}"
+            print(f"shardmath: {words}", file=sys.stderr, flush=True)
+            show("where the ranks are")
         time.sleep(min(pause, max(limit - waited, _FIRST_SLEEP)))
         pause = min(2 * pause, _LAST_SLEEP)
 

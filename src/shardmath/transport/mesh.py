@@ -50,17 +50,25 @@ class Mesh:
     `watch` tells which peers have ended; `pids[rank]` and `hosts[rank]` name them in messages.
     `host_of[rank]` numbers the hosts; where there are several, `wires` join all ranks, else None.
     The ranks are split into `pretended` hosts. `address` is where other hosts reach this one.
+    `record` is the descriptor of what this rank records, and `records[rank]` each one's.
     Raises BootstrapError when not all ranks connect within `timeout` seconds.
     """
 
     def __init__(
-        self, group: ProcessGroup, timeout: float, *, pretended: int = 1, address: str = ""
+        self,
+        group: ProcessGroup,
+        timeout: float,
+        *,
+        pretended: int = 1,
+        address: str = "",
+        record: int = -1,
     ) -> None:
         self.rank = group.rank
         self.size = group.nranks
         self.host_of: tuple[int, ...] = ()
         self.wires: Wires | None = None
         self._pretended = pretended
+        self._record = record
         self._identities: list[str] = []
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
@@ -119,13 +127,15 @@ class Mesh:
             listener.listen(BACKLOG)
             space = str(Path("/proc/self/ns/pid").readlink())
             own = host_identity()
-            card = (own, os.getpid(), name, key, socket.gethostname(), space, self._pretended)
+            facts = socket.gethostname(), space, self._pretended, self._record
+            card = (own, os.getpid(), name, key, *facts)
             cards = [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
             self._identities = [str(c[0]) for c in cards]
             self.host_of = hosts_of(self._identities, [int(c[6]) for c in cards])
             here = [r for r in range(self.size) if self._identities[r] == own]
             self.pids = [int(c[1]) for c in cards]
             self.hosts = [str(c[4]) for c in cards]
+            self.records = [int(c[7]) for c in cards]
             # Until there are sockets to watch, peers are watched by what they say of themselves.
             visible = [r for r in here if cards[r][5] == space and r != self.rank]
             with closing(PeerWatch({r: (self.pids[r], -1) for r in visible})) as watch:

@@ -1,0 +1,84 @@
+"""What the flight recorder adds to a call on cores: `python benchmarks/recorder.py`.
+
+2 ranks, all_reduce of 1 KiB, which is one compiled call, with the recorder and without: they take
+turns, so that what else the machine does falls on both. Beside it the recorder alone, called from
+Python as a call makes it that is not compiled. Figures are of the slower rank, in microseconds: of
+turns of many calls each the tenth percentile, which says what a call takes where nobody else wants
+the cores, and the median.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import record
+
+from shardmath.base.recorder import this_process
+from shardmath.collectives import all_reduce
+from shardmath.context.startup import finalize, initialize
+from shardmath.launch import spawn
+
+RANKS, TURNS, CALLS = 2, 400, 50
+GOAL = 0.3  # microseconds a call
+
+
+def main() -> None:
+    rows = spawn(measure, RANKS, timeout=300)[0]
+    for row in rows:
+        print(f"{row['what']:30} {row['us']:6.2f} us, undisturbed {row['us_undisturbed']:6.2f}")
+    print(record.write("recorder", rows, ranks=RANKS, goal=GOAL))
+
+
+def measure() -> list[dict[str, Any]]:
+    context = initialize("cpu")
+    x, out, memory = np.ones(256, "f4"), np.ones(256, "f4"), this_process.memory
+    assert memory is not None, "this process records"
+
+    def reduce() -> float:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            all_reduce(x, out=out)
+        return time.perf_counter() - start
+
+    def begin_and_end() -> float:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            record_one(x, out)
+        return time.perf_counter() - start
+
+    times = []
+    for _ in range(TURNS):
+        turn = []
+        for way in (reduce, begin_and_end):
+            for switch in (lambda: this_process.start(memory), this_process.stop):
+                switch()
+                context.barrier()
+                way()
+                turn.append(1e6 * way() / CALLS)
+        times.append(turn)
+    this_process.start(memory)
+    own = np.percentile(times, [50, 10], axis=0)
+    own = np.hstack([own, own[:, [0]] - own[:, [1]], own[:, [2]] - own[:, [3]]])
+    slowest = all_reduce(own, op="max")
+    finalize()
+    names = {
+        "all_reduce 1 KiB, recorded": 0,
+        "all_reduce 1 KiB, not recorded": 1,
+        "what recording adds to it": 4,
+        "the recorder, from Python": 5,
+    }
+    return [
+        {"what": name, "us": float(median), "us_undisturbed": float(least)}
+        for name, (median, least) in zip(names, slowest.T[[*names.values()]], strict=True)
+    ]
+
+
+def record_one(*arrays: Any) -> None:
+    this_process.begin(record_one, arrays)
+    this_process.end()
+
+
+if __name__ == "__main__":
+    main()

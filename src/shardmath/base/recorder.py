@@ -1,0 +1,170 @@
+"""The flight recorder: the last operations of this process, in memory that others can read.
+
+    record   number of the last operation · length of the description · when a table was shown last
+             description of the process: JSON
+    from HEAD_BYTES on, OPERATIONS entries of ENTRY.size bytes: that of operation n is the n-th,
+             modulo OPERATIONS; its number is 0 while it is written
+
+The memory is anonymous: it ends with the last process that maps it. `record.c` writes entries where
+it was built, else `_Recorder` does. Before a context is made nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shardmath.base.caller import PACKAGE, TORCH, caller_place
+from shardmath.base.compiled import extension
+
+OPERATIONS = 256
+HEAD_BYTES = 4096
+ENTRY = struct.Struct("=QQQQQII48s72s88s")  # as record.c has it
+RECORD_BYTES = HEAD_BYTES + OPERATIONS * ENTRY.size
+_HEAD = struct.Struct("=QQQ")
+SHOWN = 16  # where the head has when a table was shown last
+RAISED = 1  # the state of an operation that an exception has left
+
+
+class Operation(NamedTuple):
+    """An operation of one rank. Times are nanoseconds of CLOCK_MONOTONIC; `ended` is 0 before."""
+
+    number: int
+    begun: int
+    ended: int
+    state: int
+    stream: int
+    thread: int
+    line: int
+    name: str
+    operands: str
+    file: str
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Operation:
+        """The operation of an entry's bytes."""
+        fields = ENTRY.unpack(data)
+        texts = [text.partition(b"\0")[0].decode(errors="replace") for text in fields[7:]]
+        return cls(*fields[:7], *texts)
+
+
+def operations(record: bytes) -> list[Operation]:
+    """The operations of a record's bytes, from the first to the last."""
+    entries = range(HEAD_BYTES, RECORD_BYTES, ENTRY.size)
+    found = [Operation.unpack(record[at : at + ENTRY.size]) for at in entries]
+    return sorted(each for each in found if each.number)
+
+
+def description(record: bytes) -> dict[str, Any]:
+    """What a process tells of itself in its record's bytes; nothing while it writes that."""
+    length = _HEAD.unpack_from(record)[1]
+    try:
+        told: dict[str, Any] = json.loads(record[_HEAD.size : _HEAD.size + length])
+    except ValueError:
+        return {}
+    return told
+
+
+class Recorder:
+    """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
+    `leave()`, which an exception takes, are of one thread's operation. They do nothing before
+    `start`.
+    """
+
+    begin: Callable[[Any, tuple[Any, ...]], None]
+    on_stream: Callable[[int], None]
+    end: Callable[[], None]
+    leave: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.memory: mmap.mmap | None = None
+        self.stop()
+
+    def start(self, memory: mmap.mmap) -> None:
+        """Record in `memory`, of RECORD_BYTES, from now on."""
+        built = extension("shardmath.base._record")
+        if built is not None:
+            built.record_in(memory, PACKAGE, TORCH)
+        way = built or _Writer(memory)
+        self.memory, self.on_stream = memory, way.on_stream
+        self.begin, self.end, self.leave = way.begin, way.end, way.leave
+
+    def stop(self) -> None:
+        """Record nothing: this process is not the one that has started."""
+        if self.memory is not None:
+            built = extension("shardmath.base._record")
+            if built is not None:
+                built.record_in(None, PACKAGE, TORCH)
+        self.memory = None
+        self.begin = self.on_stream = self.end = self.leave = _nothing
+
+    def describe(self, told: Mapping[str, Any]) -> None:
+        """Tell of this process, in as many words as there is room for."""
+        text = json.dumps(told).encode()
+        if self.memory is not None and _HEAD.size + len(text) <= HEAD_BYTES:
+            struct.pack_into("=Q", self.memory, 8, len(text))
+            self.memory[_HEAD.size : _HEAD.size + len(text)] = text
+
+
+def _nothing(*_: object) -> None:
+    """Record nothing."""
+
+
+class _Writer:
+    """What record.c does, in Python."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._lock = threading.RLock()
+        self._numbers = threading.local()  # of the operation under way
+
+    def begin(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        operands = " ".join(filter(None, map(_operand, arguments)))
+        file, line = caller_place()
+        texts = [function.__qualname__.encode()[-47:], operands.encode()[:71], file.encode()[-87:]]
+        with self._lock:
+            number = _HEAD.unpack_from(self._memory)[0] + 1
+            place = _place(number)
+            struct.pack_into("=Q", self._memory, place, 0)
+            thread = threading.get_ident() & 0xFFFFFFFF
+            fields = (time.monotonic_ns(), 0, 0, 0, thread, line)
+            self._memory[place + 8 : place + ENTRY.size] = ENTRY.pack(0, *fields, *texts)[8:]
+            self._numbers.last = number  # first: what an exception leaves now is not there
+            struct.pack_into("=Q", self._memory, place, number)
+            struct.pack_into("=Q", self._memory, 0, number)
+
+    def on_stream(self, address: int) -> None:
+        self._put("=Q", 32, address)
+
+    def end(self, state: int = 0) -> None:
+        self._put("=QQ", 16, time.monotonic_ns(), state)
+        self._numbers.last = 0
+
+    def leave(self) -> None:
+        self.end(RAISED)
+
+    def _put(self, how: str, at: int, *words: int) -> None:
+        number = getattr(self._numbers, "last", 0)
+        place = _place(number)
+        if number and struct.unpack_from("=Q", self._memory, place)[0] == number:
+            struct.pack_into(how, self._memory, place + at, *words)
+
+
+def _operand(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple):
+        return ""
+    kind = x.dtype if type(x).__name__ == "ndarray" else type(x).__name__
+    return f"{kind}{list(shape)}".replace(" ", "")
+
+
+def _place(number: int) -> int:
+    return HEAD_BYTES + number % OPERATIONS * ENTRY.size
+
+
+this_process = Recorder()

@@ -1,0 +1,1 @@
+"""Where is every rank of a job, and who is missing?"""
