@@ -1,14 +1,20 @@
-"""Without a logger of the user's, the root logger's handlers get what is planned and allocated."""
+"""Without a logger of the user's, the root logger's handlers get what is started, planned,
+allocated and called.
+"""
 
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+import os
+import re
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
 import shardmath
+from shardmath.collectives import all_reduce
+from shardmath.context import startup
 from shardmath.distribution import Box, Redistribute, Slab, redistribute
 from shardmath.fft import FFT, allocate_operand, fft, irfft, rfft
 from shardmath.linalg.advanced import Matmul, matmul
@@ -112,8 +118,41 @@ def allocate_each(context):
                 allocate_operand((2, 6), np, distribution=Slab.X, fft_type="C2C")
                 if context.team is None:
                     shardmath.allocate_symmetric_memory(3, np)
-            found += [text.split()[0] for name, text in lines if name.startswith("shardmath.")]
+            found += [text.split()[0] for name, text in lines if name == "shardmath"]
     return found
+
+
+def call_each(context):
+    """What is logged of calls at DEBUG, one of which raises, without their times."""
+    x, uneven = array(dtype="f4"), np.ones(3 + context.rank)
+    with context.split(0):
+        for _ in range(4):  # from now on they are compiled
+            redistribute(x, **XY)
+        with heard(logging.DEBUG) as lines:
+            redistribute(x, **XY)
+            with suppress(ValueError):
+                all_reduce(uneven)
+        with heard(logging.INFO) as others:
+            redistribute(x, **XY)
+    told = [text for name, text in [*lines, *others] if "py:" in text]
+    return [re.sub(r":[0-9]+, (.*) [0-9.]+ ms", r", \1", text) for text in told]
+
+
+def test_calls_reach_the_root_logger(contexts):
+    for rank, told in enumerate(contexts.run(call_each, ranks=2)):
+        assert told == [
+            f"rank {rank}: redistribute(float32[6,12]), test_logging.py, took",
+            f"rank {rank}: all_reduce(float64[{3 + rank}]), test_logging.py, raised",
+        ]
+
+
+def test_starts_reach_the_root_logger():
+    with heard(logging.INFO) as lines:
+        startup.new_context("cpu").close()
+    ((name, text),) = lines
+    assert name == "shardmath"
+    assert text.startswith(f"rank 0 of 1 (pid {os.getpid()} on ")
+    assert "computes on cpu over host" in text and text.endswith("by SoloProcessGroup")
 
 
 @pytest.mark.parametrize("size", [1, 2])

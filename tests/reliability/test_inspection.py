@@ -227,17 +227,19 @@ def test_who_is_where_as_seen_from_outside(way):
         assert "    signal.pause()" in lines[6:]
         assert not [line for line in lines[5:] if line.startswith("missing")][1:]
         job.signal(2, signal.SIGSTOP)
-        assert "missing: rank 2" in seen(os.getpid(), "is stopped; last in all_reduce")
+        assert "missing: rank 2" in seen(job.pids[0], "is stopped; last in all_reduce")
         job.signal(2, signal.SIGKILL)
         for rank in (0, 1):
             assert job.outcome(rank).kind == "RankFailure"
 
 
 def test_a_process_that_is_no_rank():
-    with pytest.raises(BootstrapError, match="process 1 is no rank"):
-        inspection.inspected(1)
-    command = [sys.executable, "-m", "shardmath", "inspect", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        with pytest.raises(BootstrapError, match=f"process {other.pid} is no rank"):
+            inspection.inspected(other.pid)
+        command = [sys.executable, "-m", "shardmath", "inspect", str(other.pid)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        other.stdin.close()
     assert done.returncode == 1 and "is no rank" in done.stderr
 
 

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
+from shardmath.base.log import told
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
@@ -158,7 +159,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         try:
             this_thread.call = record
             this_process.begin(function, args)
-            result = function(*args, **kwargs)
+            result = told(function)(*args, **kwargs)
             this_process.end()
             this_thread.call = record.settled = None
             repeat, record.repeat = record.repeat, None

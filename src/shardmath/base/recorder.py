@@ -70,6 +70,11 @@ def description(record: bytes) -> dict[str, Any]:
     return told
 
 
+def operands_of(arguments: tuple[Any, ...]) -> str:
+    """The arrays among the arguments of a call, by their types and shapes."""
+    return " ".join(filter(None, map(_operand, arguments)))
+
+
 class Recorder:
     """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
     `leave()`, which an exception takes, are of one thread's operation. They do nothing before
@@ -124,7 +129,7 @@ class _Writer:
         self._numbers = threading.local()  # of the operation under way
 
     def begin(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        operands = " ".join(filter(None, map(_operand, arguments)))
+        operands = operands_of(arguments)
         file, line = caller_place()
         texts = [function.__qualname__.encode()[-47:], operands.encode()[:71], file.encode()[-87:]]
         with self._lock:

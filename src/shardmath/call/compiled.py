@@ -15,10 +15,10 @@ import numpy as np
 
 from shardmath.base.collective_call import Call, CollectiveCall, this_thread
 from shardmath.base.compiled import extension
+from shardmath.base.log import LOGGER
 from shardmath.call.agreement import Agreement, Plans
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import Looks
-from shardmath.operators.arguments import LOGGER
 from shardmath.program.offers import DoubleBuffer
 from shardmath.program.performing import Arguments, Direct, Turn
 

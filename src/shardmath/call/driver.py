@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
+from shardmath.base.log import LOGGER
 from shardmath.base.lru_cache import LRUCache
 from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
@@ -28,7 +29,7 @@ from shardmath.call.compiled import CompiledCalls, turn_of
 from shardmath.context.context import Context, require_context
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
-from shardmath.operators.arguments import LOGGER, check_stream, log_plan, options_of
+from shardmath.operators.arguments import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn

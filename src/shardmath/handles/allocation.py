@@ -8,7 +8,6 @@ freeing, by hand or by the garbage collector, concerns this rank alone.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import weakref
@@ -24,6 +23,7 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
+from shardmath.base.log import LOGGER
 from shardmath.base.untraced import untraced
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context, open_contexts, require_context
@@ -32,8 +32,6 @@ from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Memory
 
 _Place = tuple[Block, int]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @collective_call
@@ -76,7 +74,7 @@ def allocate_symmetric_memory(
         array = asked.array(context.heap.allocate(asked.nbytes))
     else:
         asked, array = _allocate_together(context, request, make_symmetric)
-    (logger or _LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
+    (logger or LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
     return array
 
 

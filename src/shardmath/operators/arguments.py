@@ -9,12 +9,12 @@ from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, Protocol, TypeVar
 
+from shardmath.base.log import LOGGER
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 
 T = TypeVar("T")
 
-LOGGER = logging.getLogger(__name__)
 _LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
 
 

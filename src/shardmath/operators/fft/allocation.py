@@ -8,7 +8,6 @@ carry there and back. Only such an operand is extended beyond its own elements.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from logging import Logger
@@ -18,14 +17,13 @@ from typing import Any, Literal
 from shardmath.arrays import ArraySpec, Library, dtypes, library_of_package
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
+from shardmath.base.log import LOGGER
 from shardmath.context.context import require_context
 from shardmath.handles.allocation import array_on
 from shardmath.operators.arguments import check_logger
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.operators.in_place import room_for_operand
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @collective_call
@@ -75,7 +73,7 @@ def allocate_operand(
         made.append(array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local)))
 
     context.agree("allocate_operand, memory", allocate, lambda _: None)
-    (logger or _LOGGER).info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
+    (logger or LOGGER).info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
     return made[0]
 
 
