@@ -129,7 +129,7 @@ def check_mistakes(context):
 
 def test_mistakes_after_calls_that_look_alike(gpus, size):
     if size > 1:
-        wanted = ["CollectiveMismatch", "ValueError", "ValueError", "UseAfterFree", "fine"]
+        wanted = ["CollectiveMismatch", "ValueError", "CollectiveMismatch", "UseAfterFree", "fine"]
         assert gpus.run(check_mistakes, ranks=size) == [wanted] * size
 
 
