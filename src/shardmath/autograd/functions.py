@@ -45,6 +45,11 @@ def _refuse(operation: str, context: Any, why: str) -> None:
     raise_on_all_ranks(context or require_context(), operation, error)
 
 
+def _require_result(operation: str, context: Any, async_op: Any) -> None:
+    if async_op:
+        _refuse(operation, context, "async_op=True is for calls that torch does not know of")
+
+
 def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) -> Any:
     """The words of a call. What is wrong with them is raised on all ranks. Collective."""
     if torch.compiler.is_compiling():
@@ -208,8 +213,11 @@ def _fft(name: str) -> Callable[..., Any]:
     return fft
 
 
-def all_gather(x: Any, *, axis: int = 0, out: Any = None, context: Any = None) -> Any:
+def all_gather(
+    x: Any, *, axis: int = 0, out: Any = None, context: Any = None, async_op: bool = False
+) -> Any:
     """See `shardmath.collectives`."""
+    _require_result("all_gather", context, async_op)
     text = words_of(axis=_axis(x, axis), op="sum")
     return _operated("all_gather", [x], text, None, context, out)
 
@@ -226,8 +234,10 @@ def reduce_scatter(
     counts: Any = None,
     out: Any = None,
     context: Any = None,
+    async_op: bool = False,
 ) -> Any:
     """See `shardmath.collectives`."""
+    _require_result("reduce_scatter", context, async_op)
     text = words_of(axis=_axis(x, axis), op=op)
     return _operated("reduce_scatter", [x], text, counts, context, out)
 
@@ -240,20 +250,28 @@ def all_to_all(
     receive_counts: Any = None,
     out: Any = None,
     context: Any = None,
+    async_op: bool = False,
 ) -> Any:
     """See `shardmath.collectives`."""
+    _require_result("all_to_all", context, async_op)
     counts = None if send_counts is None else [*send_counts, *(receive_counts or ())]
     text = words_of(axis=_axis(x, axis))
     return _operated("all_to_all", [x], text, counts, context, out)
 
 
-def broadcast(x: Any, *, root: int = 0, out: Any = None, context: Any = None) -> Any:
+def broadcast(
+    x: Any, *, root: int = 0, out: Any = None, context: Any = None, async_op: bool = False
+) -> Any:
     """See `shardmath.collectives`. A tensor is given on all ranks."""
+    _require_result("broadcast", context, async_op)
     return _operated("broadcast", [x], words_of(root=root), None, context, out)
 
 
-def all_reduce(x: Any, *, op: str = "sum", out: Any = None, context: Any = None) -> Any:
+def all_reduce(
+    x: Any, *, op: str = "sum", out: Any = None, context: Any = None, async_op: bool = False
+) -> Any:
     """See `shardmath.collectives`."""
+    _require_result("all_reduce", context, async_op)
     return _operated("all_reduce", [x], words_of(op=op), None, context, out)
 
 

@@ -4,6 +4,14 @@ Every function takes ordinary arrays and arrays on the symmetric heap, of any st
 the call before any element moves. A number is an array of no axes: all_reduce((x * x).sum()).
 Of a DistributedArray they take the parts; the result is one that every rank has, or
 reduce_scatter's slab.
+
+With `async_op=True`, on all ranks, a call returns a `Work` at once, and goes on beside the program:
+
+    work = all_gather(rows, async_op=True)
+    ...  # other calls, too; `rows` stays as it is
+    matrix = work.wait()
+
+A context makes such calls in their order. On GPUs they are put on the current stream.
 """
 
 from shardmath.collectives.moving import all_gather, all_to_all, broadcast

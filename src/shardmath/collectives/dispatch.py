@@ -21,6 +21,7 @@ from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
 
 if TYPE_CHECKING:
+    from shardmath.collectives.background import Work
     from shardmath.collectives.gpu_calls import CollectivePerformer
 
 P = TypeVar("P")
@@ -102,6 +103,13 @@ def perform(
         driver = _driver_of(context).of(context, collective)
     size, rank = context.size, context.rank
     return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
+
+
+def in_background(function: Callable[..., Any], context: Any, x: Any, **words: Any) -> Work:
+    """The handle of a call that goes on beside the program. Collective."""
+    from shardmath.collectives.background import start
+
+    return start(function, context, x, **words)
 
 
 def _driver_of(context: Context) -> type[Driver]:

@@ -12,7 +12,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
-from shardmath.collectives.dispatch import Collective, perform
+from shardmath.collectives.dispatch import Collective, in_background, perform
 from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
 from shardmath.collectives.operand import (
     OutputSpec,
@@ -84,7 +84,12 @@ def _sections_on_gpus(operand: DeviceOperand, plan: _Moved, *, whole: bool) -> A
 
 @differentiable
 def broadcast(
-    x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
+    x: Any,
+    *,
+    root: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: bool = False,
 ) -> Any:
     """The array of rank `root`, on every rank. Collective.
 
@@ -98,6 +103,8 @@ def broadcast(
     of another shape, dtype or library, or read-only, for a `root` that is no rank, and when the
     root passes None.
     """
+    if async_op:
+        return in_background(broadcast, context, x, root=root, out=out)
     context = context_of("broadcast", context)
     if context.repeats is not None and type(root) is int:
         given = out if x is None and context.rank != root else x
@@ -141,7 +148,12 @@ BROADCAST = Collective(
 
 @differentiable
 def all_gather(
-    x: Any, *, axis: int = 0, out: Any = None, context: DistributedContext | None = None
+    x: Any,
+    *,
+    axis: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: bool = False,
 ) -> Any:
     """The arrays of all ranks, one after the other along `axis`, on every rank. Collective.
 
@@ -155,6 +167,8 @@ def all_gather(
     ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
     library, or read-only.
     """
+    if async_op:
+        return in_background(all_gather, context, x, axis=axis, out=out)
     context = context_of("all_gather", context)
     if context.repeats is not None and type(axis) is int:
         result = context.repeats.make(("all_gather", axis), x, out)
@@ -188,6 +202,7 @@ def all_to_all(
     receive_counts: Sequence[int] | None = None,
     out: Any = None,
     context: DistributedContext | None = None,
+    async_op: bool = False,
 ) -> Any:
     """The parts that all ranks have for this one, one after the other along `axis`. Collective.
 
@@ -204,6 +219,16 @@ def all_to_all(
     rank expects another count than is sent to it; ValueError for counts that do not add up, an axis
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
+    if async_op:
+        return in_background(
+            all_to_all,
+            context,
+            x,
+            axis=axis,
+            send_counts=send_counts,
+            receive_counts=receive_counts,
+            out=out,
+        )
     context = context_of("all_to_all", context)
     words = axis, _plain(send_counts), _plain(receive_counts)
     if context.repeats is not None and type(axis) is int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
-from shardmath.collectives.dispatch import Collective, perform
+from shardmath.collectives.dispatch import Collective, in_background, perform
 from shardmath.collectives.forms import Form, OnGPUs
 from shardmath.collectives.operand import (
     Shape,
@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 @differentiable
 def all_reduce(
-    x: Any, *, op: str = "sum", out: Any = None, context: DistributedContext | None = None
+    x: Any,
+    *,
+    op: str = "sum",
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: bool = False,
 ) -> Any:
     """The elements of all ranks combined, on every rank, with the same bits. Collective.
 
@@ -52,6 +57,8 @@ def all_reduce(
     an unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype
     or library, or read-only.
     """
+    if async_op:
+        return in_background(all_reduce, context, x, op=op, out=out)
     context = context_of("all_reduce", context)
     if context.repeats is not None:
         result = context.repeats.make(("all_reduce", op), x, out)
@@ -117,6 +124,7 @@ def reduce_scatter(
     counts: Sequence[int] | None = None,
     out: Any = None,
     context: DistributedContext | None = None,
+    async_op: bool = False,
 ) -> Any:
     """This rank's part, along `axis`, of the elements of all ranks combined. Collective.
 
@@ -131,6 +139,8 @@ def reduce_scatter(
     ValueError for counts that do not add up, an axis that `x` does not have, and where `all_reduce`
     does.
     """
+    if async_op:
+        return in_background(reduce_scatter, context, x, op=op, axis=axis, counts=counts, out=out)
     context = context_of("reduce_scatter", context)
     words = op, axis, tuple(counts) if isinstance(counts, list) else counts
     if context.repeats is not None and counts is None and type(axis) is int:

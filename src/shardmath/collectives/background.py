@@ -1,0 +1,71 @@
+"""Collectives that run while the program goes on, and the handles on which it waits for them.
+
+On cores a thread of each context makes these calls, one after the other as they were given, in a
+context of their own with the same ranks and memory: so they never meet the calls of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from shardmath.base.collective_call import require_function
+from shardmath.collectives.operand import context_of
+
+if TYPE_CHECKING:
+    from shardmath.context.context import DistributedContext
+
+
+class Work:
+    """A collective under way; its operand and its `out` belong to it until it is completed."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result of the call, once there is one. Raises what the call raised.
+
+        TimeoutError after `timeout` seconds: the call goes on then, and may be waited for again.
+        """
+        return self._future.result(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, with a result or with an exception."""
+        return self._future.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, None where it has a result. Waits as `wait` does."""
+        return self._future.exception(timeout)
+
+
+class _Background:
+    """The thread of a context, and the context in which it calls, and which it makes. Collective:
+    this thread waits for it, and so makes no call of its own meanwhile.
+    """
+
+    def __init__(self, context: DistributedContext) -> None:
+        self.thread = ThreadPoolExecutor(1, f"shardmath rank {context.rank}")
+        self.context = self.thread.submit(context.split, 0, context.rank).result()
+
+
+def start(
+    function: Callable[..., Any], context: DistributedContext | None, x: Any, **words: Any
+) -> Work:
+    """`function(x, context=context, **words)`, under way. Collective.
+
+    On GPUs the call is put on the current stream, as every call is, before this returns.
+    """
+    context = context_of(function.__name__, context)
+    require_function()  # compiled code that makes calls again knows of no thread
+    if context.device_id == "cpu":
+        background = context.cache("background", lambda: _Background(context))
+        call = background.thread.submit
+        return Work(call(_alone, function, x, dict(words, context=background.context)))
+    made: Future[Any] = Future()
+    made.set_result(function(x, context=context, **words))
+    return Work(made)
+
+
+def _alone(function: Callable[..., Any], x: Any, words: dict[str, Any]) -> Any:
+    return function(x, **words)
