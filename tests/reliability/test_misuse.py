@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mortal import Job, Raised, on_ranks
 from shardmath.base import wire
@@ -83,11 +84,32 @@ def test_a_view_outlives_its_owner(ending):
 
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError, InvalidDevice])
-@pytest.mark.parametrize("device", ["gpu", "0", -1, None, True, 1.5, [0]])
+@pytest.mark.parametrize(
+    "device",
+    ["gpu", "0", "cpu:1", "cuda:x", "cuda:", torch.device("mps"), -1, None, True, 1.5, [0]],
+)
 def test_what_no_device_is(device, kind):
     """Programs written for nvmath.distributed expect a TypeError, of a text too."""
     with pytest.raises(kind, match=f"index of a CUDA device, not {re.escape(repr(device))}"):
         startup.initialize(device)
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "meant"),
+    [
+        *[("cpu", "1", "cpu"), ("cpu:0", "1", "cpu"), (torch.device("cpu"), "1", "cpu")],
+        *[("cuda", "1", 1), ("cuda", None, 0), (torch.device("cuda"), "2", 2)],
+        *[("cuda:3", "1", 3), (torch.device("cuda", 3), "1", 3), (2, "1", 2)],
+    ],
+)
+def test_names_of_devices(monkeypatch, given, rank, meant):
+    """Rank 1 of 4, of which its host has as many as the launcher says."""
+    for name, value in (("PMI_RANK", "1"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", rank)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert startup._index_or_name(given) == meant
 
 
 def test_calls_after_finalize_and_a_second_initialize():

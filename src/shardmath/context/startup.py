@@ -27,20 +27,22 @@ from shardmath.context.runtime import Runtime
 from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
-from shardmath.group.environment import noticed
+from shardmath.group.environment import local_rank, noticed
 from shardmath.inspection import job
 from shardmath.transport.choice import candidates, names
 
 
 @collective_call
 def initialize(
-    device_id: int | str,
+    device_id: Any,
     process_group: Any = None,
     backends: Sequence[str] | None = None,
 ) -> DistributedContext:
     """Make the default context, and return it. Collective.
 
-    `device_id`: "cpu", or the index of this rank's CUDA device. `process_group`: an mpi4py
+    `device_id`: "cpu", or the index of this rank's CUDA device; also a `torch.device`, or its name.
+    "cuda" is torch's current device where torch computes on one already, else that whose index is
+    the number of this rank among those of its host. `process_group`: an mpi4py
     communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
     (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
     for programs written for nvmath.distributed; the transport is chosen by trying.
@@ -58,13 +60,14 @@ def initialize(
 
 @collective_call
 def new_context(
-    device_id: int | str,
+    device_id: Any,
     process_group: Any = None,
     backends: Sequence[str] | None = None,
 ) -> DistributedContext:
     """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
     tell_compiler()
+    device_id = _index_or_name(device_id)
     group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:
@@ -127,6 +130,22 @@ def _awaited(group: ProcessGroup) -> str:
     return rank_names(group.awaited) if group.awaited else "the other ranks"
 
 
+def _index_or_name(device_id: Any) -> Any:
+    """The index of the CUDA device that is meant, or "cpu"; what is neither, as it is."""
+    kind = type(device_id)
+    is_torchs = (kind.__module__, kind.__name__) == ("torch", "device")
+    name = str(device_id) if is_torchs or isinstance(device_id, str) else ""
+    if name in ("cpu", "cpu:0"):
+        return "cpu"
+    if name == "cuda":
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return torch.cuda.current_device()
+        return max(0, local_rank())
+    number = name.removeprefix("cuda:")
+    return int(number) if number != name and number.isdecimal() else device_id
+
+
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     """The index of a CUDA device, or None for "cpu".
 
@@ -147,7 +166,9 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
         with suppress(TypeError):
             if (ordinal := operator.index(device_id)) >= 0:  # type: ignore[arg-type]
                 return ordinal
-    raise InvalidDevice(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    raise InvalidDevice(
+        f'device_id is "cpu", a name as "cuda:1", or the index of a CUDA device, not {device_id!r}'
+    )
 
 
 def _watch_process() -> None:

@@ -107,6 +107,11 @@ class LaunchFacts(Immutable):
         return cls()
 
 
+def local_rank() -> int:
+    """This process's number among the ranks of its host; -1 where the launcher does not say."""
+    return LaunchFacts.from_mapping(config.environment(), pid=os.getpid()).local_rank
+
+
 def from_environment(settings: Settings) -> ProcessGroup:
     """The group of all ranks that were started together with this process. Collective.
 
