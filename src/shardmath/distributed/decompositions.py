@@ -25,8 +25,9 @@ from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
+from shardmath.distributed.products import stack_columns
 from shardmath.factorisations.qr import QR, same_everywhere
-from shardmath.geometry import Layout, Replicated, Slab, Spans
+from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local import lapack
 
 _EVERYWHERE = Replicated()
@@ -425,12 +426,7 @@ def of_stacks(
     first, size = arrays[0], arrays[0].context.size
     count = first.ndim - 2
     stack = first.shape[:count]
-    columns: list[Any] = [first.layout.column(axis) for axis in range(count)]
-    split = first.layout.partitioned_axes
-    if any(axis >= count for axis in split) or not first.layout.disjoint():
-        columns = [None] * count
-        axis = int(np.argmax(stack))
-        columns[axis] = [Spans.even(stack[axis], size, rank) for rank in range(size)]
+    columns = stack_columns((first,), stack)
     hosts = []
     for x in arrays:
         inner = [None] * (x.ndim - count)

@@ -75,6 +75,21 @@ def distribution_of(
     return Replicated() if kind == "replicated" else Slab(int(kind))
 
 
+def with_axis(x: Distributed, axis: int, extent: int) -> tuple[Distribution, Layout]:
+    """The distribution and the layout of `x`, had it an axis of another extent, whole on each rank;
+    the others are split as they are.
+    """
+    layout = _with_axis(x.layout, axis, extent)
+    distribution = distribution_of(layout, x.context.rank, unbound(x.distribution))
+    assert distribution is not None, "an axis that is whole has any extent"
+    return distribution, layout
+
+
+@lru_cache(maxsize=1024)
+def _with_axis(layout: Layout, axis: int, extent: int) -> Layout:
+    return layout.with_column(axis, extent, None)
+
+
 def fits(distribution: Distribution, layout: Layout) -> bool:
     """Whether a distribution that is the same on all ranks describes `layout`."""
     if distribution.per_rank or distribution.ndim not in (None, layout.ndim):

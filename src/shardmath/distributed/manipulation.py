@@ -26,7 +26,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.collectives import all_to_all
 from shardmath.distributed import indexing, parts
 from shardmath.distributed.elementwise import applied, broadcast_shape, whole
-from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound
+from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound, with_axis
 from shardmath.distributed.movement import brought, permit, received
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
@@ -161,17 +161,15 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
     factor = operator.index(times.reshape(())[()])
     if factor < 0:
         raise ValueError(f"repeat {factor} times")
-    columns = [x.layout.column(number) for number in range(x.ndim)]
-    columns[axis] = tuple(_scaled(spans, factor) for spans in columns[axis])
-    shape = tuple(n * factor if number == axis else n for number, n in enumerate(x.shape))
-    layout = Layout.product(shape, columns, size=x.context.size)
+    column = [_scaled(spans, factor) for spans in x.layout.column(axis)]
+    layout = x.layout.with_column(axis, x.shape[axis] * factor, column)
     like = unbound(x.distribution)
     if type(like) is BlockCyclic and factor:
         blocks = [b * factor if number == axis else b for number, b in enumerate(like.block_sizes)]
         like = BlockCyclic(like.process_grid, blocks, first_process=like.first_process)
     distribution = distribution_of(layout, x.context.rank, like)
     if distribution is None:  # of no elements, in cycles
-        distribution, layout = Slab(axis), Layout.slab(shape, x.context.size, axis=axis)
+        distribution, layout = Slab(axis), Layout.slab(layout.global_shape, layout.size, axis=axis)
     return x.like(parts.repeated(x.local, factor, axis, x.library), distribution, layout)
 
 
@@ -263,7 +261,7 @@ def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
     """The operands along an axis that each rank has whole: those that are split otherwise move."""
 
     def needed(like: Any) -> list[Layout]:
-        return [_with_whole_axis(like.layout, axis, x.shape[axis]) for x in operands]
+        return [with_axis(like, axis, x.shape[axis])[1] for x in operands]
 
     def cost(like: Any) -> int:
         pairs = zip(operands, needed(like), strict=True)
@@ -272,21 +270,10 @@ def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
     like = operands[0]
     if [x.layout for x in operands] != needed(like):
         like = min(operands, key=cost)
-    layout = _with_whole_axis(like.layout, axis, shape[axis])
-    distribution = distribution_of(layout, like.context.rank, unbound(like.distribution))
-    assert distribution is not None, "an axis that is whole has any extent"
+    distribution, layout = with_axis(like, axis, shape[axis])
     places = enumerate(zip(operands, needed(like), strict=True))
     pieces = [brought(x, to, f"array {n}") for n, (x, to) in places]
     return like.like(parts.joined(pieces, axis, like.library), distribution, layout)
-
-
-@lru_cache(maxsize=1024)
-def _with_whole_axis(layout: Layout, axis: int, extent: int) -> Layout:
-    """The layout with an axis of another extent, all of which each rank has."""
-    columns = [layout.column(n) for n in range(layout.ndim)]
-    columns[axis] = (Spans.interval(0, extent),) * layout.size
-    shape = (*layout.global_shape[:axis], extent, *layout.global_shape[axis + 1 :])
-    return Layout.product(shape, columns, size=layout.size)
 
 
 def _in_one_block(
@@ -338,10 +325,8 @@ def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | N
     groups = _groups(x.shape, target)
     flat = _flat_layout(x.layout, groups, 0)
     if flat is None:  # two axes of a group are split, or one in cycles
-        axis = int(np.argmax(x.shape))
-        slab = layout_of(Slab(axis), x.shape, size)
-        x = x.like(brought(x, slab, "reshape"), Slab(axis), slab)
-        flat = _flat_layout(slab, groups, 0)
+        x = in_slabs(x, int(np.argmax(x.shape)), "reshape")
+        flat = _flat_layout(x.layout, groups, 0)
         assert flat is not None, "a slab is split along one axis, in blocks"
     held = x.like(x.local.reshape(flat.local_shape(rank)), x.distribution, flat)
     layout = _raised(flat, target, groups)
@@ -513,15 +498,10 @@ def _taken(x: Any, line: Any, axis: int) -> Any:
     shape = tuple(len(line) if number == axis else n for number, n in enumerate(x.shape))
     size, rank, library = x.context.size, x.context.rank, x.library
     if axis not in x.layout.partitioned_axes:
-        columns = [x.layout.column(number) for number in range(x.ndim)]
-        columns[axis] = (Spans.interval(0, len(line)),) * size
-        layout = Layout.product(shape, columns, size=size)
-        distribution = distribution_of(layout, rank, unbound(x.distribution))
-        assert distribution is not None, "an axis that is whole has any extent"
+        distribution, layout = with_axis(x, axis, len(line))
         return x.like(parts.taken(x.local, line, axis, library), distribution, layout)
     if x.layout.partitioned_axes != (axis,) or not x.layout.disjoint():
-        slab = layout_of(Slab(axis), x.shape, size)
-        x = x.like(brought(x, slab, "take"), Slab(axis), slab)
+        x = in_slabs(x, axis, "take")
     permit(lambda: f"take: {len(line)} indices of axis {axis}, which is split: {x.layout}")
     owners = np.empty(x.shape[axis], np.intp)
     for other, spans in enumerate(x.layout.column(axis)):
@@ -562,6 +542,12 @@ def _triangle(x: Any, keeps: Any) -> Any:
     mask = parts.on_device(kept, x.library, x.library.spec(x.local).device)
     zero = dtypes.of(x.library.spec(x.local).dtype).kind != "b" and 0
     return x.like(parts.chosen(mask, x.local, zero, x.library), x.distribution, x.layout)
+
+
+def in_slabs(x: Any, axis: int, purpose: str) -> Any:
+    """`x` in slabs of an axis, for a `purpose`. Collective, and raises, as `brought`."""
+    slab = layout_of(Slab(axis), x.shape, x.context.size)
+    return x.like(brought(x, slab, purpose), Slab(axis), slab)
 
 
 def on_all_ranks(x: Any) -> HostArray:

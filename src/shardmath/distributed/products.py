@@ -13,6 +13,7 @@ has whole is each rank's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -215,16 +216,8 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     and otherwise along the longest.
     """
     stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    size, count = a.context.size, len(stack)
-    columns: list[Any] = [None] * count
-    for x in (a, b):
-        split = x.layout.partitioned_axes
-        if x.shape[:-2] == stack and split and max(split) < count and x.layout.disjoint():
-            columns = [x.layout.column(axis) for axis in range(count)]
-            break
-    else:
-        axis = int(np.argmax(stack))
-        columns[axis] = [Spans.even(stack[axis], size, rank) for rank in range(size)]
+    size = a.context.size
+    columns = stack_columns((a, b), stack)
     places = Layout.product((*stack, 1, 1), [*columns, None, None], size=size)
     locals_ = []
     for name, x in (("the first stack", a), ("the second stack", b)):
@@ -238,6 +231,21 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     if distribution is None:  # cycles of b alone
         distribution = unbound(b.distribution)
     return a.like(parts.module_of(a.library).matmul(*locals_), distribution, layout)
+
+
+def stack_columns(arrays: Sequence[Distributed], stack: tuple[int, ...]) -> list[Any]:
+    """How a stack is split that leaves each rank whole matrices: as the first of the arrays is that
+    has this stack and is split so, and otherwise along the longest axis.
+    """
+    count, size = len(stack), arrays[0].layout.size
+    for x in arrays:
+        split = x.layout.partitioned_axes
+        if x.shape[:-2] == stack and split and max(split) < count and x.layout.disjoint():
+            return [x.layout.column(axis) for axis in range(count)]
+    columns: list[Any] = [None] * count
+    axis = int(np.argmax(stack))
+    columns[axis] = [Spans.even(stack[axis], size, rank) for rank in range(size)]
+    return columns
 
 
 @lru_cache(maxsize=1024)

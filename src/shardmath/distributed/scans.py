@@ -19,7 +19,7 @@ from shardmath.distributed.elementwise import wrapped
 from shardmath.distributed.layouts import layout_of
 from shardmath.distributed.manipulation import concat, one_axis
 from shardmath.distributed.movement import rearranged
-from shardmath.geometry import Layout, Slab, Spans
+from shardmath.geometry import Slab, Spans
 
 
 def cumulative_sum(
@@ -91,15 +91,11 @@ def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
     blocks = _blocks(column, x.shape[axis])
     assert blocks is not None, "the array was brought to a slab"
     number = {spans: place for place, spans in enumerate(blocks)}
-    columns = [x.layout.column(other) for other in range(x.ndim)]
-    shape = tuple(len(blocks) if other == axis else n for other, n in enumerate(x.shape))
-    columns[axis] = tuple(
+    own_block = [
         Spans.interval(number[spans], number[spans] + 1) if spans.block else spans
         for spans in column
-    )
-    totals = Layout.product(shape, columns, size=x.context.size)
-    columns[axis] = (Spans.interval(0, len(blocks)),) * x.context.size
-    everywhere = Layout.product(shape, columns, size=x.context.size)
+    ]
+    totals, everywhere = (x.layout.with_column(axis, len(blocks), one) for one in (own_block, None))
     before = (slice(None),) * axis
     held = x.like(local[(*before, slice(-1, None))], x.distribution, totals)
     place = number.get(column[x.context.rank], 0)

@@ -20,12 +20,13 @@ import numpy as np
 from shardmath.collectives import all_gather, all_to_all
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, whole, wrapped
-from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound
+from shardmath.distributed.layouts import distribution_of, indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
     concat,
     first_of,
     flip,
+    in_slabs,
     on_all_ranks,
     one_axis,
     reshape,
@@ -94,9 +95,7 @@ def whole_along(x: Any, axis: int) -> Any:
     if axis not in x.layout.partitioned_axes:
         return x
     others = [-1 if number == axis else extent for number, extent in enumerate(x.shape)]
-    slab = Slab(int(np.argmax(others)))
-    layout = layout_of(slab, x.shape, x.context.size)
-    return x.like(brought(x, layout, f"axis {axis}, whole on each rank"), slab, layout)
+    return in_slabs(x, int(np.argmax(others)), f"axis {axis}, whole on each rank")
 
 
 def _sorted_line(x: Any) -> tuple[Any, Any]:
@@ -158,13 +157,9 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     numbers = broadcast_to(numbers, [*shape[:axis], numbers.shape[axis], *shape[axis:]])
     if reductions.any((numbers < -extent) | (numbers >= extent)).item():
         raise IndexError(f"an index of axis {axis}, which has {extent}, is beyond it")
-    columns = [x.layout.column(n) for n in range(x.ndim)]
-    columns[axis] = (Spans.interval(0, numbers.shape[axis]),) * x.context.size
-    layout = Layout.product(numbers.shape, columns, size=x.context.size)
+    distribution, layout = with_axis(x, axis, numbers.shape[axis])
     line = brought(numbers, layout, "the indices")
     line = parts.chosen(line < 0, line + extent, line, x.library)
-    distribution = distribution_of(layout, x.context.rank, unbound(x.distribution))
-    assert distribution is not None, "an axis that is whole has any extent"
     return x.like(parts.taken_along(x.local, line, axis, x.library), distribution, layout)
 
 
@@ -232,10 +227,7 @@ def _in_rows(x: Any) -> Any:
     """The array, so that what ranks have of it follows each other in C order: in slabs of rows, or
     whole on all ranks.
     """
-    slab = layout_of(Slab(0), x.shape, x.context.size)
-    if x.layout.is_replicated or x.layout == slab:
-        return x
-    return x.like(brought(x, slab, "rows"), Slab(0), slab)
+    return x if x.layout.is_replicated else in_slabs(x, 0, "rows")
 
 
 def _together(held: Any, part: Any) -> Any:

@@ -96,6 +96,15 @@ class Layout(Immutable):
             raise ValueError(f"columns of {[len(column) for column in full]} ranks, not of {size}")
         return cls(shape, tuple(zip(*full, strict=True)) if full else ((),) * size)
 
+    def with_column(self, axis: int, extent: int, column: Sequence[Spans] | None) -> Layout:
+        """This layout but for one axis, of another extent, of which rank r owns `column[r]`; None
+        stands for the whole axis.
+        """
+        columns: list[Sequence[Spans] | None] = [self.column(n) for n in range(self.ndim)]
+        columns[axis] = column
+        shape = (*self.global_shape[:axis], extent, *self.global_shape[axis + 1 :])
+        return Layout.product(shape, columns, size=self.size)
+
     @property
     def size(self) -> int:
         """The number of ranks."""

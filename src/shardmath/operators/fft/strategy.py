@@ -309,12 +309,9 @@ class _Search:
         if not _is_whole(layout, self._real):
             return None
         axis, extent = self._real, layout.global_shape[self._real]
-        whole = Spans.interval(0, shape[axis])
-        columns = [layout.column(number) for number in range(layout.ndim)]
-        columns[axis] = tuple(
-            whole if spans.length == extent else Spans.interval(0, 0) for spans in columns[axis]
-        )
-        return Layout.product(shape, columns, size=layout.size)
+        whole, nothing = Spans.interval(0, shape[axis]), Spans.interval(0, 0)
+        column = [whole if spans.length == extent else nothing for spans in layout.column(axis)]
+        return layout.with_column(axis, shape[axis], column)
 
     def _intermediate(self, size: int) -> Iterator[_Candidate]:
         """Each slab, each grid where slabs leave ranks idle, and one rank alone if no slab has the
