@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from shardmath.group import handshake
 from shardmath.process_group import ProcessGroup, ReductionOp
-from shardmath.transport import handshake
 
 __all__ = ["Halting", "Listener", "Strangers", "await_listeners", "descendants"]
 

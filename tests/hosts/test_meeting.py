@@ -13,8 +13,9 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from shardmath.errors import BootstrapError
-from shardmath.transport import far, handshake, meeting
-from shardmath.transport.handshake import Stranger
+from shardmath.group import handshake
+from shardmath.group.handshake import Stranger
+from shardmath.transport import far, meeting
 from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.meeting import Call, Place, meet
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardmath.base import wire
 from shardmath.errors import BootstrapError
-from shardmath.transport import handshake
+from shardmath.group import handshake
 from shardmath.transport.far import connect_far
 from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import _FRAME, Wires

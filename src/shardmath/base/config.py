@@ -38,6 +38,9 @@ class Settings(Immutable):
         1, "Treat the ranks of this machine as if on so many hosts, for tests."
     )
     address: str = _variable("", "Address at which other hosts reach this one; found if empty.")
+    key: str = _variable(
+        "", "Secret by which ranks that no library joins know each other; a file's if empty."
+    )
     segment_bytes: int = _variable(64 << 20, "Least bytes by which the symmetric heap grows.")
     gpu_heap_bytes: int = _variable(
         2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
@@ -118,6 +121,12 @@ def cache_folder(settings: Settings) -> Path | None:
     if settings.cache:
         return Path(settings.cache)
     base = environment().get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base) / "shardmath"
+
+
+def config_folder() -> Path:
+    """Where the user's own files for this package are."""
+    base = environment().get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     return Path(base) / "shardmath"
 
 

@@ -117,8 +117,10 @@ def from_environment(settings: Settings) -> ProcessGroup:
 
     Asked in this order: our own launcher, torchrun, Hydra and Intel MPI, Open MPI, Slurm; then
     torch.distributed and mpi4py, if the program itself has started them; else this process is
-    alone. Raises BootstrapError when the ranks cannot find each other, BackendUnavailable when the
-    library of the launcher is missing.
+    alone. Under Slurm ranks meet over TCP unless the program has started a library, or Slurm's PMIx
+    joins them through MPI; so do those that torch's variables name where there is no torch. Raises
+    BootstrapError when the ranks cannot find each other, BackendUnavailable when the library of the
+    launcher is missing.
     """
     facts = LaunchFacts.from_mapping(config.environment(), pid=os.getpid())
     timeout = settings.startup_timeout
@@ -127,10 +129,8 @@ def from_environment(settings: Settings) -> ProcessGroup:
         return LocalProcessGroup.from_descriptors(
             facts.rank, facts.size, descriptors, timeout=timeout
         )
-    if facts.launcher == "torchrun" and facts.size > 1:
-        return _checked(_torch_group(facts, settings), facts)
     if facts.launcher is not None and facts.size > 1:
-        return _checked(_mpi_group(facts, settings), facts)
+        return _checked(_launched_group(facts, settings), facts)
     running = _running_library(timeout)
     if running is not None and running.nranks > 1:
         return running
@@ -189,6 +189,25 @@ def _descriptors(text: str) -> list[int]:
         raise BootstrapError(f"{_P}LAUNCHER_FD={text!r} is not a list of descriptors") from None
 
 
+def _launched_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
+    """The group of the ranks of another launcher."""
+    if facts.launcher == "torchrun":
+        torch = importlib.util.find_spec("torch")
+        return (_tcp_group if torch is None else _torch_group)(facts, settings)
+    if facts.launcher == "slurm" and "PMIX_RANK" not in config.environment():
+        return _running_library(settings.startup_timeout) or _tcp_group(facts, settings)
+    return _mpi_group(facts, settings)
+
+
+def _tcp_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
+    """The group of ranks without a library: see `tcp`."""
+    from shardmath.group import tcp
+
+    hub = tcp.hub_of(config.environment())
+    with noticed(facts.rank, settings.notice, lambda: f"the other ranks, at {hub[0]}:{hub[1]}"):
+        return tcp.connected(facts.rank, facts.size, hub, settings)
+
+
 def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     """The default group of torch.distributed, started over gloo if the program has not done it."""
     distributed = _library("torch.distributed", "torch", _started(facts))
@@ -233,17 +252,8 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     timeout, name = settings.startup_timeout, "mpi4py.MPI"
     starts = name not in sys.modules and importlib.util.find_spec("mpi4py") is not None
     watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
-    try:
-        with watch if starts else contextlib.nullcontext():
-            mpi = _library(name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts))
-    except BackendUnavailable as error:
-        if facts.launcher != "slurm":
-            raise
-        raise BootstrapError(
-            f"rank {facts.rank}: Slurm started {facts.size} ranks, and mpi4py is not there to join "
-            "them: install it for the cluster's MPI, or start the program with torchrun, or on one "
-            "host with python -m shardmath run"
-        ) from error
+    with watch if starts else contextlib.nullcontext():
+        mpi = _library(name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts))
     return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from shardmath.base import wire
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
+from shardmath.group.handshake import KEY_BYTES
 from shardmath.group.links import too_few_descriptors
-from shardmath.transport.handshake import KEY_BYTES
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
-from shardmath.transport import handshake
-from shardmath.transport.handshake import Conversation
+from shardmath.group import handshake
+from shardmath.group.handshake import Conversation
 from shardmath.transport.liveness import GRACE, PeerWatch
 
 # Connections that wait to be accepted, those of strangers too, while ranks are on their way; the

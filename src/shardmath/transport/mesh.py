@@ -26,10 +26,10 @@ from pathlib import Path
 from shardmath.base import wire
 from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
+from shardmath.group.handshake import KEY_BYTES
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
 from shardmath.transport.far import connect_far
-from shardmath.transport.handshake import KEY_BYTES
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
