@@ -20,7 +20,9 @@ from prepared import ROOT, Prepared
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Other examples run on 1, 3 and 4 ranks; the demo runs the first two on 4.
-SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]}
+SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]} | {
+    "sequence_parallel": [2],  # torch's optimizers load its compiler, which takes long
+}
 EXAMPLES = [
     (path, size)
     for path in sorted((ROOT / "examples").glob("*.py"))
