@@ -15,10 +15,15 @@ TYPES = ["float32", "float64", "complex64", "complex128", "int32", "uint32", "in
 
 
 @pytest.fixture(scope="module")
-def add(tmp_path_factory):
-    made = compiled_sum.sums(built_from_c(compiled_sum, "sum.c", tmp_path_factory.mktemp("sum")))
-    assert made is not None
-    return made
+def functions(tmp_path_factory):
+    library = built_from_c(compiled_sum, "sum.c", tmp_path_factory.mktemp("sum"))
+    return compiled_sum.functions_of(library)
+
+
+@pytest.fixture
+def add(functions, monkeypatch):
+    monkeypatch.setattr(compiled_sum, "functions", lambda: functions)
+    return compiled_sum.add
 
 
 def operands(dtype, count, columns, rows=1):
@@ -75,23 +80,23 @@ def test_what_is_left_to_numpy(add):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
-def test_reductions_with_and_without_it(add, monkeypatch, op):
+def test_reductions_with_and_without_it(add, functions, monkeypatch, op):
     used = []
 
-    def counted(inputs, outputs):
+    def counted(*arguments):
         used.append(op)
-        return add(inputs, outputs)
+        functions["float32"](*arguments)
 
     reduction = Reduction.of(op, "float32")
     inputs = operands("float32", 3, 70000)
     with_it, without = np.zeros((1, 70000), "float32"), np.zeros((1, 70000), "float32")
-    monkeypatch.setattr(compiled_sum, "built", lambda: counted)
+    monkeypatch.setattr(compiled_sum, "functions", lambda: {"float32": counted})
     reduce_local(reduction, inputs, [with_it])
-    monkeypatch.setattr(compiled_sum, "built", lambda: None)
+    monkeypatch.setattr(compiled_sum, "functions", dict)
     reduce_local(reduction, inputs, [without])
     assert with_it.tobytes() == without.tobytes()
     assert used == (["sum"] if op == "sum" else [])
 
 
 def test_another_library_is_not_used():
-    assert compiled_sum.sums(ctypes.CDLL(None)) is None
+    assert compiled_sum.functions_of(ctypes.CDLL(None)) == {}

@@ -114,11 +114,9 @@ def reduce_local(
 
     All are two-dimensional and of one shape. An output may be the very memory of an input.
     """
-    long = inputs[0].nbytes >= compiled_sum.LEAST
-    if long and reduction.op == "sum" and reduction.accumulator == reduction.dtype:
-        add = compiled_sum.built()
-        if add is not None and add(inputs, outputs):
-            return
+    plain = reduction.op == "sum" and reduction.accumulator == reduction.dtype
+    if plain and inputs[0].nbytes >= compiled_sum.LEAST and compiled_sum.add(inputs, outputs):
+        return
     rows, columns = inputs[0].shape
     wide = inputs[0].dtype
     if reduction.accumulator != reduction.dtype:
