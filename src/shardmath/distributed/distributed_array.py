@@ -261,18 +261,7 @@ class DistributedArray(Distributed):
     any, all = reductions.any, reductions.all
     argmin, argmax = reductions.argmin, reductions.argmax
     mean = reductions.mean
-
-    def var(
-        self, axis: Any = None, dtype: Any = None, *, ddof: float = 0, keepdims: bool = False
-    ) -> Any:
-        """The variance, as numpy.var. Collective where `axis` is split."""
-        return reductions.var(self, axis, dtype, keepdims, correction=ddof)
-
-    def std(
-        self, axis: Any = None, dtype: Any = None, *, ddof: float = 0, keepdims: bool = False
-    ) -> Any:
-        """The standard deviation, as numpy.std. Collective where `axis` is split."""
-        return reductions.std(self, axis, dtype, keepdims, correction=ddof)
+    var, std = protocols.spread(reductions.var), protocols.spread(reductions.std)
 
     # -- text and numbers --------------------------------------------------------------------------
 

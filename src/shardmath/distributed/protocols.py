@@ -11,7 +11,6 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import (
-    comparisons,
     decompositions,
     elementwise,
     manipulation,
@@ -176,7 +175,6 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 _NAMESPACES = {
     "numpy": (
-        comparisons,
         elementwise,
         manipulation,
         norms,
@@ -205,13 +203,14 @@ def _where(condition: Any, *chosen: Any) -> Any:
     return elementwise.where(condition, *chosen) if chosen else searching.nonzero(condition)
 
 
-def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
+def spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """`var` or `std` with NumPy's arguments."""
 
     def called(x: Any, axis: Any = None, dtype: Any = None, ddof: float = 0, **words: Any) -> Any:
         words["correction"] = words.get("correction", ddof)
         return function(x, axis, dtype, **words)
 
+    called.__doc__ = function.__doc__
     return called
 
 
@@ -257,10 +256,10 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "real": lambda x: x.real,
     "shape": lambda x: x.shape,
     "size": lambda x: x.size,
-    "std": _spread(reductions.std),
+    "std": spread(reductions.std),
     "trace": _of_two_axes(norms.trace),
     "transpose": manipulation.permute_dims,
     "unique": _unique,
-    "var": _spread(reductions.var),
+    "var": spread(reductions.var),
     "where": _where,
 }
