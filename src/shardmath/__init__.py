@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
     from shardmath.launch import spawn
+    from shardmath.tools.doctor import show_config
 
 _HOME = {
     "DistributedArray": "distributed",
@@ -82,6 +83,7 @@ _HOME = {
     "ones": "distributed",
     "random": "distributed",
     "save": "distributed",
+    "show_config": "tools.doctor",
     "spawn": "launch",
     "standard_normal": "distributed",
     "to_dtensor": "distributed",
@@ -138,6 +140,7 @@ __all__ = [
     "random",
     "reshape",
     "save",
+    "show_config",
     "spawn",
     "standard_normal",
     "symmetric_memory",

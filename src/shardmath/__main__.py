@@ -1,52 +1,99 @@
-"""The command line: `python -m shardmath run`, `env`, `inspect`, `--version`."""
+"""The command line: `shardmath`, and `python -m shardmath`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardmath import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well."""
-    from shardmath.launch.program import Program, add_arguments, run
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    status: int = options.command(parser, options)
+    return status
 
+
+def _parser() -> argparse.ArgumentParser:
+    from shardmath.launch.program import add_arguments
+
+    by_name = Path(sys.argv[0]).name == "shardmath"
     parser = argparse.ArgumentParser(
-        prog="python -m shardmath",
-        description="Start a program on several ranks: python -m shardmath run -n 4 script.py",
+        prog="shardmath" if by_name else "python -m shardmath",
+        description="Start a program on several ranks: shardmath run -n 4 script.py",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    def command(name: str, what: str, does: object) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
+        made.set_defaults(command=does)
+        return made
+
     start = "start a program on several ranks of this host; the first that fails ends the job"
-    add_arguments(commands.add_parser("run", help=start, description=f"{start.capitalize()}."))
-    commands.add_parser("env", help="list the environment variables, and what was built from C")
+    add_arguments(command("run", start, _run))
+    hello = command("hello", "show who computes together, and how fast they meet", _hello)
+    hello.add_argument("-n", type=int, metavar="N", default=1, help="ranks of this host")
+    hello.add_argument("--device", default="cpu", help='as initialize takes it: "cpu", "cuda"')
+    command("doctor", "show what works here, what does not, and why", _doctor)
     where = "show where the ranks of a running job are, and which of them are missing"
-    inspect = commands.add_parser("inspect", help=where, description=f"{where.capitalize()}.")
+    inspect = command("inspect", where, _inspect)
     inspect.add_argument("pid", type=int, help="the process of a rank, or one that has started it")
-    options = parser.parse_args(arguments)
-    if options.command == "env":
-        return _print_variables()
-    if options.command == "inspect":
-        return _inspect(options.pid)
+    command("env", "list the environment variables, and what was built from C", _env)
+    shells = command("completion", "print what makes a shell complete these commands", _completion)
+    shells.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+def _run(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.launch.program import Program, run
+
     program = Program(options.program, tuple(options.arguments), options.is_module)
     return run(program, options.n, threads=options.threads)
 
 
-def _inspect(pid: int) -> int:
+def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.group.environment import is_launched
+    from shardmath.launch.program import Program, run
+
+    module = "shardmath.tools.hello"
+    if not is_launched():
+        return run(Program(module, (options.device,), is_module=True), options.n)
+    from shardmath.tools.hello import main as hello
+
+    return hello(options.device)
+
+
+def _doctor(*_: object) -> int:
+    from shardmath.tools.doctor import main as doctor
+
+    return doctor()
+
+
+def _completion(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.tools.completion import completion
+
+    print(completion(parser, options.shell))
+    return 0
+
+
+def _inspect(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.errors import BootstrapError
     from shardmath.inspection.job import inspected
 
     try:
-        print(inspected(pid))
+        print(inspected(options.pid))
     except BootstrapError as error:
         print(f"shardmath inspect: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _print_variables() -> int:
+def _env(*_: object) -> int:
     from shardmath.base import compiled, config
 
     for name, kind, default, sentence in config.table():

@@ -107,6 +107,12 @@ class LaunchFacts(Immutable):
         return cls()
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    facts = LaunchFacts.from_mapping(config.environment(), pid=os.getpid())
+    return facts.launcher is not None
+
+
 def local_rank() -> int:
     """This process's number among the ranks of its host; -1 where the launcher does not say."""
     return LaunchFacts.from_mapping(config.environment(), pid=os.getpid()).local_rank

@@ -1,0 +1,1 @@
+"""What works here, and who computes together? The commands that show it."""

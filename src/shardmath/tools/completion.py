@@ -1,0 +1,40 @@
+"""Lines for a shell's start-up file, by which it completes what `shardmath` takes."""
+
+from __future__ import annotations
+
+import argparse
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for `shell`, one of SHELLS: commands first, then the options of each."""
+    [commands] = [each for each in parser._actions if isinstance(each.choices, dict)]
+    assert isinstance(commands.choices, dict), "commands have parsers"
+    options = {name: " ".join(_words(each)) for name, each in commands.choices.items()}
+    names = " ".join(options)
+    if shell == "fish":
+        lines = [f"complete -c shardmath -n __fish_use_subcommand -a '{names}'"]
+        for name, words in options.items():
+            only = f"complete -c shardmath -n '__fish_seen_subcommand_from {name}'"
+            lines += [f"{only} -a '{words}'"] if words else []
+        return "\n".join(lines)
+    cases = "\n".join(
+        f'    {name}) COMPREPLY=($(compgen -f -W "{words}" -- "$2")) ;;'
+        for name, words in options.items()
+    )
+    start = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return f"""{start}_shardmath() {{
+  if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{names}" -- "$2")); return; fi
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+}}
+complete -F _shardmath shardmath"""
+
+
+def _words(parser: argparse.ArgumentParser) -> list[str]:
+    words: list[str] = []
+    for action in parser._actions:
+        words += action.option_strings if action.option_strings else list(action.choices or ())
+    return words

@@ -1,0 +1,181 @@
+"""What works on this machine, and for each thing that does not, why, and the line that mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from shardmath.base import compiled
+from shardmath.collectives import all_gather
+from shardmath.context.startup import finalize, initialize
+from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.launch import spawn
+from shardmath.tools.tables import show
+
+_RANKS = 2
+_BYTES = 32 << 20  # of what is copied
+_TURNS = 5
+# What a package is for: its module, itself, and our extra that brings it.
+_PACKAGES = {
+    "transforms and factorisations on cores": ("scipy", "scipy", "linalg"),
+    "faster transforms on cores": ("ducc0", "ducc0", "ducc"),
+    "arrays of torch, and torchrun": ("torch", "torch", "torch"),
+    "mpiexec, and several hosts by MPI": ("mpi4py", "mpi4py", "mpi"),
+    "float16's relatives": ("ml_dtypes", "ml_dtypes", "half"),
+    "files .h5": ("h5py", "h5py", "hdf5"),
+    "files .zarr": ("zarr", "zarr", "zarr"),
+    "progress and tables": ("rich", "rich", "progress"),
+    "GPUs": ("cuda.bindings", "cuda-bindings", "cu13"),
+}
+_LAUNCHERS = ("mpiexec", "torchrun", "srun")
+
+
+def show_config() -> dict[str, Any]:
+    """What `shardmath doctor` shows, but for what it measures, as plain data: dictionaries of texts
+    and numbers. What does not work has a `reason`, and mostly `mend`, a line to run.
+    """
+    return {
+        "versions": {
+            "shardmath": _version("shardmath") or "not installed",
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": _gpus(),
+        "transports": {f"{name} ({kind})": _transport(kind, name) for kind, name in _transports()},
+        "compiled": {name: _built(name) for name in compiled.BUILT},
+        "packages": {what: _package(*names) for what, names in _PACKAGES.items()},
+        "launchers": {name: shutil.which(name) or "" for name in _LAUNCHERS},
+    }
+
+
+def main() -> int:
+    """Print what works here, and measure it: the exit status, 0."""
+    config = show_config()
+    facts = {**config["versions"], "cores": str(config["cores"]), "GPUs": _in_words(config["gpus"])}
+    for name, path in config["launchers"].items():
+        facts[name] = path or "not found"
+    show("This machine", ("what", "is"), list(facts.items()))
+    rows = [
+        (what, *_state(found), found.get("mend", ""))
+        for part in ("packages", "transports", "compiled")
+        for what, found in config[part].items()
+    ]
+    show("What works", ("for", "works", "which, or why not", "to have it"), rows)
+    show("Measured", ("what", "is"), _measured())
+    return 0
+
+
+def _state(found: dict[str, Any]) -> tuple[str, str]:
+    return ("no", found["reason"]) if "reason" in found else ("yes", found.get("version", ""))
+
+
+def _in_words(gpus: dict[str, Any]) -> str:
+    return gpus["reason"] if "reason" in gpus else ", ".join(gpus["names"])
+
+
+def _gpus() -> dict[str, Any]:
+    from shardmath.cuda.driver import call
+
+    try:
+        call("cuInit", 0)
+        count = call("cuDeviceGetCount")
+        names = [call("cuDeviceGetName", 128, call("cuDeviceGet", i)) for i in range(count)]
+    except BackendUnavailable as error:
+        return _why(str(error))
+    except CudaError as error:
+        return {"reason": str(error)}
+    return {"names": [name.rstrip(b"\0").decode() for name in names]}
+
+
+def _transports() -> list[tuple[str, str]]:
+    from shardmath.transport.choice import names
+
+    return [(kind, name) for kind in ("cpu", "cuda") for name in names(kind)]
+
+
+def _transport(kind: str, name: str) -> dict[str, str]:
+    from shardmath.transport.choice import transport_named
+
+    why = transport_named(kind, name).probe()
+    return _why(why) if why else {}
+
+
+def _why(text: str) -> dict[str, str]:
+    """A reason, and the line in it that mends it."""
+    reason, _, mend = text.partition("; with device_id")[0].partition(": pip install ")
+    return {"reason": reason, "mend": f"pip install {mend}"} if mend else {"reason": reason}
+
+
+def _built(name: str) -> dict[str, str]:
+    if compiled.is_built(name):
+        return {"version": compiled.BUILT[name]}
+    return {
+        "reason": f"{compiled.BUILT[name]} in Python: not built, or SHARDMATH_COMPILED=0",
+        "mend": "pip install --force-reinstall --no-deps --no-binary :all: shardmath",
+    }
+
+
+def _package(module: str, name: str, extra: str) -> dict[str, str]:
+    with suppress(ModuleNotFoundError):  # of the package that it is in
+        if find_spec(module) is not None:
+            return {"version": f"{name} {_version(name)}"}
+    return {"reason": f"{name} is not installed", "mend": f'pip install "shardmath[{extra}]"'}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _measured() -> list[tuple[str, str]]:
+    source, target = np.ones(_BYTES, np.uint8), np.zeros(_BYTES, np.uint8)
+    rows = [("a copy in memory", _rate(_BYTES, _median(lambda: np.copyto(target, source))))]
+    if len(os.sched_getaffinity(0)) < _RANKS:
+        return [*rows, (f"{_RANKS} ranks", "not measured: there is one core")]
+    barrier, moved = spawn(_measure_ranks, _RANKS, timeout=60)[0]
+    return [
+        *rows,
+        (f"a barrier of {_RANKS} ranks", f"{1e6 * barrier:.1f} us"),
+        (f"all_gather of {_RANKS} ranks, each", _rate(_BYTES, moved)),
+    ]
+
+
+def _measure_ranks() -> tuple[float, float]:
+    context = initialize("cpu")
+    part = np.ones(_BYTES // _RANKS, np.uint8)
+    whole = np.ones(_BYTES, np.uint8)
+    barrier = _median(lambda: context.board.barrier("barrier"), 200)
+    moved = _median(lambda: all_gather(part, out=whole))
+    finalize()
+    return barrier, moved
+
+
+def _median(call: Any, turns: int = _TURNS) -> float:
+    times = []
+    for _ in range(turns + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.1f} GB/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The console commands, but for `run`, and `inspect`, which tests/reliability has."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import shardmath
+from shardmath.__main__ import _parser
+from shardmath.tools import doctor
+from shardmath.tools.completion import SHELLS, completion
+from shardmath.tools.tables import plain
+
+
+def run(*arguments, **variables):
+    command = [sys.executable, "-m", "shardmath", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_hello(ranks):
+    done = run("hello", "-n", str(ranks))
+    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert lines[0] == f"{ranks} ranks:"
+    assert [line.split()[0] for line in lines[2 : 2 + ranks]] == [*map(str, range(ranks))]
+    assert all("cpu" in line for line in lines[2 : 2 + ranks])
+    assert any("memory is reached by  host" in line for line in lines)
+
+
+def test_hello_of_ranks_that_are_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "shardmath", "run", "-n", "2", "-m", "shardmath", "hello"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("[0] 2 ranks:"), done.stderr
+
+
+def test_doctor(monkeypatch, capsys):
+    monkeypatch.setenv("SHARDMATH_COMPILED", "0")
+    monkeypatch.setattr(doctor, "_measured", lambda: [("a copy", "1 GB/s")])
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    for words in ("host (cpu)", "rounds of agreement in Python", "numpy ", "a copy  1 GB/s"):
+        assert words in text
+
+
+def test_what_is_measured():
+    rows = dict(doctor._measured())
+    assert rows["a copy in memory"].endswith(" GB/s")
+    assert len(rows) == (3 if len(os.sched_getaffinity(0)) > 1 else 2)
+
+
+def test_configuration_is_plain_data():
+    config = shardmath.show_config()
+    assert set(config["packages"]["GPUs"]) in ({"version"}, {"reason", "mend"})
+    assert config["transports"]["host (cpu)"] == {}
+    for found in (*config["packages"].values(), *config["compiled"].values()):
+        assert "reason" in found or "version" in found
+    assert config["versions"]["numpy"] == doctor.np.__version__
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("no device", {"reason": "no device"}),
+        (
+            'GPUs need x (x is missing): pip install "a[b]"; with device_id "cpu" cores compute',
+            {"reason": "GPUs need x (x is missing)", "mend": 'pip install "a[b]"'},
+        ),
+    ],
+)
+def test_reasons(said, expected):
+    assert doctor._why(said) == expected
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion(shell):
+    text = completion(_parser(), shell)
+    for word in ("hello", "doctor", "inspect", "--device", "fish"):
+        assert word in text
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=text, text=True, check=True)
+
+
+def test_bash_completes():
+    if not shutil.which("bash"):
+        pytest.skip("there is no bash")
+    tries = {"shardmath do": "doctor", "shardmath hello --d": "--device"}
+    for typed, expected in tries.items():
+        words = typed.split()
+        script = f"""{completion(_parser(), "bash")}
+COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}
+_shardmath shardmath {words[-1]}; echo "${{COMPREPLY[@]}}" """
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+def test_tables():
+    assert (
+        plain("Two", ("a", "long"), [("1", "x"), ("22", "")]) == "Two:\n  a   long\n  1   x\n  22"
+    )
