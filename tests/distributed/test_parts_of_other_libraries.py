@@ -13,7 +13,9 @@ from split_arrays import agree
 
 import shardmath
 from ranks import Pool, with_context
-from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
+from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.fft import rfft
+from shardmath.linalg.advanced import matmul
 
 CASES = (  # mesh, shape, the axes that each axis of the mesh shards, None for replicas
     ((4,), (8, 3), (0,), Slab(0)),
@@ -63,14 +65,43 @@ def converted(context, store):
                 assert back.shape == given.shape and back.stride() == given.stride()
                 assert back.placements == given.placements
             refused(mesh, torch, tensors)
+            for mesh in meshes.values():
+                computed(mesh, torch, tensors)
     finally:
         world.destroy_process_group()
+
+
+def computed(mesh, torch, tensors):
+    """Functions of DTensors return DTensors, of uneven parts, too, through which torch has
+    gradients as through its own.
+    """
+    a, b = torch.linspace(-1, 1, 63).reshape(9, 7), torch.linspace(0, 1, 35).reshape(7, 5)
+    for place in (tensors.Shard(0), tensors.Shard(1), tensors.Replicate()):
+        x, w, slope = (
+            tensors.distribute_tensor(y, mesh, [place] * mesh.ndim)
+            for y in (a, b, torch.ones(9, 5))
+        )
+        x.requires_grad_(), w.requires_grad_()
+        y = matmul(x, w)
+        assert type(y) is tensors.DTensor and y.device_mesh is mesh and y.placements == x.placements
+        assert torch.allclose(y.full_tensor(), a @ b, atol=1e-5)
+        y.backward(slope)
+        assert torch.allclose(x.grad.full_tensor(), b.sum(1).expand(9, 7), atol=1e-5)
+        assert torch.allclose(w.grad.full_tensor(), a.sum(0)[:, None].expand(7, 5), atol=1e-5)
+        z = redistribute(x.detach(), Slab.Y)
+        assert (z.full_tensor() == a).all() and tensors.Shard(1) in z.placements
+        waves = rfft(x.detach(), distribution=Slab.X)
+        assert torch.allclose(waves.full_tensor(), torch.fft.rfft2(a), atol=1e-4)
+    with pytest.raises(TypeError, match="make arrays of the parts"):
+        matmul(w.detach(), torch.ones(5, 2))
 
 
 def refused(mesh, torch, tensors):
     part = tensors.DTensor.from_local(torch.ones(3), mesh, [tensors.Partial()] * 2)
     with pytest.raises(ValueError, match="sum the parts first"):
         shardmath.from_dtensor(part)
+    with pytest.raises(ValueError, match="sum the parts first"):
+        matmul(part, part)
     mixed = [tensors.Replicate(), tensors.Shard(0)]
     half = tensors.distribute_tensor(torch.ones(4), mesh, mixed)
     with pytest.raises(NotImplementedError, match="shard the tensor along all axes"):

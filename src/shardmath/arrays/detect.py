@@ -76,9 +76,8 @@ def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
     library = library_of(x, name)
     if library.records(x):
         raise ValueError(
-            f"{name} requires grad, and no gradient passes through this call: use "
-            "shardmath.autograd where it has the operation; else pass x.detach(), or call it under "
-            "torch.no_grad()"
+            f"{name} requires grad, and no gradient passes through this call: pass x.detach(), or "
+            "call it under torch.no_grad()"
         )
     try:
         return library, library.spec(x)

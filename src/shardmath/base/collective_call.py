@@ -27,6 +27,7 @@ from shardmath.base.log import told
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
+    function_of_dtensors,
     is_loaded,
     is_watched,
     marked,
@@ -191,6 +192,8 @@ def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] |
     if ours is not None:
         other: Callable[..., Any] | None = ours.get(function)
         return other
+    if hasattr(operand, "device_mesh"):  # a DTensor of torch's
+        return function_of_dtensors(function)
     kind = type(operand)
     if kind is dict:  # of arrays
         found = (_function_of(x, function, name) for x in operand.values())

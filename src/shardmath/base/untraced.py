@@ -104,6 +104,13 @@ def operator_of(name: str) -> Callable[..., Any]:
     return operators[name]
 
 
+def function_of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What calls `function`, of this package, with DTensors of torch's, where there is one."""
+    above: Any = importlib.import_module("shardmath.distributed.conversions")
+    found: Callable[..., Any] | None = above.of_dtensors(function)
+    return found
+
+
 def traced_as(name: str, call: Call) -> Call:
     """`call`, in place of which torch's compiler traces the operator of that name."""
 

@@ -6,7 +6,8 @@ Neither library is imported for the user: whoever has an array of it, or a mesh,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import ModuleType
@@ -14,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import distribution_of
 from shardmath.distributed.parts import module_of
-from shardmath.geometry import Layout, Spans
+from shardmath.geometry import Box, Layout, Slab, Spans
 
 
 def from_dtensor(x: Any) -> DistributedArray:
@@ -53,21 +55,96 @@ def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
     """
     if x.library.name != "torch":
         raise TypeError(f"a DTensor has parts of torch, not of {x.library.name}")
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
-    choices = [Replicate(), *map(Shard, range(x.ndim))]
-    for placements in product(choices, repeat=mesh.ndim):
-        if _layout(x.context, x.shape, mesh, placements) == x.layout:
-            strides = [1] * x.ndim
-            for axis in range(x.ndim - 1, 0, -1):
-                strides[axis - 1] = strides[axis] * max(x.shape[axis], 1)
-            return DTensor.from_local(
-                x.local, mesh, placements, run_check=False, shape=x.shape, stride=tuple(strides)
-            )
-    raise ValueError(
-        f"no placements on a mesh of {tuple(mesh.shape)} are like {x.layout}: bring the array into "
-        "boxes of torch's parts by x.to(Box(...)), or pass another mesh"
+    placements = _placements(x.layout, x.context, mesh)
+    if placements is None:
+        raise ValueError(
+            f"no placements on a mesh of {tuple(mesh.shape)} are like {x.layout}: bring the array "
+            "into boxes of torch's parts by x.to(Box(...)), or pass another mesh"
+        )
+    strides = [1] * x.ndim
+    for axis in range(x.ndim - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * max(x.shape[axis], 1)
+    return DTensor.from_local(
+        x.local, mesh, placements, run_check=False, shape=x.shape, stride=tuple(strides)
     )
+
+
+def _placements(layout: Layout, context: DistributedContext, mesh: Any) -> tuple[Any, ...] | None:
+    """Placements on the mesh that are like the layout, if there are any."""
+    shape = layout.global_shape
+    choices = _choices(len(shape), mesh)
+    return next((c for c in choices if _layout(context, shape, mesh, c) == layout), None)
+
+
+def _choices(ndim: int, mesh: Any) -> Iterator[tuple[Any, ...]]:
+    """All placements of arrays of `ndim` axes."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return product([Replicate(), *map(Shard, range(ndim))], repeat=mesh.ndim)
+
+
+def of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`function` of this package, of DTensors, which returns DTensors; None where arrays that know
+    how they are split have no such function.
+    """
+    ours = DistributedArray.__shardmath_functions__.get(function)
+    return None if ours is None else partial(_call_with_dtensors, function.__name__, ours)
+
+
+def _call_with_dtensors(
+    name: str, ours: Callable[..., Any], *given: Any, out: Any = None, **words: Any
+) -> Any:
+    """Results are on the mesh of the first DTensor, placed as the function splits them."""
+    meshes: list[Any] = []
+
+    def ours_of(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: ours_of(value) for key, value in x.items()}
+        if not hasattr(x, "device_mesh"):
+            return x
+        meshes.append(x.device_mesh)
+        return from_dtensor(x)
+
+    try:
+        operands = [ours_of(x) for x in given]
+        named = {key: ours_of(x) for key, x in words.items()}
+        if out is not None:
+            named["out"] = ours_of(out)
+    except (ValueError, NotImplementedError) as error:
+        raise_on_all_ranks(require_context(), name, ValueError(f"{error}; or pass x.to_local()"))
+    made = ours(*operands, **named)
+    if out is not None:
+        return out
+    if isinstance(made, tuple):
+        return tuple(_placed(x, meshes[0]) for x in made)
+    return _placed(made, meshes[0])
+
+
+def _placed(x: Any, mesh: Any) -> Any:
+    """`x` as a DTensor, with its slabs in torch's parts."""
+    if not isinstance(x, DistributedArray):
+        return x
+    if not isinstance(x.distribution, Slab | Box) or _placements(x.layout, x.context, mesh):
+        return to_dtensor(x, mesh)
+    split = _split_axes(x.layout)
+    for placements in _choices(x.ndim, mesh):
+        layout = _layout(x.context, x.shape, mesh, placements)
+        distribution = distribution_of(layout, x.context.rank)
+        if distribution is not None and _split_axes(layout) == split:
+            return to_dtensor(x.to(distribution), mesh)
+    return to_dtensor(x, mesh)
+
+
+def _split_axes(layout: Layout) -> set[int]:
+    """The axes of which no rank has all."""
+    extents = layout.global_shape
+    return {
+        axis
+        for axis, extent in enumerate(extents)
+        if any(layout.local_shape(rank)[axis] < extent for rank in range(layout.size))
+    }
 
 
 def from_jax(x: Any, package: ModuleType | None = None) -> DistributedArray:
