@@ -15,6 +15,7 @@ import shardmath
 from ranks import Pool, with_context
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
 from shardmath.fft import rfft
+from shardmath.group import as_process_group
 from shardmath.linalg.advanced import matmul
 
 CASES = (  # mesh, shape, the axes that each axis of the mesh shards, None for replicas
@@ -65,10 +66,24 @@ def converted(context, store):
                 assert back.shape == given.shape and back.stride() == given.stride()
                 assert back.placements == given.placements
             refused(mesh, torch, tensors)
+            groups(context, mesh_of)
             for mesh in meshes.values():
                 computed(mesh, torch, tensors)
     finally:
         world.destroy_process_group()
+
+
+def groups(context, mesh_of):
+    """Which ranks a mesh means, where a group is asked for."""
+    rank, size = context.rank, context.size
+    square = mesh_of("cpu", (2, 2), mesh_dim_names=("high", "wide"))
+    for mesh, expected in (
+        (mesh_of("cpu", (size,)), (rank, size)),
+        (square, (rank, size)),
+        (square["wide"], (rank % 2, 2)),
+    ):
+        group = as_process_group(mesh)
+        assert (group.rank, group.nranks) == expected
 
 
 def computed(mesh, torch, tensors):

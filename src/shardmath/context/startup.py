@@ -42,8 +42,8 @@ def initialize(
 
     `device_id`: "cpu", or the index of this rank's CUDA device; also a `torch.device`, or its name.
     "cuda" is torch's current device where torch computes on one already, else that whose index is
-    the number of this rank among those of its host. `process_group`: an mpi4py
-    communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
+    the number of this rank among those of its host. `process_group`: an mpi4py communicator, a
+    torch.distributed group or DeviceMesh, or a ProcessGroup; None reads what the launcher has set
     (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
     for programs written for nvmath.distributed; the transport is chosen by trying.
 

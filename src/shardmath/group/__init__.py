@@ -29,8 +29,9 @@ def as_process_group(
     """The group that `obj` means: None asks the environment, a `ProcessGroup` is itself.
 
     An mpi4py communicator and a torch.distributed process group are wrapped; `device_id`, if it is
-    a number, is the GPU over which one of the latter talks that serves GPUs only. Raises ValueError
-    for a group that this process is not in, TypeError for anything else.
+    a number, is the GPU over which one of the latter talks that serves GPUs only. A `DeviceMesh` of
+    torch's means the group of its ranks. Raises ValueError for a group that this process is not in,
+    and for a mesh of several axes that has not all ranks; TypeError for anything else.
     """
     settings = Settings.from_environment() if settings is None else settings
     if obj is None:
@@ -41,6 +42,9 @@ def as_process_group(
     names = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(obj).__mro__}
     if ("mpi4py", "Comm") in names:
         return MPIProcessGroup(obj, timeout=settings.startup_timeout)
+    if ("torch", "DeviceMesh") in names:
+        obj = _group_of(obj)
+        names = {("torch", "ProcessGroup")}
     if ("torch", "ProcessGroup") in names:
         is_gpu = isinstance(device_id, int) and not isinstance(device_id, bool)
         return TorchProcessGroup(
@@ -55,8 +59,24 @@ def as_process_group(
         )
     raise TypeError(
         f"process_group is a {type(obj).__module__}.{type(obj).__qualname__}; expected None, an "
-        "mpi4py communicator, a torch.distributed process group or a shardmath ProcessGroup"
+        "mpi4py communicator, a torch.distributed process group or DeviceMesh, or a shardmath "
+        "ProcessGroup"
     )
+
+
+def _group_of(mesh: Any) -> Any:
+    """The process group of the ranks of a mesh. Raises ValueError where there is none."""
+    if mesh.get_coordinate() is None:
+        raise ValueError("this process is not in the mesh: only its ranks may call")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = sys.modules["torch.distributed"].group.WORLD
+    if mesh.size() != world.size():
+        raise ValueError(
+            f"a mesh of {tuple(mesh.shape)} has {mesh.size()} of {world.size()} ranks: pass a mesh "
+            "of one axis, or of all ranks"
+        )
+    return world
 
 
 def _is_another_ranks_group(obj: object) -> bool:
