@@ -86,9 +86,9 @@ def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) ->
     ]
     if others:  # first along them: what counts once is real only then
         grad = transforms.ifft(grad, distribution=source, axes=others, norm=words["norm"])
-    weights = _weights(source, halved, last, extent, others=0.5)
+    weights = _weights(grad, source, halved, last, extent, others=0.5)
     return transforms.irfft(
-        (grad * weights.to(grad.real.dtype)).to(grad.dtype),
+        (grad * weights).to(grad.dtype),
         distribution=[source, target],
         axes=[last],
         norm=words["norm"],
@@ -103,13 +103,19 @@ def _perform_irfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -
     halved = _global_shape(target, shape)
     extent = 2 * (halved[axes[-1]] - 1) + (words["parity"] == "odd")
     made = transforms.rfft(grad, distribution=[source, target], axes=axes, norm=words["norm"])
-    return made * _weights(target, halved, axes[-1], extent, others=2.0).to(made.real.dtype)
+    return made * _weights(made, target, halved, axes[-1], extent, others=2.0)
 
 
 def _weights(
-    distribution: Distribution, halved: Sequence[int], axis: int, extent: int, *, others: float
+    x: Any,
+    distribution: Distribution,
+    halved: Sequence[int],
+    axis: int,
+    extent: int,
+    *,
+    others: float,
 ) -> Any:
-    """1 for the elements along a halved axis that stand for themselves alone, and `others`."""
+    """1 for elements of `x` that stand for themselves alone along a halved axis, and `others`."""
     context = require_context()
     if isinstance(distribution, Box):
         ranges = [(distribution.lower[axis], distribution.upper[axis])]
@@ -117,7 +123,7 @@ def _weights(
         ranges = distribution.index_ranges(context.rank, halved, size=context.size)[axis]
     indices = torch.cat([torch.arange(*ends) for ends in ranges] or [torch.arange(0)])
     alone = (indices == 0) | (2 * indices == extent)
-    weights = torch.where(alone, 1.0, others)
+    weights = torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
     return weights.reshape([-1 if n == axis else 1 for n in range(len(halved))])
 
 
