@@ -29,7 +29,6 @@ from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Transform, choose
 from shardmath.program import blocks, steps
 from shardmath.program.blocks import Blocks
-from shardmath.program.panels import clip
 
 SHAPE = (64, 48, 32)
 
@@ -247,7 +246,7 @@ def test_a_clipped_run_copies_what_lies_within(run):
                     lo + part.dst_start + i * part.dst_step + j,
                     part.src_start + i * part.src_step + j,
                 )
-                for move in clip(Move(0, 0, (run,)), 0, lo, hi)
+                for move in Move(0, 0, (run,)).clipped(0, lo, hi)
                 for part in move.runs
                 for i in range(part.count)
                 for j in range(part.length)

@@ -14,7 +14,6 @@ from arrangements import part_of
 from copying import copy_boxes
 from draws import drawn
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
-from shardmath.program.panels import clip
 from shardmath.redistribution import TransferPlan, lowered
 from shardmath.redistribution.delivery import Delivery, Outbox, fetches, room_for
 
@@ -130,7 +129,7 @@ def test_parts_along_the_slowest_axis_are_ranges(axis, block):
         moves = [one for m in taken for one in boxes[m.src].parcels[rank].boxed(m)]
         for lo in range(0, want.shape[axis], 7):
             hi = min(lo + 7, want.shape[axis])
-            parts = [part for move in moves for part in clip(move, axis, lo, hi)]
+            parts = [part for move in moves for part in move.clipped(axis, lo, hi)]
             found = fetches(parts, lambda src: boxes[src].parcels[rank], lambda _: True)  # noqa: B023
             assert sum(each.nbytes for each in found) == 4 * sum(p.elements for p in parts)
             room = np.full(room_for(found), SENTINEL, np.uint8)

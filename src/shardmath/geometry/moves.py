@@ -37,6 +37,14 @@ class Move:
         """The elements moved."""
         return prod(self.shape)
 
+    def with_run(self, axis: int, run: Run) -> Move:
+        """The move with another run along an axis."""
+        return Move(self.src, self.dst, (*self.runs[:axis], run, *self.runs[axis + 1 :]))
+
+    def clipped(self, axis: int, lo: int, hi: int) -> list[Move]:
+        """The part that lands between lo and hi of the destination's `axis`, from lo on."""
+        return [self.with_run(axis, run) for run in self.runs[axis].clipped(lo, hi)]
+
     def __str__(self) -> str:
         return f"{self.src} -> {self.dst}: " + ", ".join(str(run) for run in self.runs)
 

@@ -38,6 +38,32 @@ class Run:
         """The index behind the last in the source's local axis."""
         return self.src_start + (self.count - 1) * self.src_step + self.length
 
+    def block(self, index: int) -> Run:
+        """One block of the run."""
+        src = self.src_start + index * self.src_step
+        return Run(1, self.length, src, 0, self.dst_start + index * self.dst_step, 0)
+
+    def clipped(self, lo: int, hi: int) -> Iterator[Run]:
+        """The blocks between lo and hi of the destination's axis, from lo on: a cut one, the whole
+        ones together, a cut one.
+        """
+        if self.count == 1:
+            start, stop = max(self.dst_start, lo), min(self.dst_start + self.length, hi)
+            if start < stop:
+                src = self.src_start + start - self.dst_start
+                yield Run(1, stop - start, src, 0, start - lo, 0)
+            return
+        step = self.dst_step
+        first = max(0, -((self.dst_start - lo) // step)) if lo > self.dst_start else 0
+        last = min(self.count, (hi - self.dst_start - self.length) // step + 1)
+        whole = max(0, last - first)
+        for cut in (first - 1, last) if last >= first else (first - 1,):
+            if 0 <= cut < self.count:
+                yield from self.block(cut).clipped(lo, hi)
+        if whole:
+            head, steps = self.block(first), (self.src_step, step) if whole > 1 else (0, 0)
+            yield Run(whole, self.length, head.src_start, steps[0], head.dst_start - lo, steps[1])
+
     def __str__(self) -> str:
         if self.count == 1:
             src = f"{self.src_start}:{self.src_stop}"

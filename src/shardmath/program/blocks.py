@@ -14,7 +14,6 @@ from typing import Literal
 from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind, keeps_shape
-from shardmath.program.panels import clip
 from shardmath.redistribution import StridedCopy, Transfer
 from shardmath.redistribution.copies import own_first
 
@@ -104,5 +103,5 @@ def clipped(move: Move, block: Block) -> list[Move]:
     """The part of a move that ends in `block` of the destination, seen from the block's corner."""
     moves = [move]
     for axis, cut in enumerate(block):
-        moves = [part for whole in moves for part in clip(whole, axis, cut.start, cut.stop)]
+        moves = [part for whole in moves for part in whole.clipped(axis, cut.start, cut.stop)]
     return moves

@@ -8,11 +8,10 @@ k at every bound of both operands: within an interval each operand is one dense 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from shardmath.base.immutable import Immutable
-from shardmath.geometry import Move, Run
+from shardmath.geometry import Move
 from shardmath.redistribution import Transfer
 
 # Below this many indices of k per piece, gathering costs less than many thin products.
@@ -80,58 +79,13 @@ class Source(Immutable):
 
     def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill a buffer with indices lo to hi of k."""
-        return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
+        return [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
 
 
 def intervals(a: Source, b: Source) -> list[tuple[int, int]]:
     """The intervals of k within which both operands are dense."""
     ends = sorted(a.bounds | b.bounds)
     return list(zip([0, *ends], ends, strict=False))
-
-
-def clip(move: Move, axis: int, lo: int, hi: int) -> list[Move]:
-    """The part of a move that lands between lo and hi of the destination's `axis`, from lo on."""
-    return [
-        replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
-        for run in _clip(move.runs[axis], lo, hi)
-    ]
-
-
-def _clip(run: Run, lo: int, hi: int) -> Iterable[Run]:
-    """The blocks of `run` between lo and hi: a cut one, the whole ones together, a cut one."""
-    if run.count == 1:
-        start, stop = max(run.dst_start, lo), min(run.dst_start + run.length, hi)
-        if start < stop:
-            yield Run(1, stop - start, run.src_start + start - run.dst_start, 0, start - lo, 0)
-        return
-    step = run.dst_step
-    first = max(0, -((run.dst_start - lo) // step)) if lo > run.dst_start else 0
-    last = min(run.count, (hi - run.dst_start - run.length) // step + 1)
-    whole = max(0, last - first)
-    for cut in (first - 1, last) if last >= first else (first - 1,):
-        if 0 <= cut < run.count:
-            yield from _clip(_block(run, cut), lo, hi)
-    if whole:
-        head = _block(run, first)
-        yield Run(
-            whole,
-            run.length,
-            head.src_start,
-            run.src_step if whole > 1 else 0,
-            head.dst_start - lo,
-            step if whole > 1 else 0,
-        )
-
-
-def _block(run: Run, index: int) -> Run:
-    return Run(
-        1,
-        run.length,
-        run.src_start + index * run.src_step,
-        0,
-        run.dst_start + index * run.dst_step,
-        0,
-    )
 
 
 def _pieces(moves: Sequence[Move], axis: int, width: int) -> tuple[Piece, ...]:

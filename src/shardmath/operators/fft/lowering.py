@@ -196,10 +196,9 @@ class PartOfTransfer(TransferPlan):
             (first, end), (lo, hi) = self.source_ranges[move.src], self.target_ranges[move.dst]
             if first == end or lo == hi or not move.elements:
                 continue
-            runs, one, two = list(move.runs), move.runs[self.u], move.runs[self.v]
-            runs[self.u] = Run(1, end - first, first, 0, one.dst_start + first, 0)
-            runs[self.v] = Run(1, hi - lo, two.src_start + lo, 0, lo, 0)
-            yield Move(move.src, move.dst, tuple(runs))
+            one, two = move.runs[self.u], move.runs[self.v]
+            cut = move.with_run(self.u, Run(1, end - first, first, 0, one.dst_start + first, 0))
+            yield cut.with_run(self.v, Run(1, hi - lo, two.src_start + lo, 0, lo, 0))
 
 
 class _Lowering:

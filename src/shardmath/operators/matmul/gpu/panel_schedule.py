@@ -27,7 +27,6 @@ from shardmath.arrays.dtypes import HALVES
 from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import BOX_BYTES
 from shardmath.geometry import Move, Run
-from shardmath.program.panels import clip
 
 OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
 _SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
@@ -119,17 +118,17 @@ class OperandSteps(Immutable, eq=False):
         """
         if self.in_order:
             lo, hi = int(chosen[0]) * step, (int(chosen[-1]) + 1) * step
-            cut = [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
-            whole = [_with_run(move, self.axis, _shifted(move.runs[self.axis], lo)) for move in cut]
+            cut = [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
+            whole = [move.with_run(self.axis, _shifted(move.runs[self.axis], lo)) for move in cut]
         else:
             lines = {(move.src, move.runs[1 - self.axis]): move for move in self.moves}
             whole = [
-                _with_run(move, self.axis, run)
+                move.with_run(self.axis, run)
                 for (src, _), move in lines.items()
                 if not (self.reads_own and src == self.rank)
                 for run in self._runs(src, chosen[self.sources[chosen] == src], step)
             ]
-        return [part for move in whole for part in clip(move, 1 - self.axis, *across)]
+        return [part for move in whole for part in move.clipped(1 - self.axis, *across)]
 
     def _runs(self, src: int, chosen: Integers, step: int) -> list[Run]:
         """The chosen steps, all from `src`, from its array into the panel."""
@@ -276,11 +275,6 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
                 continue
         found.append(run)
     return found
-
-
-def _with_run(move: Move, axis: int, run: Run) -> Move:
-    """`move` with another run along an axis."""
-    return replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
 
 
 def _shifted(run: Run, distance: int) -> Run:

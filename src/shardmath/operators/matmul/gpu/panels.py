@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move
-from shardmath.program.panels import clip
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
@@ -68,7 +67,7 @@ class OperandPlan(Immutable):
 
     def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill that panel."""
-        return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
+        return [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
 
     @property
     def remote(self) -> float:
