@@ -11,7 +11,8 @@ With `async_op=True`, on all ranks, a call returns a `Work` at once, and goes on
     ...  # other calls, too; `rows` stays as it is
     matrix = work.wait()
 
-A context makes such calls in their order. On GPUs they are put on the current stream.
+A context makes such calls in their order, which all ranks say to be asynchronous. On GPUs they are
+put on the current stream.
 """
 
 from shardmath.collectives.moving import all_gather, all_to_all, broadcast
