@@ -9,6 +9,7 @@ import redistribution_cases as cases
 from built import module_from_c
 from copying import copy_array
 from shardmath.redistribution import bound_copies
+from shardmath.redistribution import copies as copies_of
 
 PAGE = 4096
 SHORT, LONG, PAST_CACHES = range(3)
@@ -130,6 +131,19 @@ def test_few_copies_are_one_call(compiled, monkeypatch):
     assert type(bound_copies.bind_array(large, large.copy().T)[0]) is not compiled.Boxes
     many = np.zeros((1,) * 20 + (2,)), np.zeros((1,) * 20 + (3,))[..., :2]
     copy_array(*many)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_a_copy_without_elements_is_none(way, shape):
+    x, y = np.ones((4, 4)), np.zeros((4, 4))
+    strides = tuple(8 * n for n in range(2, 2 + len(shape)))
+    window = bound_copies.Window.of
+    none = copies_of.whole(shape, 8, strides, strides)
+    copies = [none, copies_of.whole((4, 4), 8, x.strides, y.strides)]
+    for copy in bound_copies.bind(copies, {0: window(x)}, window(y)):
+        copy()
+    assert (y == x).all()
+    assert bound_copies.bind([none], {0: window(x)}, window(y)) == []
 
 
 def test_what_is_no_box_is_refused(compiled):

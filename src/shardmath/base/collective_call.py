@@ -17,13 +17,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
+from logging import DEBUG
 from types import FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
-from shardmath.base.log import told
+from shardmath.base.log import LOGGER, told
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
@@ -160,7 +161,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         try:
             this_thread.call = record
             this_process.begin(function, args)
-            result = told(function)(*args, **kwargs)
+            made = told(function) if LOGGER.isEnabledFor(DEBUG) else function
+            result = made(*args, **kwargs)
             this_process.end()
             this_thread.call = record.settled = None
             repeat, record.repeat = record.repeat, None
@@ -196,8 +198,12 @@ def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] |
         return function_of_dtensors(function)
     kind = type(operand)
     if kind is dict:  # of arrays
-        found = (_function_of(x, function, name) for x in operand.values())
-        return next((other for other in found if other is not None), None)
+        for x in operand.values():
+            if type(x) not in _WITHOUT_FUNCTIONS:
+                other = _function_of(x, function, name)
+                if other is not None:
+                    return other
+        return None
     if hasattr(operand, "requires_grad"):
         if kind is sys.modules["torch"].Tensor:
             _TENSORS[kind] = watches_of_torch()

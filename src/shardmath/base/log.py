@@ -17,11 +17,8 @@ LOGGER = logging.getLogger("shardmath")
 
 
 def told(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, whose call is told of at DEBUG where the logger hears that."""
-    return _telling(function) if LOGGER.isEnabledFor(logging.DEBUG) else function
+    """`function`, whose call is told of at DEBUG."""
 
-
-def _telling(function: Callable[..., R]) -> Callable[..., R]:
     def call(*args: Any, **kwargs: Any) -> R:
         what, line, start = f"{function.__qualname__}({operands_of(args)})", caller_line(), _now()
         how = "raised"

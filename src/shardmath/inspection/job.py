@@ -95,15 +95,22 @@ class Job:
         )
 
     def show(self, why: str) -> None:
-        """Print the table on stderr, unless a rank of this host has done so a moment ago."""
-        if len(self._pids) > 1 and self._is_first():
-            seen = [
-                _seen(rank, self._pids[rank], bytes(self._records[rank]))
-                if rank in self._records
-                else Seen(rank, self._pids[rank], elsewhere=self.elsewhere(rank) or "not seen here")
-                for rank in range(len(self._pids))
-            ]
-            self.print(f"shardmath: {why}\n{table(_with_stacks(seen, self._stacks()), _now())}")
+        """Print the table on stderr, unless a rank of this host has done so a moment ago.
+
+        What goes wrong here is not raised: this is called on the way of an error that matters more.
+        """
+        with suppress(Exception):
+            if len(self._pids) > 1 and self._is_first():
+                self.print(f"shardmath: {why}\n{self._table()}")
+
+    def _table(self) -> str:
+        seen = [
+            _seen(rank, self._pids[rank], bytes(self._records[rank]))
+            if rank in self._records
+            else Seen(rank, self._pids[rank], elsewhere=self.elsewhere(rank) or "not seen here")
+            for rank in range(len(self._pids))
+        ]
+        return table(_with_stacks(seen, self._stacks()), _now())
 
     def _stacks(self) -> dict[int, int]:
         told = {rank: description(bytes(record)) for rank, record in self._records.items()}

@@ -125,7 +125,7 @@ def bind(
 
     `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
     """
-    copies, boxes = list(copies), _boxes()
+    copies, boxes = [copy for copy in copies if copy.nbytes], _boxes()
     is_small = sum(copy.nbytes for copy in copies) <= _CACHED
     in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _LONG)
     way = _SHORT if is_small else _PAST_CACHES if in_rows >= _STREAMED else _LONG_UNITS
