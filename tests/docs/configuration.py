@@ -31,8 +31,9 @@ TAIL = """
 
 On one host ranks find each other through abstract Unix sockets, and nothing listens on the network.
 Between hosts every rank listens for the others while `initialize` runs, on a port that the system
-chooses: at the addresses of `SHARDMATH_ADDRESS`, a number or a name; without it at the address of
-the host's way out (its default route) and those that its own name stands for. It listens at no
+chooses: at the addresses of `SHARDMATH_ADDRESS`, a number or a name; without it at the address
+by which it reaches `MASTER_ADDR`, or the first host of Slurm's step; where these are not set, that
+of the host's way out (its default route) and those that its own name stands for. It listens at no
 others, and a firewall must let the other hosts through to it. Set `SHARDMATH_ADDRESS` on each host
 where there are several networks, to use one of them. Where it is an address that the host does not
 have itself, because a router translates it, the ranks there listen at the way out.
@@ -40,6 +41,11 @@ have itself, because a router translates it, the ranks there listen at the way o
 Others may connect meanwhile, as many as they like: they are refused on Unix sockets unless they are
 this user's ranks, and everywhere unless they prove within 5 seconds that they know a key which only
 the ranks have. They do not keep the ranks from meeting.
+
+While a rank waits it asks the other hosts' systems whether they are there. A host that answers
+nothing for `SHARDMATH_HEARTBEAT` seconds, or a link that is cut, ends the wait with RankFailure.
+Processes that compute, or are stopped, do not: their system answers. Raise it where the network
+loses what is sent for seconds.
 
 ## Who may join
 

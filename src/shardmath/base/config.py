@@ -38,6 +38,9 @@ class Settings(Immutable):
         1, "Treat the ranks of this machine as if on so many hosts, for tests."
     )
     address: str = _variable("", "Address at which other hosts reach this one; found if empty.")
+    heartbeat: float = _variable(
+        2.0, "Seconds after which a host that answers nothing counts as lost."
+    )
     key: str = _variable(
         "", "Secret by which ranks that no library joins know each other; a file's if empty."
     )

@@ -54,6 +54,7 @@ class Runtime:
             pretended=settings.fake_hosts,
             address=settings.address,
             record=job.start(),
+            heartbeat=settings.heartbeat,
         )
         here = [rank for rank in range(mesh.size) if mesh.same_host(rank)]
         self.job = job.Job(mesh.rank, mesh.pids, mesh.records, here, mesh.hosts[mesh.rank])

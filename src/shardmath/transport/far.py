@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from shardmath.base import wire
+from shardmath.base.config import environment
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
 from shardmath.group.handshake import KEY_BYTES
@@ -24,8 +25,8 @@ from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-_ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
+_ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
 
 Endpoint = tuple[str, int]  # host and port
 
@@ -120,8 +121,20 @@ def _own(name: str) -> list[tuple[int, Any]]:
 
 
 def _outward() -> list[tuple[int, Any]]:
-    """The addresses of this host's way out and of its own name; loopback where there are none."""
+    """The addresses by which this host reaches the one where ranks meet, if that is known; those of
+    its way out and of its own name; loopback where there are none.
+    """
+    from shardmath.group.tcp import hub_of
+
     addresses: list[tuple[int, Any]] = []
+    with suppress(OSError):  # of which a BootstrapError is one: nobody says where they meet
+        for family, where in _resolved(*hub_of(environment())):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)
+                addresses += _resolved(probe.getsockname()[0], 0)
+    towards = [each for each in dict.fromkeys(addresses) if not _leads_back(each[1][0])]
+    if towards:
+        return towards
     for family, outside in _OUTSIDE:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 9))

@@ -50,6 +50,7 @@ class Mesh:
     `watch` tells which peers have ended; `pids[rank]` and `hosts[rank]` name them in messages.
     `host_of[rank]` numbers the hosts; where there are several, `wires` join all ranks, else None.
     The ranks are split into `pretended` hosts. `address` is where other hosts reach this one.
+    A host that answers nothing for `heartbeat` seconds counts as lost.
     `record` is the descriptor of what this rank records, and `records[rank]` each one's.
     Raises BootstrapError when not all ranks connect within `timeout` seconds.
     """
@@ -62,6 +63,7 @@ class Mesh:
         pretended: int = 1,
         address: str = "",
         record: int = -1,
+        heartbeat: float = 2.0,
     ) -> None:
         self.rank = group.rank
         self.size = group.nranks
@@ -69,6 +71,7 @@ class Mesh:
         self.wires: Wires | None = None
         self._pretended = pretended
         self._record = record
+        self._heartbeat = heartbeat
         self._identities: list[str] = []
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
@@ -117,7 +120,7 @@ class Mesh:
             made = connect_far(
                 group, address=where, timeout=self._timeout, watch=watch, names=self.names
             )
-        return Wires(made, self.watch)
+        return Wires(made, self.watch, self._heartbeat)
 
     def _connect(self, group: ProcessGroup) -> None:
         key = secrets.token_bytes(KEY_BYTES)

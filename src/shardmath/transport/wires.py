@@ -9,6 +9,10 @@ A connection that ends says that the peer has ended.
 An exception may leave `poll` or `send` at any point. Messages are taken off a queue before they are
 delivered, and so delivered once at most; a connection on which it is not known how much has been
 sent or received is ended, as if the peer had.
+
+Who waits asks the others' hosts now and then whether they are there, by a message that says
+nothing: their systems acknowledge it, also while the processes compute. A host that acknowledges
+nothing for as long as a heartbeat is lost, and the connection to it ends.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ _LIMIT = 1 << 20  # bytes of one message; a longer one is a fault
 _EARLY_LIMIT = 64 << 20  # bytes kept for channels that are not open yet
 _READ = 1 << 18
 _LAST = (1 << 32) - 1
+_BEAT = 0.25  # seconds between two looks at whether hosts answer
+_NOTHING = bytes(16)  # the channel of messages that say nothing
+_ACKNOWLEDGED = struct.Struct("<56xI")  # in the system's facts: milliseconds since it last was
 _DELIVERY = 1.0  # seconds that the end of a process waits until its last words have arrived
 
 
@@ -64,11 +71,14 @@ class Channel:
 class Wires:
     """This rank's connections to the others, by their numbers in the mesh.
 
-    `watch` learns of peers whose connection ends. `progress_hooks` are called at every poll: a
+    `watch` learns of peers whose connection ends, and so of hosts that have not answered for
+    `heartbeat` seconds. `progress_hooks` are called at every poll: a
     library may need that to serve its peers.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], watch: PeerWatch) -> None:
+    def __init__(
+        self, connections: Mapping[int, socket.socket], watch: PeerWatch, heartbeat: float = 2.0
+    ) -> None:
         self.channels: dict[tuple[bytes, int], Deliver] = {}
         self.progress_hooks: list[Callable[[], None]] = []
         self._watch = watch
@@ -81,6 +91,9 @@ class Wires:
         self._early_bytes = 0
         self._opened: dict[bytes, int] = {}  # the highest number opened of each name
         self._lock = threading.RLock()
+        self._patience = max(_BEAT, heartbeat - 3 * _BEAT)  # after a question
+        self._next_look = 0.0
+        self._asked: dict[int, float] = {}  # since when a host has not answered
         self._busy = False  # the thread that holds the lock is in `_flush` or `_receive`
         self._in_doubt: set[int] = set()  # ranks of which a system call is under way
         self._poll = select.poll()
@@ -151,7 +164,29 @@ class Wires:
             finally:
                 self._busy = False
             self._waiting.clear()
+            if time.monotonic() >= self._next_look:
+                self._look_after()
             self._flush()
+
+    def _look_after(self) -> None:
+        """Ask the hosts that have not answered of late, and give up those that do not answer."""
+        now = time.monotonic()
+        self._next_look = now + _BEAT
+        for rank, connection in list(self._connections.items()):
+            try:
+                facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+                answered = now - _ACKNOWLEDGED.unpack_from(facts)[0] / 1000
+            except (OSError, struct.error):  # no connection of TCP's
+                continue
+            asked = self._asked.get(rank)
+            # The system counts in jiffies; what it heard before it was asked is older than a beat.
+            if asked is None or answered > asked - _BEAT / 2:
+                self._asked.pop(rank, None)
+                if answered < now - _BEAT:
+                    self._asked[rank] = now
+                    self._queues[rank].append(_FRAME.pack(_NOTHING, 0, 0, 0))
+            elif now - asked > self._patience:
+                self._end(rank)
 
     def _flush(self) -> None:
         for rank, queue in self._queues.items():
@@ -208,6 +243,8 @@ class Wires:
 
     def _deliver(self, channel: tuple[bytes, int], rank: int, place: int, data: bytes) -> bool:
         deliver = self.channels.get(channel)
+        if channel[0] == _NOTHING:
+            return True
         if deliver is not None:
             deliver(rank, place, data)
         elif channel[1] > self._opened.get(channel[0], -1):
