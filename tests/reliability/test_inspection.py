@@ -286,6 +286,7 @@ def test_one_rank_shows_the_table_where_time_is_up():
 
 def test_ctrl_c_shows_who_is_missing():
     def body(group):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's may be ignored
         context = startup.initialize("cpu", group)
         shown = []
         context._runtime.job.print = shown.append
@@ -330,6 +331,12 @@ def read_until(stream, word):
     return text
 
 
+def hear():
+    """Ignore none of the signals that are sent: pytest may have been started in the background."""
+    for signum in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def test_a_notice_a_signal_and_ctrl_c(tmp_path):
     """On a launched job: the launcher passes SIGQUIT on, and is looked into as its ranks are."""
     script = tmp_path / "hang.py"
@@ -337,7 +344,13 @@ def test_a_notice_a_signal_and_ctrl_c(tmp_path):
     command = [sys.executable, "-m", "shardmath", "run", "-n", "3", str(script)]
     variables = dict(os.environ) | ENDLESS | {"SHARDMATH_NOTICE": "0.1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=variables, stderr=pipe, text=True) as launcher:
+    with subprocess.Popen(
+        command,
+        env=variables,
+        stderr=pipe,
+        text=True,
+        preexec_fn=hear,  # noqa: PLW1509
+    ) as launcher:
         text = read_until(launcher.stderr, "signal.pause()")
         assert "waiting for rank 2" in text and "missing: rank 2" in text
         assert text.count("where the ranks are") == 1
@@ -385,5 +398,6 @@ shardmath.finalize()
 print("still here", flush=True)
 os.kill(os.getpid(), signal.SIGQUIT)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=hear)
     assert (done.stdout, done.returncode) == ("still here\n", -signal.SIGQUIT)
