@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
+from functools import partial
+
 import numpy as np
 import test_halos
 import test_redistribute_any as bodies
@@ -69,32 +71,38 @@ def test_operands_may_be_overwritten_after_each_execution(ranks, store):
     assert ranks.run(on_gpus, "overwrite", store, 20, ranks=3) == [0] * 3
 
 
-def want(context, store):
-    """What is raised where rank 1's heap is full, how much memory stays, and what comes then."""
+def want(context, store, form):
+    """What is raised where rank 1's heap is full, how much memory stays, and what comes then.
+
+    In a group of its own: memory that a call before left there would do for the next.
+    """
     full = np.arange(96.0).reshape(12, 8)
     part = part_of(full, Slab.X, context.rank, context.size)
-    told = []
-    with pretended_gpu(context), context:
+    wanted = part_of(full, Slab.Y, context.rank, context.size)
+    group = context.split(0)
+    with pretended_gpu(group), group:
         operand = part.copy()
         if store == "heap":
-            operand = empty_on_heap(context, library_named("numpy"), part.shape, "float64")
+            operand = empty_on_heap(group, library_named("numpy"), part.shape, "float64")
             operand[...] = part
         with Redistribute(operand, Slab.X, Slab.Y) as moved:
             moved.plan()
-            for call in (lambda: redistribute(operand, Slab.X, Slab.Y), moved.execute):
-                before = settled_use(context)
-                with no_memory(context):
-                    told.append(heard(call)[0])
-                told.append(settled_use(context) - before)
-                wanted = part_of(full, Slab.Y, context.rank, context.size)
-                told.append(call().tolist() == wanted.tolist())
-        context.board.barrier("done")
-    return told
+            call = moved.execute
+            if form == "function":
+                call = partial(redistribute, operand, Slab.X, Slab.Y)
+            before = settled_use(group)
+            with no_memory(group):
+                said = heard(call)[0]
+            more = settled_use(group) - before
+            right = call().tolist() == wanted.tolist()
+        group.board.barrier("done")
+    return said, more, right
 
 
+@pytest.mark.parametrize("form", ["function", "object"])
 @pytest.mark.parametrize("store", ["heap", "ordinary"])
-def test_want_of_memory_on_one_rank_is_an_error_on_all(contexts, store):
-    assert contexts.run(want, store, ranks=3) == [["MemoryError", 0, True] * 2] * 3
+def test_want_of_memory_on_one_rank_is_an_error_on_all(contexts, store, form):
+    assert contexts.run(want, store, form, ranks=3) == [("MemoryError", 0, True)] * 3
 
 
 def test_objects_and_groups_do_not_disturb_each_other(contexts):
