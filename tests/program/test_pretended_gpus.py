@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,6 @@ from draws import drawn
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
-
-from functools import partial
 
 import numpy as np
 import test_halos
