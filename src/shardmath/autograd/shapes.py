@@ -19,7 +19,7 @@ Tensors = Sequence[Any]
 
 
 def of_transform(name: str, xs: Tensors, words: Words, counts: Any) -> Shape:
-    """Of a transform, of that name."""
+    """The shape of this rank's result of the transform of that name."""
     shape, target, odd = xs[0].shape, words["target"], int(words["parity"] == "odd")
     changes = {"rfft": lambda n: n // 2 + 1, "irfft": lambda n: 2 * (n - 1) + odd}
     return [
@@ -31,12 +31,12 @@ def of_transform(name: str, xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 def of_redistribution(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """Of a redistribution."""
+    """The shape of this rank's part once its array is redistributed."""
     return of_transform("fft", xs, dict(words, axes=[0], parity=""), counts)
 
 
 def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """Of a matrix product: C's shape where there is one."""
+    """The shape of this rank's part of a matrix product: C's, where there is a C."""
     if len(xs) == 3:
         return list(xs[2].shape)
     (a, b), (of_a, of_b, target) = xs, words["distributions"]
@@ -46,7 +46,7 @@ def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 def of_exchange(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """Of `all_to_all`: known where it is said how much is received."""
+    """The shape that `all_to_all` returns, known where the call says how much is received."""
     size = require_context().size
     received = () if counts is None else counts[size:]
     return with_extent(xs, words, sum(received) if received else None)
@@ -60,7 +60,7 @@ def with_extent(xs: Tensors, words: Words, extent: Any) -> Shape:
 
 
 def of_scattering(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """Of `reduce_scatter`: even parts, or as `counts` say."""
+    """The shape of this rank's part of `reduce_scatter`: an even one, or as `counts` say."""
     context = require_context()
     extent = xs[0].shape[words["axis"]]
     if counts is not None:

@@ -74,8 +74,8 @@ def _adjoint_fft(name: str, words: Words, counts: Any) -> tuple[str, Words, Any]
 
 
 def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """Of what is kept of a real array's transform, n // 2 + 1 elements along the last axis, what
-    the whole would have come from: each element counts once, where `irfft` counts it twice.
+    """The adjoint of `rfft`: a real array, from n // 2 + 1 elements along the last axis. Each of
+    them counts once, where `irfft` counts most of them twice.
     """
     (grad,), axes = xs, words["axes"]
     *others, last = axes
@@ -296,7 +296,7 @@ def _gradients_of_all_reduce(
 def _gradients_of_reduce_scatter(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """As of a reduction whose parts all ranks have."""
+    """The gradient of `reduce_scatter` by min, max or product, of all parts, gathered first."""
     x, made = xs
     text = words_of(axis=words["axis"], op="sum")
     whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
@@ -304,8 +304,8 @@ def _gradients_of_reduce_scatter(
 
 
 def _gradients_of_reduction(x: Any, made: Any, grad: Any, words: Words, call: Call) -> list[Any]:
-    """Of min and max the ranks that have it share the gradient; of a product the others' product
-    counts.
+    """The gradient of a reduction: ranks that have the min or max share it, and in a product each
+    rank's is multiplied by the others' product.
     """
     if words["op"] in ("min", "max"):
         holds = (x == made).to(x.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardmath.base.collective_call import require_function
@@ -60,12 +61,8 @@ def start(
     require_function()  # compiled code that makes calls again knows of no thread
     if context.device_id == "cpu":
         background = context.cache("background", lambda: _Background(context))
-        call = background.thread.submit
-        return Work(call(_alone, function, x, dict(words, context=background.context)))
+        call = partial(function, x, context=background.context, **words)
+        return Work(background.thread.submit(call))
     made: Future[Any] = Future()
     made.set_result(function(x, context=context, **words))
     return Work(made)
-
-
-def _alone(function: Callable[..., Any], x: Any, words: dict[str, Any]) -> Any:
-    return function(x, **words)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.arrays.spec import packed_strides
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed.distributed_array import DistributedArray
@@ -63,11 +64,9 @@ def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
             f"no placements on a mesh of {tuple(mesh.shape)} are like {x.layout}: bring the array "
             "into boxes of torch's parts by x.to(Box(...)), or pass another mesh"
         )
-    strides = [1] * x.ndim
-    for axis in range(x.ndim - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * max(x.shape[axis], 1)
+    strides = packed_strides(x.shape)
     return DTensor.from_local(
-        x.local, mesh, placements, run_check=False, shape=x.shape, stride=tuple(strides)
+        x.local, mesh, placements, run_check=False, shape=x.shape, stride=strides
     )
 
 

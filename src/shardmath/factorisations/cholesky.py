@@ -41,7 +41,7 @@ class Cholesky(Factorisation):
 
 
 class RoundedCholesky(Cholesky):
-    """The same, of products of factors rounded to bfloat16."""
+    """The operation: Cholesky's factor, by products of factors rounded to bfloat16."""
 
     names = Cholesky.names._replace(operation="cholesky, rounded")
     rounded = True

@@ -64,7 +64,7 @@ class LUFactor(Factorisation):
 
 
 class RoundedLUFactor(LUFactor):
-    """The same, of products of factors rounded to bfloat16."""
+    """The operation: P A = L U, by products of factors rounded to bfloat16."""
 
     names = LUFactor.names._replace(operation="lu_factor, rounded")
     rounded = True
