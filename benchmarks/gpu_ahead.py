@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_ahead.py 2
 
-`host` is the median time of a call in a row of them, for whose kernels nobody waits, of the slowest
-rank; `done` the time of one of 40, until all are; `graph` of one of many in a CUDA graph. `step` is
-a local product of some 0.3 ms and an all_reduce of 8 MiB; in `late hosts` each rank's host in turn
+`host` is the median time of a call in a row of 50, for whose kernels nobody waits, of the slowest
+rank; the systems take turns, row by row. `done` is the time of one of 40 calls, until all are done;
+`graph` that of one of many in a CUDA graph. `step` is a local product of some 0.4 ms, and then an
+all_reduce of 8 MiB or an AllGather + GEMM of 2048 rows; in `late hosts` each rank's host in turn
 sleeps 1 ms before every fourth.
 """
 
@@ -17,27 +18,32 @@ import time
 from on_gpus import command, run
 
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.distribution import Slab
+from shardmath.linalg.advanced import Matmul
 
-CALLS, WARM, GRAPH = 300, 30, 50
-STEPS, RUNS = 60, 5
+ROWS, ROW, WARM, GRAPH = 8, 50, 30, 50  # a row is fewer calls than fill the queue of launches
+STEPS, RUNS = 60, 7
 SIZES = {"2 KiB": 1 << 10, "16 KiB": 8 << 10, "256 KiB": 128 << 10, "1 MiB": 512 << 10}  # elements
 MOVES = {"16 KiB": 8 << 10, "4 MiB": 2 << 20, "64 MiB": 32 << 20}  # of all ranks
 K = 5632  # of the local product
+GATHERED = (2048, 7168, 8192)  # of the product whose rows all ranks have a part of
 
 
-def host(ranks, call):
-    """Microseconds until the call returns."""
-    for _ in range(WARM):
-        call()
-    found = []
-    for start in range(0, CALLS, 50):  # fewer than fill the queue of launches
-        ranks.torch.cuda.synchronize()
-        ranks.context.barrier()
-        for _ in range(start, start + 50):
-            begun = time.perf_counter()
+def hosts(ranks, systems):
+    """Microseconds until a call of each system returns. The systems take turns, row by row."""
+    found = {name: [] for name in systems}
+    for call in systems.values():
+        for _ in range(WARM):
             call()
-            found.append(time.perf_counter() - begun)
-    return 1e6 * ranks.largest(statistics.median(found))
+    for _ in range(ROWS):
+        for name, call in systems.items():
+            ranks.torch.cuda.synchronize()
+            ranks.context.barrier()
+            for _ in range(ROW):
+                begun = time.perf_counter()
+                call()
+                found[name].append(time.perf_counter() - begun)
+    return {name: 1e6 * ranks.largest(statistics.median(times)) for name, times in found.items()}
 
 
 def reductions(ranks, count):
@@ -83,7 +89,7 @@ def uneven(ranks):
     x, out = (torch.ones((2 * rows, width), device=ranks.device).bfloat16() for _ in range(2))
     turns = [
         [[rows // size + (turn * 7 + src + dst) % 60 for dst in range(size)] for src in range(size)]
-        for turn in range(CALLS)
+        for turn in range(ROWS * ROW)
     ]
     sent = itertools.cycle([table[rank] for table in turns])
     received = itertools.cycle([[row[rank] for row in table] for table in turns])
@@ -114,33 +120,53 @@ def elapsed(ranks, call):
 
 
 def steps(ranks):
-    """Microseconds of a step, by what reduces, and whether hosts are late."""
+    """Microseconds of a step, by what follows the local product, and whether hosts are late."""
     torch, dist = ranks.torch, ranks.dist
-    a, b, c = (torch.ones((K, K), device=ranks.device, dtype=torch.bfloat16) for _ in range(3))
+
+    def made(*shape):
+        return torch.randn(shape, device=ranks.device, dtype=torch.bfloat16)
+
+    a, b, c = (made(K, K) for _ in range(3))
     x, out = (torch.ones(4 << 20, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    m, n, k = GATHERED
+    rows, columns, gathered = made(m // ranks.size, k), made(n // ranks.size, k).T, made(m, k)
+    product = Matmul(rows, columns, distributions=[Slab.X, Slab.Y, Slab.Y])
+    product.plan()
+    result = made(m, n // ranks.size)
+
+    def nccl_and_cublas():
+        dist.all_gather_into_tensor(gathered, rows)
+        torch.mm(gathered, columns, out=result)
+
     ways = {
         "product": lambda: None,
         "all_reduce(out)": lambda: all_reduce(x, out=out),
         "NCCL all_reduce": lambda: dist.all_reduce(out),
+        "AllGather + GEMM": product.execute,
+        "NCCL and cuBLAS": nccl_and_cublas,
     }
-    rows = []
-    for late in (False, True):
-        for what, call in ways.items():
-            times = []
-            for _ in range(RUNS + 1):
-                torch.cuda.synchronize()
-                ranks.context.barrier()
-                start = time.perf_counter()
-                for number in range(STEPS):
-                    if late and number % 4 == 0 and number // 4 % ranks.size == ranks.rank:
-                        time.sleep(1e-3)
-                    torch.matmul(a, b, out=c)
-                    call()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - start) / STEPS)
-            us = 1e6 * ranks.largest(statistics.median(times[1:]))
-            rows.append({"what": f"step: {what}", "late_hosts": late, "step_us": us})
-    return rows
+    times = {(late, what): [] for what in ways for late in (False, True)}
+    for _ in range(RUNS + 1):  # hosts that are late and in time take turns
+        for (late, what), found in times.items():
+            torch.cuda.synchronize()
+            ranks.context.barrier()
+            start = time.perf_counter()
+            for number in range(STEPS):
+                if late and number % 4 == 3 and number // 4 % ranks.size == ranks.rank:
+                    time.sleep(1e-3)
+                torch.matmul(a, b, out=c)
+                ways[what]()
+            torch.cuda.synchronize()
+            found.append((time.perf_counter() - start) / STEPS)
+    product.free()
+    return [
+        {
+            "what": f"step: {what}",
+            "late_hosts": late,
+            "step_us": 1e6 * ranks.largest(statistics.median(found[1:])),
+        }
+        for (late, what), found in times.items()
+    ]
 
 
 def measure(ranks):
@@ -148,20 +174,23 @@ def measure(ranks):
     with ranks.context:
         for name, count in SIZES.items():
             systems = reductions(ranks, count)
-            graphs = ranks.times(systems, GRAPH)
-            for what, call in systems.items():
-                us = {"host_us": host(ranks, call), "graph_us": graphs[what]}
+            graphs, host = ranks.times(systems, GRAPH), hosts(ranks, systems)
+            for what in systems:
+                us = {"host_us": host[what], "graph_us": graphs[what]}
                 rows.append({"what": what, "size": name, **us})
         for name, count in MOVES.items():
             systems = moves(ranks, count)
             given = {k: v for k, v in systems.items() if "(out)" in k or k.startswith("NCCL")}
             graphs = ranks.times(given, GRAPH if count < 1 << 20 else 8)
+            host = hosts(ranks, systems)
             for what, call in systems.items():
-                us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
+                us = {"host_us": host[what], "done_us": elapsed(ranks, call)}
                 us |= {"graph_us": graphs[what]} if what in graphs else {}
                 rows.append({"what": what, "size": name, **us})
-        for what, call in uneven(ranks).items():
-            us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
+        systems = uneven(ranks)
+        host = hosts(ranks, systems)
+        for what, call in systems.items():
+            us = {"host_us": host[what], "done_us": elapsed(ranks, call)}
             rows.append({"what": what, "size": "16 MiB", **us})
         rows += steps(ranks)
     return rows

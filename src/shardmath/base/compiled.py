@@ -32,7 +32,7 @@ BUILT = {
 _INTERFACES = {
     "shardmath.redistribution._box": 1,
     "shardmath.symmetric._board": 2,
-    "shardmath.call._direct": 9,
+    "shardmath.call._direct": 10,
     "shardmath.cuda._launch": 1,
 }
 

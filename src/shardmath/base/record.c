@@ -227,16 +227,18 @@ static void start_of(Text *text) {
     text->end = text->room + sizeof text->room - 1;
 }
 
-static void begin_known(PyObject *function, PyObject *const *arrays, int count) {
+static int begin_known(PyObject *function, PyObject *const *arrays, int count) {
     if (memory.buf == NULL)
-        return;
-    const Place *line = line_of_user();
+        return 0;
     Text operands;
     start_of(&operands);
     for (int i = 0; i < count; i++)
-        put_array(&operands, (const NDArray *)arrays[i]);
-    if (memory.buf != NULL)
+        if (put_operand(&operands, arrays[i]) < 0)
+            return -1;
+    const Place *line = line_of_user();
+    if (memory.buf != NULL) /* a shape may be asked of Python */
         publish(function, &operands, line);
+    return 0;
 }
 
 static void end_with(int state) {
@@ -292,15 +294,19 @@ static PyObject *leave(PyObject *module, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+static void note_stream(uint64_t address) {
+    Entry *entry = under_way == 0 || memory.buf == NULL ? NULL : entry_of(under_way);
+    if (entry != NULL && entry->number == under_way)
+        entry->stream = address;
+}
+
 /* on_stream(address): this thread's operation works on that stream of its GPU. */
 static PyObject *on_stream(PyObject *module, PyObject *given) {
     (void)module;
     uint64_t address = PyLong_AsUnsignedLongLong(given);
     if (PyErr_Occurred())
         return NULL;
-    Entry *entry = under_way == 0 || memory.buf == NULL ? NULL : entry_of(under_way);
-    if (entry != NULL && entry->number == under_way)
-        entry->stream = address;
+    note_stream(address);
     Py_RETURN_NONE;
 }
 
@@ -331,7 +337,7 @@ static PyObject *record_in(PyObject *module, PyObject *const *given, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-static const Record record = {begin_known, end_with, withdraw};
+static const Record record = {begin_known, note_stream, end_with, withdraw};
 
 static PyMethodDef methods[] = {
     {"record_in", (PyCFunction)(void (*)(void))record_in, METH_FASTCALL, "Write into that memory from now on."},

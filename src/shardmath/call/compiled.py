@@ -6,8 +6,9 @@ block that was freed, a plan that was made since. Without a compiler at installa
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from shardmath.base.collective_call import Call, CollectiveCall, this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.log import LOGGER
+from shardmath.base.untraced import watches_of_torch
 from shardmath.call.agreement import Agreement, Plans
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import Looks
@@ -26,6 +28,7 @@ _KEPT = 256  # calls
 _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 
 _Calls = dict[int, tuple[Any, ...]]
+_Seen = tuple[bytes, bytes, tuple[Any, ...], tuple[Any, ...]]
 Otherwise = Callable[..., Any]
 
 
@@ -41,16 +44,11 @@ class CompiledCalls:
         """`rounds` is what `Board.compiled` gives."""
         self._context, self._looks, self._compiled = context, looks, compiled
         self._otherwise = otherwise
-        compiled.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])
         self.calls: tuple[_Calls, _Calls] = {}, {}
         self._turn = DoubleBuffer.of(context).turn
         self._keys: set[bytes] = set()  # of an object's methods, among the calls of the context
         self._plans = Plans.of(context)
-        self._shared = (
-            *(looks, context, context.board, context.heap, self._plans, self._plans.all),
-            *(this_thread, CollectiveCall, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor),
-            *rounds,
-        )
+        self._shared = shared_by_calls(context, looks, rounds)
 
     @classmethod
     def of(cls, context: Context, looks: Looks, otherwise: Otherwise) -> CompiledCalls | None:
@@ -59,7 +57,7 @@ class CompiledCalls:
         `otherwise(begun, arguments, result, payload, texts, payloads)` is what follows an exchange
         in which a rank has sent another text; see `turn_of`.
         """
-        built = extension(_NAME)
+        built = direct_calls()
         rounds = built and context.board.compiled(ahead=context.team is not None)
         return None if rounds is None else cls(context, looks, otherwise, built, rounds)
 
@@ -118,7 +116,7 @@ class CompiledCalls:
         what was `given` then, or one of that. `owner` is the object whose method it is.
         """
         held = () if owner is None else owner.held
-        seen = self._compiled.look(*call[:3], held)
+        seen = seen_in(self._compiled, call, held)
         which = next((number for number, x in enumerate(given) if x is call[3]), None)
         if seen is None or which is None or self._context.board.rounds != rounds + 1:
             return
@@ -143,11 +141,11 @@ class CompiledCalls:
             gone = weakref.ref(owner, lambda _: calls.pop(key, None))
             objects = (gone, *[x for x in objects if x is not owner])
         made = calls.get(key)
-        by_half = [None, None] if made is None or made[5] != facts else made[3]
+        by_half = [None, None] if made is None or made[6] != facts else made[4]
         by_half = [made_so if half in (None, n) else by_half[n] for n in range(2)]
         calls[key] = (
-            *(self._shared, self._otherwise, self._turn, by_half, held, facts),
-            *(operands, results, None if len(given) == 1 else which, words, objects),
+            *(watches_of(call[0], arrays), self._shared, self._otherwise, self._turn, by_half),
+            *(held, facts, operands, results, None if len(given) == 1 else which, words, objects),
         )
 
     def forget_public(self) -> None:
@@ -161,6 +159,43 @@ class CompiledCalls:
         self.forget_public()
         for calls in self.calls:
             calls.clear()
+
+
+def direct_calls() -> Any:
+    """The module that direct.c makes, which knows NumPy's arrays; None where it was not built."""
+    built = extension(_NAME)
+    if built is not None:
+        built.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])
+    return built
+
+
+def shared_by_calls(context: Context, looks: Looks | None, rounds: Any) -> tuple[Any, ...]:
+    """What all compiled calls of one kind share, as direct.c has it."""
+    plans = Plans.of(context)
+    return (
+        *(looks, context, context.board, context.heap, plans, plans.all),
+        *(this_thread, CollectiveCall, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor),
+        *rounds,
+    )
+
+
+def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False) -> _Seen | None:
+    """The key by which direct.c finds a call that a user has made, words of the arrays that are
+    `held` besides, its arrays, and objects that have to live; None where that takes a closer look.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        compiled.know_tensors(torch.Tensor)
+    seen: _Seen | None = compiled.look(*call[:3], held, anywhere)
+    return seen
+
+
+def watches_of(function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Functions of which none says, before a call of `function`, that torch is to know of it."""
+    if not any(hasattr(x, "requires_grad") for x in arrays):
+        return ()
+    transforms, narrows = watches_of_torch()
+    return (transforms, narrows) if function.__name__ == "matmul" else (transforms,)
 
 
 def turn_of(

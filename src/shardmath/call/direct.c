@@ -67,11 +67,16 @@ enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
-                                    "data_ptr", "interrupt", "again", "dtype", "_operation"};
+                                    "data_ptr", "interrupt", "again", "dtype", "_operation", "requires_grad", "is_neg",
+                                    "is_conj", "is_contiguous", "is_cuda", "get_device", "stride", "shape", "freed",
+                                    "broken", "_stream"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
-       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_again, s_dtype, s_operation_now, NAMES };
+       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_again, s_dtype, s_operation_now,
+       s_requires_grad, s_is_neg, s_is_conj, s_is_contiguous, s_is_cuda, s_get_device, s_stride, s_shape, s_freed,
+       s_broken, s_last_stream, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
+static PyTypeObject *tensor;  /* torch's; NULL before it is loaded */
 static const Rounds *rounds;
 static const Record *record;
 
@@ -770,21 +775,22 @@ static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t cou
 enum { MOST_WORDS = 128, MOST_ARRAYS = 16, MOST_OBJECTS = 32, MOST_AXES = 32, DEEPEST = 4 };
 
 /* Arguments, in words: of arrays where they lie and how, of numbers and texts what they are, of tuples and lists
- * what they hold; of all else which object it is. References are borrowed. */
+ * what they hold; of all else which object it is. References are borrowed. Of a call that is made wherever its
+ * tensors lie, `anywhere`, their words say that they are contiguous, and not where. */
 typedef struct {
     int64_t words[MOST_WORDS];
-    int count, arrays, objects;
+    int count, arrays, objects, anywhere;
     PyObject *array[MOST_ARRAYS], *object[MOST_OBJECTS];
 } Look;
 
-enum { OBJECT, ARRAY, INTEGER, REAL, LETTERS, TUPLE, LIST, NAMED };
+enum { OBJECT, ARRAY, INTEGER, REAL, LETTERS, TUPLE, LIST, NAMED, TENSOR, KINDS = 16 };
 
 static int add(Look *look, int kind, Py_ssize_t length, const void *words, Py_ssize_t nbytes) {
     Py_ssize_t count = 1 + (nbytes + 7) / 8;
     if (look->count + count > MOST_WORDS)
         return 0;
     look->words[look->count + count - 1] = 0; /* of which a text may leave a part free */
-    look->words[look->count] = (int64_t)length * 8 + kind;
+    look->words[look->count] = (int64_t)length * KINDS + kind;
     if (nbytes > 0)
         memcpy(look->words + look->count + 1, words, (size_t)nbytes);
     look->count += (int)count;
@@ -813,10 +819,59 @@ static int add_array(Look *look, NDArray *x) {
            add_object(look, x->dtype);
 }
 
+/* The numbers of a tuple; how many there are, or -1. */
+static int numbers_of(PyObject *tuple, int64_t *numbers) {
+    if (tuple == NULL || !PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) > MOST_AXES)
+        return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
+        numbers[i] = PyLong_AsLongLong(ITEM(tuple, i));
+    return PyErr_Occurred() ? -1 : (int)PyTuple_GET_SIZE(tuple);
+}
+
+/* A number that an attribute or a method of a tensor gives; -1 with an error. */
+static int64_t number_from(PyObject *given) {
+    int64_t number = given == NULL ? -1 : PyLong_AsLongLong(given);
+    Py_XDECREF(given);
+    return number;
+}
+
+/* A tensor that is what it looks like: no gradient is recorded, and none of its elements stands for another. */
+static int add_tensor(Look *look, PyObject *x) {
+    if (look->arrays == MOST_ARRAYS || truth(PyObject_GetAttr(x, names[s_requires_grad])) != 0 ||
+        truth(PyObject_CallMethodNoArgs(x, names[s_is_neg])) != 0 ||
+        truth(PyObject_CallMethodNoArgs(x, names[s_is_conj])) != 0)
+        return 0;
+    int64_t words[2 + 2 * MOST_AXES], place = number_from(PyObject_CallMethodNoArgs(x, names[s_data_ptr]));
+    int is_cuda = truth(PyObject_GetAttr(x, names[s_is_cuda])), axes, count;
+    PyObject *shape = PyObject_GetAttr(x, names[s_shape]), *dtype = PyObject_GetAttr(x, names[s_dtype]);
+    Py_XDECREF(dtype); /* which lives as long as torch */
+    words[0] = look->anywhere ? 0 : place;
+    words[1] = 2 * number_from(PyObject_CallMethodNoArgs(x, names[s_get_device])) + is_cuda;
+    axes = count = numbers_of(shape, words + 2);
+    Py_XDECREF(shape);
+    if (place <= 0 || is_cuda < 0 || axes < 0 || dtype == NULL || PyErr_Occurred())
+        return 0; /* it lies nowhere, or is of another kind of memory */
+    if (look->anywhere) {
+        if (truth(PyObject_CallMethodNoArgs(x, names[s_is_contiguous])) != 1)
+            return 0;
+    } else {
+        PyObject *strides = PyObject_CallMethodNoArgs(x, names[s_stride]);
+        int same = numbers_of(strides, words + 2 + axes) == axes;
+        Py_XDECREF(strides);
+        if (!same)
+            return 0;
+        count += axes;
+    }
+    look->array[look->arrays++] = x;
+    return add(look, TENSOR, axes, words, (Py_ssize_t)sizeof *words * (2 + count)) && add_object(look, dtype);
+}
+
 /* False for what takes a closer look. */
 static int add_value(Look *look, PyObject *x, int depth) {
     if (Py_TYPE(x) == ndarray)
         return add_array(look, (NDArray *)x);
+    if (Py_TYPE(x) == tensor)
+        return add_tensor(look, x);
     if (PyUnicode_CheckExact(x) && PyUnicode_IS_COMPACT_ASCII(x))
         return add(look, LETTERS, PyUnicode_GET_LENGTH(x), PyUnicode_DATA(x), PyUnicode_GET_LENGTH(x));
     if (PyFloat_CheckExact(x)) {
@@ -860,22 +915,36 @@ static PyObject *tuple_of(PyObject *const *objects, int count) {
     return all;
 }
 
-/* look(function, arguments, named, held): (key, words of what is held, arrays, objects by which equal words are equal
- * values while they live); None where that takes a closer look. */
+/* After a look that was in vain: 0 if that is no one's fault, -1 with an error that is to be raised. */
+static int in_vain(void) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* look(function, arguments, named, held, anywhere): (key, words of what is held, arrays, objects by which equal words
+ * are equal values while they live); None where that takes a closer look. */
 static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    Look look;
+    Look look = {.anywhere = count == 5 && given[4] == Py_True};
     (void)module;
-    if (count != 4 || !add_call(&look, given[0], given[1], given[2]))
+    int begin = 0, seen = count == 5 && add_call(&look, given[0], given[1], given[2]);
+    if (seen) {
+        begin = look.count;
+        seen = add_value(&look, given[3], 0);
+    }
+    if (!seen) {
+        if (in_vain() < 0)
+            return NULL;
         Py_RETURN_NONE;
-    int begin = look.count;
-    if (!add_value(&look, given[3], 0))
-        Py_RETURN_NONE;
+    }
     return Py_BuildValue("(NNNN)", words_of(&look, 0, begin), words_of(&look, begin, look.count),
                          tuple_of(look.array, look.arrays), tuple_of(look.object, look.objects));
 }
 
 /* What is kept of a call as the user made it. */
 enum {
+    ITS_WATCHES, /* functions of which none says that torch is to know of the call */
     ITS_SHARED,
     ITS_OTHERWISE,
     ITS_TURN,  /* which half of the double buffer has its turn */
@@ -887,6 +956,24 @@ enum {
     ITS_GIVEN,   /* which of the results is returned, None for the only one */
     ITS_WORDS,   /* words, options and numbers */
     ITS_OBJECTS
+};
+
+/* What is kept of a call that ranks do not meet for, made wherever its tensors lie: see collectives/repeats.py. */
+enum {
+    LAUNCH_WATCHES,
+    LAUNCH_SHARED,
+    LAUNCH_GO,      /* launches it, given operand, result and stream; None if it has done nothing */
+    LAUNCH_NEW,     /* makes a new result like the operand; None where one is given */
+    LAUNCH_OPERAND, /* their numbers among the arrays */
+    LAUNCH_RESULT,
+    LAUNCH_STREAM,  /* gives the current stream of a device, */
+    LAUNCH_DEVICE,  /* this one */
+    LAUNCH_ORDER,   /* has the stream that the last such call took */
+    LAUNCH_TEAM,
+    LAUNCH_OPERATION,
+    LAUNCH_REQUIRE, /* raises what the driver has answered */
+    LAUNCH_OBJECTS,
+    LAUNCH_FIELDS
 };
 
 static PyObject *those(const Look *look, PyObject *numbers) {
@@ -964,6 +1051,73 @@ static PyObject *the_given(PyObject *kept, PyObject *results) {
     return one;
 }
 
+/* Whether none of these functions says something. */
+static int are_silent(PyObject *watches) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watches); i++)
+        if (truth(PyObject_CallNoArgs(ITEM(watches, i))) != 0)
+            return 0;
+    return 1;
+}
+
+/* The result of a launch, while the board is this thread's; NULL with an error that the peers have been told of, or
+ * where nothing was done. Between the word that lists the call and its launch no line of Python runs: see launch.c. */
+static PyObject *put_on(PyObject *kept, const Look *look, PyObject *stream) {
+    PyObject *shared = ITEM(kept, LAUNCH_SHARED), *operation = ITEM(kept, LAUNCH_OPERATION);
+    PyObject *x = look->array[PyLong_AsLong(ITEM(kept, LAUNCH_OPERAND))], *out = NULL, *answer = NULL;
+    int under_way = equal(ITEM(shared, BOARD), s_operation_now, operation);
+    if (under_way == 1 || (under_way == 0 && PyObject_SetAttr(ITEM(shared, BOARD), names[s_operation], operation) == 0))
+        out = ITEM(kept, LAUNCH_NEW) == Py_None ? Py_NewRef(look->array[PyLong_AsLong(ITEM(kept, LAUNCH_RESULT))])
+                                                : PyObject_CallOneArg(ITEM(kept, LAUNCH_NEW), x);
+    if (out != NULL) {
+        PyObject *all[] = {NULL, x, out, stream};
+        answer = PyObject_Vectorcall(ITEM(kept, LAUNCH_GO), all + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    }
+    int status = answer == NULL || answer == Py_None ? -1 : (int)PyLong_AsLong(answer);
+    if (status != 0)
+        Py_CLEAR(out);
+    if (status > 0) /* the driver has refused what is listed */
+        Py_XDECREF(PyObject_CallFunction(ITEM(kept, LAUNCH_REQUIRE), "sO", "cuLaunchKernel", answer));
+    Py_XDECREF(answer);
+    if (out == NULL && (status > 0 || in_vain() < 0)) {
+        Turn turn = {.shared = shared};
+        end(&turn, NULL);
+    }
+    return out;
+}
+
+/* The result of a call that is listed and launched, a new reference; as `put_on`. */
+static PyObject *launched(PyObject *kept, const Look *look, PyObject *function) {
+    PyObject *shared = ITEM(kept, LAUNCH_SHARED), *found = NULL;
+    if (!is_idle(shared) || !is(ITEM(shared, CONTEXT), s_closed, Py_None) ||
+        !is(ITEM(shared, BOARD), s_failure, Py_None) || tells(shared) ||
+        truth(PyObject_GetAttr(ITEM(kept, LAUNCH_TEAM), names[s_broken])) != 0 ||
+        truth(PyObject_GetAttr(ITEM(shared, HEAP), names[s_freed])) != 0) {
+        (void)in_vain();
+        return NULL;
+    }
+    PyObject *stream = PyObject_CallOneArg(ITEM(kept, LAUNCH_STREAM), ITEM(kept, LAUNCH_DEVICE));
+    if (stream == NULL) {
+        (void)in_vain();
+        return NULL;
+    }
+    /* What is launched on a default stream follows what was launched there before, and is not captured. */
+    long number = PyLong_AsLong(stream);
+    if ((number == 0 || number == 1) && equal(ITEM(kept, LAUNCH_ORDER), s_last_stream, stream) == 1 &&
+        record->begin(function, look->array, look->arrays) == 0) {
+        record->on_stream((uint64_t)number);
+        if (take(shared))
+            found = release(shared, put_on(kept, look, stream));
+        if (found != NULL)
+            record->end(RETURNED);
+        else if (PyErr_Occurred())
+            record->end(RAISED);
+        else
+            record->withdraw();
+    }
+    Py_DECREF(stream);
+    return found;
+}
+
 /* again(stack, standard, function, arguments, named): what the function would return; None where it is to be
  * called, and nothing was done. The current context is the last of `stack`, or else in `standard`. */
 static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count) {
@@ -975,19 +1129,26 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
     }
     PyObject *calls = calls_of_current(given[0], given[1]), *key = NULL, *kept = NULL, *call = NULL, *found = NULL;
     int left = 0, entered = 0;
-    if (calls != NULL && PyDict_CheckExact(calls) && PyDict_GET_SIZE(calls) > 0 &&
-        add_call(&look, given[2], given[3], given[4]) && (key = words_of(&look, 0, look.count)) != NULL)
-        kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
-    if (kept != NULL && holds_the_same(kept, &look) && is_idle(ITEM(kept, ITS_SHARED)))
+    if (calls != NULL && PyDict_CheckExact(calls) && PyDict_GET_SIZE(calls) > 0) {
+        look.anywhere = PyDict_Contains(calls, given[2]) == 1;
+        if (add_call(&look, given[2], given[3], given[4]) && (key = words_of(&look, 0, look.count)) != NULL)
+            kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
+    }
+    int is_known = kept != NULL && are_silent(ITEM(kept, 0)), is_launch = is_known && PyTuple_GET_SIZE(kept) == LAUNCH_FIELDS;
+    if (is_launch)
+        found = launched(kept, &look, given[2]);
+    else if (is_known && holds_the_same(kept, &look) && is_idle(ITEM(kept, ITS_SHARED)))
         call = its_call(kept);
+    if (call == NULL && !is_launch)
+        (void)in_vain();
     if (call != NULL && as_it_was(ITEM(kept, ITS_SHARED), call) && take(ITEM(kept, ITS_SHARED))) {
         PyObject *results = those(&look, ITEM(kept, ITS_RESULTS));
         entered = results != NULL;
         if (entered) {
             Turn turn = {.shared = ITEM(kept, ITS_SHARED), .call = call, .results = results};
             Made made = {&look, kept};
-            record->begin(given[2], look.array, look.arrays);
-            found = perform(&turn, its_arguments, &made, ITEM(kept, ITS_OTHERWISE), &left);
+            if (record->begin(given[2], look.array, look.arrays) == 0)
+                found = perform(&turn, its_arguments, &made, ITEM(kept, ITS_OTHERWISE), &left);
             if (left)
                 record->withdraw();
             else
@@ -1001,6 +1162,19 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
     Py_XDECREF(kept);
     Py_XDECREF(call);
     return none_unless(found, entered && !left);
+}
+
+/* know_tensors(Tensor): the type of torch's arrays. */
+static PyObject *know_tensors(PyObject *module, PyObject *given) {
+    (void)module;
+    if (!PyType_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "know_tensors(Tensor)");
+        return NULL;
+    }
+    PyTypeObject *before = tensor;
+    tensor = (PyTypeObject *)Py_NewRef(given);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
 }
 
 /* know(ndarray, array): the type of NumPy's arrays, if that one lies as NDArray says. */
@@ -1030,6 +1204,7 @@ static PyMethodDef methods[] = {
     {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, "Make what the user calls, as it was made before."},
     {"look", (PyCFunction)(void (*)(void))look_at, METH_FASTCALL, "What a call is recognised by as the user makes it."},
     {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Tell which type is NumPy's arrays."},
+    {"know_tensors", know_tensors, METH_O, "Tell which type is torch's arrays."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL, "Where a call is kept."},
     {NULL, NULL, 0, NULL},
 };
@@ -1061,7 +1236,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     record = rounds == NULL ? NULL : given_by("shardmath.base._record", "RECORDING", RECORDING);
     if (record == NULL)
         Py_CLEAR(module);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 9) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 10) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

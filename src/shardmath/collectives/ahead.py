@@ -139,7 +139,7 @@ class Ahead:
     def _forget(self) -> None:
         context = self._context()
         if context is not None and context.repeats is not None:
-            context.repeats.calls.clear()
+            context.repeats.forget()
 
     def tag(self, operation: str, common: Spec) -> int:
         """The tag of a call that may be known, the first time too."""

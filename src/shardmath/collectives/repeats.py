@@ -13,13 +13,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 from shardmath.arrays import Library, libraries
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.collective_call import Call, this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import this_process
+from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls, watches_of
 from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
@@ -29,6 +32,7 @@ from shardmath.symmetric.calls import packed
 _KEPT = 1024  # entries
 _UNIT = 16  # bytes: addresses are multiples of it
 _NAME = "shardmath.cuda._launch"
+_PUBLIC = "shardmath.collectives."  # modules of the public functions
 
 
 _Key = tuple[tuple[Any, ...], Any, Any, bool]  # a call, type and shape of x, whether out is new
@@ -38,12 +42,13 @@ End = Callable[[Context, Any, Any], tuple[Any, bool]]
 class _Entry(NamedTuple):
     """A call that may come again: compiled, what makes a new result, and `end(context, x, out)`,
     if it may be listed and not launched: it gives the result then, and whether the peers have
-    listed what they did.
+    listed what they did. `counted`: each such call may have other counts.
     """
 
     repeat: Any
     new: Callable[..., Any]
     end: End | None
+    counted: bool
 
 
 class Repeats:
@@ -123,13 +128,20 @@ class Repeats:
             counts,
             None if others is None else self._of_peers(others),
         )
-        entry = _Entry(repeat, _new_like(made), None if others is None else end)
+        entry = _Entry(repeat, _new_like(made), None if others is None else end, counted)
         if len(self.calls) >= _KEPT:
-            self.calls.clear()
+            self.forget()
         looks = x.shape[1:] if counted else x.shape
         for is_new, may_come in ((False, given), (True, new)):
             if may_come:
                 self.calls[call, x.dtype, looks, is_new] = entry
+
+    def forget(self) -> None:
+        """Let no call be made that was made before."""
+        self.calls.clear()
+        context = self._context()
+        if context is not None:
+            context.again.clear()
 
     def _of_peers(self, words: Sequence[Sequence[int]]) -> bytes:
         """The words that the peers list, packed, of those of all ranks."""
@@ -185,7 +197,52 @@ class Repeats:
                 self.calls.pop(key, None)
             return result
         require_success("cuLaunchKernel", status)
+        call = this_thread.call
+        if call is not None and context is not None and key not in context.again:
+            context.again[key] = True  # it has been looked at
+            if entry.end is None and not entry.counted:
+                call.repeat = partial(self._remember, operation, entry, x, out)
         return result
+
+    def _remember(
+        self, operation: str, entry: _Entry, x: Any, out: Any, call: Call, rounds: int
+    ) -> None:
+        """Let direct.c make the public call that has returned, without its function, if it was that
+        of a collective: wherever such arrays lie.
+        """
+        function, context, compiled = call[0], self._context(), direct_calls()
+        public = function.__name__ == operation and function.__module__.startswith(_PUBLIC)
+        if not public or context is None or compiled is None:
+            return
+        rounds_of = self._board.compiled(ahead=True)
+        seen = seen_in(compiled, call, anywhere=True)
+        if rounds_of is None or seen is None:
+            return
+        made, _, arrays, objects = seen
+        numbers = {id(array): number for number, array in enumerate(arrays)}
+        used = [numbers.get(id(array)) for array in (x, x if out is None else out)]
+        if None in used or {*used} != {*numbers.values()} or any(_differs(x) for x in objects):
+            return
+        torch, result = sys.modules["torch"], call[3]
+        stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        if stream is None:
+            return
+        if len(context.again) >= _KEPT:
+            context.again.clear()
+        alike = (x.dtype, x.shape) == (result.dtype, result.shape)
+        new = torch.empty_like if alike else entry.new
+        context.again[function] = True  # such calls are looked for wherever their arrays lie
+        context.again[made] = (
+            *(watches_of(function, arrays), shared_by_calls(context, None, rounds_of)),
+            *(entry.repeat.go, new if out is None else None, *used, stream),
+            *(self._team.device.ordinal, self._order, self._team, operation),
+            *(require_success, objects),
+        )
+
+
+def _differs(x: Any) -> bool:
+    """Whether an object may differ from one that equals it, or says where a call is made."""
+    return isinstance(x, Context) or type(x).__hash__ is None
 
 
 def _new_like(result: Any) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class Context(OnHosts):
         self._shared_ids = itertools.count()
         self.closed: str | None = None
         self.caches: dict[Any, Any] = {}
-        self.again: dict[bytes, Any] = {}  # calls that come again, as users make them: direct.c
+        self.again: dict[Any, Any] = {}  # calls that come again, as users make them: direct.c
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         drop = None if team is None else team.drop

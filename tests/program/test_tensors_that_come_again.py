@@ -1,0 +1,237 @@
+"""Calls on torch's tensors that came again, made by compiled code before their function is entered.
+
+Then something is otherwise, on all ranks: torch is to know of the call, or the tensors are others
+that lie where those did. What is wrong is named.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from counted import calls_before
+from mortal import Job, Raised
+from shardmath.base.collective_call import this_thread
+from shardmath.base.compiled import extension
+from shardmath.base.recorder import operations, this_process
+from shardmath.collectives import all_reduce, reduce_scatter
+from shardmath.context import startup
+from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.errors import RankFailure
+from shardmath.linalg.advanced import Matmul, matmul
+
+RANKS = 2
+VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
+WAYS = {"compiled": VARIABLES, "in Python": VARIABLES | {"SHARDMATH_COMPILED": "0"}}
+SPLITS = [Slab.X, Slab.X, Slab.X]
+BUILT = extension("shardmath.call._direct") is not None
+
+
+def all_of(body, variables=VARIABLES):
+    with Job(RANKS, body, variables) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert not any(isinstance(outcome, Raised) for outcome in outcomes), outcomes
+    return outcomes
+
+
+def again(call):
+    return [call() for _ in range(4)][-1]
+
+
+def others(group):
+    """By name: whether a call is right that is not as those before it were."""
+    startup.initialize("cpu", group)
+    waves, out = torch.tensor([[1 + 2j, 3], [4j, 5]]), torch.zeros(2, 2, dtype=torch.complex64)
+    x = torch.arange(4.0).reshape(2, 2)
+    a, b = torch.ones(2, 4), torch.ones(2, 4)
+    right = {}
+
+    def tell(name, found, wanted, *, dtype=None):
+        same = dtype in (None, found.dtype) and found.shape == wanted.shape
+        right[name] = same and torch.equal(found.detach().to(wanted.dtype), wanted)
+
+    again(lambda: all_reduce(x))
+    again(lambda: all_reduce(waves, out=out))
+    again(lambda: matmul(a, b, distributions=SPLITS))
+    tell("elements", all_reduce(x.mul_(2)), 4 * torch.arange(4.0).reshape(2, 2))
+    tell("conjugate", all_reduce(waves.conj()), 2 * waves.conj().resolve_conj())
+    tell("transposed", all_reduce(x.T), 2 * x.T)
+    tell("another shape", all_reduce(x.view(4)), 2 * x.view(4))
+    tell("another type", all_reduce(x.view(torch.int32)), 2 * x.view(torch.int32))
+    tell("part of it", all_reduce(x[:1]), 2 * x[:1])
+    tell("no elements", all_reduce(x[:0]), x[:0])
+    leaf = x.clone().requires_grad_()
+    again(lambda: all_reduce(leaf.detach()))
+    found = all_reduce(leaf)
+    found.sum().backward()
+    tell("gradient", leaf.grad, torch.ones_like(x))
+    x.requires_grad_()
+    right["gradient recorded"] = all_reduce(x).requires_grad
+    x.requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = matmul(a, b, distributions=SPLITS)
+    tell("autocast", found, torch.full((2, 4), 4.0), dtype=torch.bfloat16)
+    tell("autocast, before", matmul(a, b, distributions=SPLITS), torch.full((2, 4), 4.0))
+    with torch.device("cpu"):  # a mode: torch runs Python in each of its functions
+        tell("a mode", all_reduce(x), 2 * x.detach())
+    derived = torch.func.grad(lambda y: all_reduce(y).sum())(x)
+    tell("torch.func", derived, torch.ones_like(x))
+    tell("as at first", all_reduce(x), 2 * x)
+    return right
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_are_others(way):
+    for right in all_of(others, WAYS[way]):
+        assert all(right.values()), right
+
+
+def entered(group):
+    """The package's functions that run in calls that come again, by call."""
+    startup.initialize("cpu", group)
+    x, out = torch.ones(8), torch.zeros(8)
+    a, b = torch.ones(2, 4), torch.ones(2, 4)
+    rows, columns = torch.ones(2, 4), torch.zeros(4, 2)
+    product, moved = Matmul(a, b, distributions=SPLITS), Redistribute(rows, Slab.X, Slab.Y)
+    product.plan()
+    moved.plan()
+    calls = {
+        "all_reduce": lambda: all_reduce(x, out=out),
+        "reduce_scatter": lambda: reduce_scatter(x),
+        "matmul": lambda: matmul(a, b, distributions=SPLITS),
+        "Matmul.execute": product.execute,
+        "redistribute": lambda: redistribute(rows, Slab.X, Slab.Y, out=columns),
+        "Redistribute.execute": lambda: moved.execute(out=columns),
+    }
+    ran = {}
+    for name, call in calls.items():
+        again(call)
+        ran[name] = sorted({each.split(".")[0] for each in calls_before("", call)})
+    return ran
+
+
+@pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
+def test_functions_are_not_entered():
+    for ran in all_of(entered):
+        for name, functions in ran.items():
+            operator = {"all_reduce", "reduce_scatter", "matmul", "redistribute", "Driver"}
+            assert not operator.intersection(functions), (name, functions)
+
+
+# -- calls that ranks do not meet for --------------------------------------------------------------
+
+
+class Launches:
+    """An entry as those of collectives on GPUs, of `all_reduce` on tensors like `x`: it doubles."""
+
+    def __init__(self, context, x):
+        from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls
+
+        self.broken, self._stream, self.calls, self.then = "", 0, 0, lambda: 0
+        function = all_reduce.__wrapped__
+        compiled = direct_calls()
+        rounds = context.board.compiled(ahead=False)
+        for name, new in (("out", None), ("", torch.empty_like)):
+            named = {"out": torch.empty_like(x)} if name else {}
+            call = function, (x,), named, None
+            key, _, arrays, objects = seen_in(compiled, call, anywhere=True)
+            context.again[function] = True
+            context.again[key] = (
+                *((), shared_by_calls(context, None, rounds), self.go, new, 0, len(arrays) - 1),
+                *(lambda device: 0, 0, self, self, "all_reduce", self.refuse, objects),
+            )
+
+    def go(self, x, out, stream):
+        self.calls += 1
+        answer = self.then()
+        if answer == 0:
+            torch.mul(x, 2, out=out)
+        return answer
+
+    def refuse(self, name, answer):
+        raise OSError(f"{name} answers {answer}")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def launches(group):
+    """What came of calls that are launched, by name."""
+    context, seen = startup.initialize("cpu", group), {}
+    x, out = torch.arange(3.0), torch.zeros(3)
+    made = Launches(context, x)
+    elsewhere = torch.arange(3.0) + 1
+    seen["out"] = all_reduce(elsewhere, out=out) is out and torch.equal(out, 2 * elsewhere)
+    seen["new"] = torch.equal(all_reduce(x), 2 * x) and made.calls == 2
+    last = operations(bytes(this_process.memory))[-1]
+    seen["recorded"] = (last.name, last.operands, last.ended > 0) == (
+        *("all_reduce", "Tensor[3]"),
+        True,
+    )
+    wide = torch.zeros(6)[::2]
+    seen["strided"] = torch.equal(all_reduce(wide + 1), torch.full((3,), 2.0)) and made.calls == 3
+    all_reduce(wide)
+    seen["left to Python"] = made.calls == 3
+    made.then = lambda: None
+    seen["nothing done"] = torch.equal(all_reduce(x), RANKS * x) and made.calls == 4
+    made.then, made._stream = (lambda: 0), 7
+    seen["another stream"] = torch.equal(all_reduce(x), RANKS * x) and made.calls == 4
+    made._stream, made.broken = 0, "for a reason"
+    seen["broken"] = torch.equal(all_reduce(x), RANKS * x) and made.calls == 4
+    made.broken = ""
+    seen["no call is left"] = all_reduce(x) is not None and this_thread.call is None
+    return seen
+
+
+@pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
+def test_launches_that_come_again():
+    for seen in all_of(launches):
+        assert all(seen.values()), seen
+
+
+def failures(kind):
+    def body(group):
+        context = startup.initialize("cpu", group)
+        x = torch.arange(3.0)
+        made = Launches(context, x)
+        if context.rank == 1:
+            made.then = interrupted if kind is KeyboardInterrupt else lambda: 700
+        try:
+            for _ in range(3):
+                all_reduce(x) if context.rank == 1 else context.barrier()
+        except kind as error:
+            found = str(error)
+        except RankFailure as error:
+            found = str(error)
+        try:
+            all_reduce(x)
+        except RankFailure:
+            return found
+        raise AssertionError("the context is usable")
+
+    return body
+
+
+@pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_launch_that_fails_is_told_to_all(kind):
+    told, own = all_of(failures(kind))
+    assert "rank 1" in told and kind.__name__ in told
+    assert kind is KeyboardInterrupt or own == "cuLaunchKernel answers 700"
+
+
+def test_arrays_of_numpys_are_told_from_tensors():
+    """Both in one call, which takes a closer look: one lies as the other did."""
+
+    def body(group):
+        startup.initialize("cpu", group)
+        x = np.arange(4.0)
+        tensor = torch.from_numpy(x)
+        again(lambda: all_reduce(tensor))
+        again(lambda: all_reduce(x))
+        kinds = type(all_reduce(x)), type(all_reduce(tensor))
+        return kinds == (np.ndarray, torch.Tensor)
+
+    assert all_of(body) == [True] * RANKS
