@@ -22,7 +22,7 @@ from shardmath.distribution import Slab
 from shardmath.linalg.advanced import Matmul
 
 ROWS, ROW, WARM, GRAPH = 8, 50, 30, 50  # a row is fewer calls than fill the queue of launches
-STEPS, RUNS = 60, 7
+LEAD, STEPS, RUNS = 12, 96, 9  # steps before those that are timed, those, and runs of them
 SIZES = {"2 KiB": 1 << 10, "16 KiB": 8 << 10, "256 KiB": 128 << 10, "1 MiB": 512 << 10}  # elements
 MOVES = {"16 KiB": 8 << 10, "4 MiB": 2 << 20, "64 MiB": 32 << 20}  # of all ranks
 K = 5632  # of the local product
@@ -120,7 +120,9 @@ def elapsed(ranks, call):
 
 
 def steps(ranks):
-    """Microseconds of a step, by what follows the local product, and whether hosts are late."""
+    """Microseconds of the GPU for a step, by what follows the local product, and whether hosts are
+    late.
+    """
     torch, dist = ranks.torch, ranks.dist
 
     def made(*shape):
@@ -150,14 +152,17 @@ def steps(ranks):
         for (late, what), found in times.items():
             torch.cuda.synchronize()
             ranks.context.barrier()
-            start = time.perf_counter()
-            for number in range(STEPS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for number in range(LEAD + STEPS):
+                if number == LEAD:  # by then hosts are as far ahead as they get
+                    start.record()
                 if late and number % 4 == 3 and number // 4 % ranks.size == ranks.rank:
                     time.sleep(1e-3)
                 torch.matmul(a, b, out=c)
                 ways[what]()
+            end.record()
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) / STEPS)
+            found.append(start.elapsed_time(end) * 1e-3 / STEPS)
     product.free()
     return [
         {
