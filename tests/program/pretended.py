@@ -35,6 +35,7 @@ from shardmath.redistribution import Window
 __all__ = ["pretended_gpu"]
 
 NAME = "cuda:0"
+BESIDE, CAPTURING = 1, 2  # the lane's own stream, and that on which graphs are captured; 0: user's
 
 
 class Copies:
@@ -89,7 +90,7 @@ class Device:
     def graph(cls, launches):
         cls.captured = captured = []
         try:
-            launches(0)
+            launches(CAPTURING)
         finally:
             cls.captured = None
         return SimpleNamespace(launch=lambda stream: [run() for run in captured])
@@ -163,7 +164,7 @@ class Lane:
         return {name: buffer.block for name, buffer in self._buffers.items()}
 
     def stream(self, name):
-        return 0
+        return BESIDE
 
     def event(self, name):
         return 0

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import gpu_arithmetic as arithmetic
 import numpy as np
 from gpu_arithmetic import view
-from pretended import Lane
+from pretended import BESIDE, Lane
 
 from shardmath.factorisations import gpus
 from shardmath.local import lapack as on_cores
@@ -41,8 +41,19 @@ def lu(a, *, workspace, pivots, status, first):
     note_zeros(a, status=status, first=first)
 
 
-def solve_triangular(a, b, *, workspace, beside=False, **flags):
-    on_cores.solve_triangular(view(a), view(b), **flags)()
+_beside: dict[int, bool] = {}  # by the address of a workspace: for which of two streams it is
+
+
+def solve_triangular(device, stream, a, b, *, workspace, beside=False, **flags):
+    assert beside is (stream == BESIDE), "its handle is another stream's"
+    require_own(workspace, stream)
+    device.launch(stream, on_cores.solve_triangular(view(a), view(b), **flags))
+
+
+def require_own(workspace, stream):
+    """What runs at once on two streams must not use the same workspace, in graphs neither."""
+    beside = stream == BESIDE
+    assert _beside.setdefault(workspace, beside) is beside, "a workspace of both streams"
 
 
 def check_finite(a, *, status, code):
@@ -86,6 +97,7 @@ def exchange_rows(a, pivots, count, *, first, backward, status, code):
 
 def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, **how):
     assert compute in (None, gpus._ROUNDED)
+    require_own(workspace, stream)
     product = arithmetic.multiply if compute is None else multiply_rounded
     device.launch(stream, product, a, b, d, conj_a, conj_b, **how)
 
@@ -109,9 +121,10 @@ def launched(function):
 def factorisations_at_once():
     """Within, factorisations of a `pretended_gpu` are performed when they are launched."""
     functions = (
-        *(cholesky, lu, solve_triangular, check_finite, conjugate, set_identity, keep_lower),
+        *(cholesky, lu, check_finite, conjugate, set_identity, keep_lower),
         *(note_zeros, begin, least, exchange_rows),
     )
+    _beside.clear()
     with ExitStack() as stack:
         for function in functions:
             stack.enter_context(patch.object(lapack, function.__name__, launched(function)))
@@ -119,6 +132,7 @@ def factorisations_at_once():
             (gpus, "Lane", Lane),
             (gpus, "WORKSPACE", 1),
             (gpus, "multiply", multiply),
+            (lapack, "solve_triangular", solve_triangular),
             (lapack, "bindings", lambda: None),
             (lapack, "load", lambda *_: None),
             (lapack, "room", lambda *_: 1),

@@ -398,13 +398,19 @@ class FactorisationProgram(GPUProgram):
         """What puts B = op(A)^-1 B, or the like, on a stream."""
 
         def launch(stream: int) -> None:
-            beside = stream != memories.stream
+            beside = self._is_beside(stream)
             workspace = memories.own[_BLAS_AHEAD if beside else _BLAS]
             lapack.solve_triangular(
                 self.device, stream, a, b, workspace=workspace, beside=beside, **flags
             )
 
         return launch
+
+    def _is_beside(self, stream: int) -> bool:
+        """Whether that is the stream of panels, which runs beside the user's, or beside the one on
+        which a graph is captured in its place: their routines must not share memory.
+        """
+        return stream == int(self.lane.stream(AHEAD))
 
     def _subtract(self, step: Subtract, memories: Memories) -> Launch | None:
         target, left, right = (
@@ -423,7 +429,7 @@ class FactorisationProgram(GPUProgram):
                 self.device,
                 *(one[0], two[0], target),
                 stream=stream,
-                workspace=memories.own[_BLAS if stream == memories.stream else _BLAS_AHEAD],
+                workspace=memories.own[_BLAS_AHEAD if self._is_beside(stream) else _BLAS],
                 alpha=-1.0,
                 beta=1.0,
                 conj_a=one[1],
