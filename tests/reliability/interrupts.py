@@ -208,7 +208,8 @@ def factorisation(context: Any) -> list[Callable[[int], bool]]:
     """Ranks arrive at a barrier, go on, and wait at it later."""
 
     def step(number: int) -> bool:
-        x = np.concatenate(everywhere(context, (4, 4 * context.size), number))
+        # After thousands of trials the matrix of `number` itself is ill-conditioned.
+        x = np.concatenate(everywhere(context, (4, 4 * context.size), number % 8))
         a = x @ x.T + np.eye(len(x)) * len(x)
         rows = slice(4 * context.rank, 4 * context.rank + 4)
         with context:
