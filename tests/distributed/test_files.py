@@ -57,12 +57,12 @@ def array_of(shape, dtype):
 @contextlib.contextmanager
 def cut_to(short, turn):
     """Runs and rounds of so many bytes."""
-    usual = shared_file.SHORT, shared_file.ROUND
-    shared_file.SHORT, shared_file.ROUND = short, turn
+    usual = shared_file.WRITTEN, shared_file.READ, shared_file.ROUND
+    shared_file.WRITTEN, shared_file.READ, shared_file.ROUND = short, short, turn
     try:
         yield
     finally:
-        shared_file.SHORT, shared_file.ROUND = usual
+        shared_file.WRITTEN, shared_file.READ, shared_file.ROUND = usual
 
 
 def saved(context, cases, folder, lengths):

@@ -164,7 +164,8 @@ def _loaded(
         with _format(Path(stored.file)).opened(Path(stored.file), name) as chunked:
             host = read_slices(context, _LOAD, chunked, held, native)
     else:
-        held = layout_in_file(layout.transposed() if fortran else layout, native.itemsize)
+        own = layout.transposed() if fortran else layout
+        held = layout_in_file(own, native.itemsize, written=False)
         host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()

@@ -34,7 +34,9 @@ from shardmath.geometry import Layout
 
 T = TypeVar("T")
 
-SHORT = 1 << 14  # bytes of a run for which a rank would rather not go to the file
+# Bytes of the shortest runs for which ranks go to a file: written ones are worth a redistribution
+# sooner, since each takes the file's lock, and the others wait for it.
+WRITTEN, READ = 1 << 20, 1 << 14
 BEGUN = 1 << 24  # bytes that a rank writes before the disk begins with them
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
 SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
@@ -102,11 +104,14 @@ def sync(path: Path) -> None:
 # -- parts of an array in a file -------------------------------------------------------------------
 
 
-def layout_in_file(layout: Layout, itemsize: int) -> Layout:
-    """The layout in which ranks write or read an array that lies in a file in C order. Pure."""
+def layout_in_file(layout: Layout, itemsize: int, *, written: bool) -> Layout:
+    """The layout in which ranks write or read an array that lies in a file in C order: theirs if
+    its runs are long enough. Pure.
+    """
+    shortest = WRITTEN if written else READ
     shape = layout.global_shape
     bytes_of = ((run_length(p, shape), prod(along.length for along in p)) for p in layout.parts)
-    long = all(itemsize * run >= min(SHORT, itemsize * whole) for run, whole in bytes_of)
+    long = all(itemsize * run >= min(shortest, itemsize * whole) for run, whole in bytes_of)
     if not shape or (long and layout.disjoint()):
         return layout
     axis = next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
@@ -115,7 +120,7 @@ def layout_in_file(layout: Layout, itemsize: int) -> Layout:
 
 def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
     """Write the array from byte `offset` of a file on, in C order. Collective."""
-    layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize)
+    layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize, written=True)
     kept = stays(x.layout, layout)
     part = brought(x, layout, operation) if kept else rearranged(x, layout)
 
