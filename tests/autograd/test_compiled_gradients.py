@@ -33,6 +33,8 @@ def operations(x, context):
         redistribute(x[:N], X.bind((2 * N, N)), Y),
         fft.ifft(waves, distribution=(X, Y), axes=(0, -1), norm="ortho").abs(),
         fft.irfft(fft.rfft(x[:N], distribution=X), distribution=X, axes=1, options=odd),
+        fft.dctn(x[:N], axes=[0, 1], distribution=(X, Y)),
+        fft.idst(x[:N], 3, axis=0, norm="ortho", distribution=X),
         matmul(x, w, distributions=[X, Y, Y]),
         matmul(
             x,

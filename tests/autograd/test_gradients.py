@@ -147,6 +147,16 @@ def drawn_call(name, rng, context):  # noqa: PLR0911
         options = {"last_axis_parity": parity}
         call = partial(getattr(fft, name), distribution=pair, axes=axes, norm=norm, options=options)
         return call, pair[:1], pair[1], [shape], dtype
+    if name in ("dct", "idct", "dst", "idst"):
+        shape = tuple(n + 1 for n in shape)  # a cosine transform of type 1 takes two elements
+        pair = [drawn(rng, context, shape) for _ in range(2)]
+        words = {"type": rng.randint(1, 4), "norm": rng.choice([None, "ortho", "forward"])}
+        words["orthogonalize"] = rng.choice([None, None, True, False])
+        axes = rng.choice([None, (0,), (1, 0)])
+        words |= {"axis": axis} if rng.random() < 0.5 else {"axes": axes}
+        function = getattr(fft, name if "axis" in words else f"{name}n")
+        call = partial(function, distribution=pair, **words)
+        return call, pair[:1], pair[1], [shape], rng.choice([real, complex_])
     if name == "matmul":
         return product_of(rng, context)
     dtype = rng.choice([real, complex_])
@@ -204,6 +214,7 @@ def product_of(rng, context):
 
 NAMES = (
     *("redistribute", "fft", "ifft", "rfft", "irfft", "matmul", "all_gather", "reduce_scatter"),
+    *("dct", "idct", "dst", "idst"),
     *("all_to_all", "broadcast", "copies", "all_reduce sum", "all_reduce mean", "all_reduce max"),
     *("all_reduce min", "all_reduce product"),
 )
@@ -255,7 +266,6 @@ def test_gradients_along_random_directions(contexts, name):
 REFUSED = {
     "Matmul": lambda a: Matmul(a, a, distributions=[Slab.X] * 3),
     "FFT": lambda a: fft.FFT(a, distribution=Slab.X),
-    "dct": lambda a: fft.dct(a, distribution=Slab.X),
     "out": lambda a: collectives.all_reduce(a.detach(), out=a),
     "out of its own": lambda a: collectives.all_gather(a, out=a),
     "matmul, by hand": lambda a: matmul(

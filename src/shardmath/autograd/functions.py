@@ -9,7 +9,8 @@ import torch
 
 from shardmath import geometry
 from shardmath.autograd.registered import call_operator
-from shardmath.autograd.words import constant, number_of, plain, words_of
+from shardmath.autograd.table import SWAPPED, TURNED
+from shardmath.autograd.words import constant, number_of, plain, read_words, words_of
 from shardmath.base.untraced import operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
@@ -56,7 +57,7 @@ def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) 
         return words(*given)
     try:
         return words(*given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise_on_all_ranks(context or require_context(), operation, error)
 
 
@@ -186,6 +187,34 @@ def _words_of_fft(ndim: int, distribution: Any, axes: Any, norm: Any, options: A
     )
 
 
+@constant
+def _words_of_trigonometric(
+    ndim: int,
+    distribution: Any,
+    axes: Any,
+    norm: Any,
+    options: Any,
+    number: Any,
+    orthogonalize: Any,
+    extents: Any,
+    is_inverse: bool,
+) -> str:
+    if extents is not None:
+        raise NotImplementedError(
+            "n and s are for arrays that know how they are split; pad the whole array first"
+        )
+    if number not in TURNED or norm not in SWAPPED:
+        raise ValueError(
+            f"type is 1 to 4, and norm one of {', '.join(map(repr, SWAPPED))}: not {number!r} and "
+            f"{norm!r}"
+        )
+    words = read_words(_words_of_fft(ndim, distribution, axes, norm, options))
+    if is_inverse:  # that of the other type
+        number = TURNED[number]
+        words = dict(words, norm=SWAPPED["backward" if norm is None else norm])
+    return words_of(**dict(words, type=int(number), orthogonalize=orthogonalize))
+
+
 def _unbound(distribution: Distribution) -> Distribution:
     """What the result of a transform is split by, whose shape may be another."""
     return geometry.decode((*distribution.encode()[:-1], None))
@@ -211,6 +240,35 @@ def _fft(name: str) -> Callable[..., Any]:
         return _operated(name, [operand], _said(name, None, *given), out=out)
 
     return fft
+
+
+def _trigonometric(name: str) -> Callable[..., Any]:
+    kind, is_inverse = name.removeprefix("i").removesuffix("n"), name.startswith("i")
+
+    def call(operand: Any, type: Any, extents: Any, axes: Any, norm: Any, named: Any) -> Any:
+        words = dict.fromkeys(("orthogonalize", "distribution", "options", "stream", "out")) | named
+        if words["stream"] is not None:
+            _refuse(name, None, "stream is for calls without gradients")
+        given = operand.ndim, words["distribution"], axes, norm, words["options"]
+        text = _said(
+            *(name, None, _words_of_trigonometric, *given),
+            *(type, words["orthogonalize"], extents, is_inverse),
+        )
+        return _operated(kind, [operand], text, out=words["out"])
+
+    def along_one(
+        x: Any, type: Any = 2, n: Any = None, axis: Any = -1, norm: Any = None, **named: Any
+    ) -> Any:
+        """See `shardmath.fft`."""
+        return call(x, type, n, [axis], norm, named)
+
+    def along_several(
+        x: Any, type: Any = 2, s: Any = None, axes: Any = None, norm: Any = None, **named: Any
+    ) -> Any:
+        """See `shardmath.fft`."""
+        return call(x, type, s, axes, norm, named)
+
+    return along_several if name.endswith("n") else along_one
 
 
 def all_gather(
@@ -286,6 +344,8 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
     return _operated("copies", [x], words_of(op="sum"), None, context)
 
 
+_TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
+
 operators.update(
     {
         "matmul": matmul,
@@ -296,5 +356,6 @@ operators.update(
         "broadcast": broadcast,
         "all_reduce": all_reduce,
         **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
+        **{name: _trigonometric(name) for name in _TRIGONOMETRIC},
     }
 )

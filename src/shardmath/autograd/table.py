@@ -57,7 +57,7 @@ def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) 
     )
 
 
-_SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
+SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
 _ADJOINT = {
     "fft": "ifft",
     "ifft": "fft",
@@ -70,7 +70,7 @@ _ADJOINT = {
 
 def _adjoint_fft(name: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
     back = dict(words, source=words["target"], target=words["source"])
-    return _ADJOINT[name], dict(back, norm=_SWAPPED[words["norm"]]), None
+    return _ADJOINT[name], dict(back, norm=SWAPPED[words["norm"]]), None
 
 
 def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -116,15 +116,87 @@ def _weights(
     others: float,
 ) -> Any:
     """1 for elements of `x` that stand for themselves alone along a halved axis, and `others`."""
+    indices = _indices(distribution, halved, axis)
+    alone = (indices == 0) | (2 * indices == extent)
+    return torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
+
+
+def _indices(distribution: Distribution, shape: Sequence[int], axis: int) -> Any:
+    """The global indices of this rank's part along an axis, in a shape that goes with the part."""
     context = require_context()
     if isinstance(distribution, Box):
         ranges = [(distribution.lower[axis], distribution.upper[axis])]
     else:
-        ranges = distribution.index_ranges(context.rank, halved, size=context.size)[axis]
+        ranges = distribution.index_ranges(context.rank, shape, size=context.size)[axis]
     indices = torch.cat([torch.arange(*ends) for ends in ranges] or [torch.arange(0)])
-    alone = (indices == 0) | (2 * indices == extent)
-    weights = torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
-    return weights.reshape([-1 if n == axis else 1 for n in range(len(halved))])
+    return indices.reshape([-1 if n == axis else 1 for n in range(len(shape))])
+
+
+def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    return getattr(transforms, f"{kind}n")(
+        xs[0],
+        words["type"],
+        axes=words["axes"],
+        norm=words["norm"],
+        orthogonalize=words["orthogonalize"],
+        distribution=[words["source"], words["target"]],
+    )
+
+
+TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # the type of the inverse, and, but for weights, the adjoint
+
+
+def _adjoint_trigonometric(kind: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
+    back = dict(words, source=words["target"], target=words["source"])
+    name = kind.removesuffix("_adjoint") if kind.endswith("_adjoint") else f"{kind}_adjoint"
+    return name, back, None
+
+
+def _perform_trigonometric_adjoint(
+    kind: str, xs: Tensors, words: Words, counts: Any, shape: Any
+) -> Any:
+    """The transpose of a real matrix along each axis: the transform of the type of the inverse.
+
+    Where it is not made orthogonal, its first or last columns have half of the others' weight in
+    types 1 and 3, which is made up for before and behind.
+    """
+    (grad,), number = xs, words["type"]
+    source, target = words["source"], words["target"]
+    orthogonal = words["orthogonalize"]
+    if orthogonal is None:
+        orthogonal = words["norm"] == "ortho"
+    weighted = not orthogonal and number != 4 and (kind, number) != ("dst", 1)
+    whole = _global_shape(source, grad) if weighted else ()
+    if weighted and number in (1, 2):
+        grad = grad * _ends(kind, number, grad, source, whole, words["axes"], before=True)
+    made = _perform_trigonometric(kind, [grad], dict(words, type=TURNED[number]), counts, shape)
+    if weighted and number in (1, 3):
+        made = made * _ends(kind, number, made, target, whole, words["axes"], before=False)
+    return made
+
+
+def _ends(
+    kind: str,
+    number: int,
+    x: Any,
+    distribution: Distribution,
+    shape: Sequence[int],
+    axes: Sequence[int],
+    *,
+    before: bool,
+) -> Any:
+    """The weights of a transpose's operand, or `before` it those of its result, at their ends."""
+    made = torch.ones((1,) * len(shape), dtype=x.real.dtype, device=x.device)
+    for axis in axes:
+        indices, last = _indices(distribution, shape, axis).to(x.device), shape[axis] - 1
+        if number == 1:
+            ends, (inside, outside) = (indices == 0) | (indices == last), (2.0, 1.0)
+            inside = 1 / inside if before else inside
+        else:
+            ends = indices == (0 if kind == "dct" else last)
+            inside, outside = 1.0, 2.0 if before else 0.5
+        made = made * torch.where(ends, outside, inside).to(made.dtype)
+    return made
 
 
 def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
@@ -138,6 +210,11 @@ def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
     return require_context().agree(
         "the gradient of a real transform", lambda: (distribution.encode(), shape), check
     )
+
+
+def _single(xs: Tensors, words: Words) -> Any:
+    dtype = xs[0].dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _real(xs: Tensors, words: Words) -> Any:
@@ -329,6 +406,24 @@ def _transform(name: str, dtype: Any = None) -> Operator:
     )
 
 
+def _trigonometric(kind: str) -> dict[str, Operator]:
+    of_shape = partial(shapes.of_transform, "fft")
+    return {
+        kind: Operator(
+            partial(_perform_trigonometric, kind),
+            of_shape,
+            partial(_adjoint_trigonometric, kind),
+            dtype=_single,
+        ),
+        f"{kind}_adjoint": Operator(
+            partial(_perform_trigonometric_adjoint, kind),
+            of_shape,
+            partial(_adjoint_trigonometric, f"{kind}_adjoint"),
+            dtype=_single,
+        ),
+    }
+
+
 TABLE = {
     "matmul": Operator(
         _perform_matmul, shapes.of_product, gradients=_matmul_gradients, dtype=_dtype_of_matmul
@@ -348,6 +443,8 @@ TABLE = {
     "rfft_adjoint": _transform("rfft_adjoint", _real),
     "irfft": _transform("irfft", _real),
     "irfft_adjoint": _transform("irfft_adjoint", _complex),
+    **_trigonometric("dct"),
+    **_trigonometric("dst"),
     "all_gather": Operator(
         _perform_all_gather,
         lambda xs, words, counts: shapes.with_extent(xs, words, None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmath.base.collective_call import collective_call
+from shardmath.base.collective_call import differentiable
 from shardmath.call.driver import call
 from shardmath.local.fft import Norm
 from shardmath.operators.fft.operation import OPERATIONS
@@ -62,7 +62,7 @@ def _functions(name: str, what: str) -> tuple[Function, Function]:
     ):
         function.__name__ = function.__qualname__ = own
         function.__doc__ = f"{what}, along {axes}. Collective.\n{_ABOUT}scipy.fft.{own}.\n"
-    return collective_call(along_one), collective_call(along_several)
+    return differentiable(along_one), differentiable(along_several)
 
 
 _ABOUT = """
