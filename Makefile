@@ -2,7 +2,8 @@
 #
 #   make demo    digits and a photograph, 4 ranks      make check   lint, types, layers
 #   make test    all tests                             make bench   figures, beside their baselines
-#   make torture random cases and interrupts at length make clean   remove what these have made
+#   make docs    the site, in build/site               make clean   remove what these have made
+#   make torture random cases and interrupts at length
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 # Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_gpus.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
 
-.PHONY: help demo test torture check bench clean
+.PHONY: help demo test torture check docs bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +39,12 @@ check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/test_layers.py
+	@$(MAKE) --no-print-directory docs
+
+# Anew each time: Sphinx does not see which sources a docstring comes from. The reference needs torch.
+docs: $(VENV)/.has-test $(VENV)/.has-docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs/site \
+	    --doctree-dir build/doctrees . build/site
 
 bench: $(VENV)/.has-test
 	@for file in $(BENCHMARKS); do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
