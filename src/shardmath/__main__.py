@@ -36,6 +36,11 @@ def _parser() -> argparse.ArgumentParser:
 
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(command("run", start, _run))
+    traced = command("trace", "run a program, and write what all ranks did, and when", _trace)
+    traced.add_argument("-o", dest="output", default="trace.json", help="a .png beside it")
+    kept = "operations of each rank that are kept: the last (default: 131072)"
+    traced.add_argument("--operations", type=int, metavar="K", default=1 << 17, help=kept)
+    add_arguments(traced)
     hello = command("hello", "show who computes together, and how fast they meet", _hello)
     hello.add_argument("-n", type=int, metavar="N", default=1, help="ranks of this host")
     hello.add_argument("--device", default="cpu", help='as initialize takes it: "cpu", "cuda"')
@@ -54,6 +59,16 @@ def _run(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     program = Program(options.program, tuple(options.arguments), options.is_module)
     return run(program, options.n, threads=options.threads)
+
+
+def _trace(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.launch.program import Program
+    from shardmath.tools.trace import trace
+
+    program = Program(options.program, tuple(options.arguments), options.is_module)
+    output = Path(options.output)
+    size = options.n or 1
+    return trace(program, size, threads=options.threads, output=output, kept=options.operations)
 
 
 def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
