@@ -44,6 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     hello = command("hello", "show who computes together, and how fast they meet", _hello)
     hello.add_argument("-n", type=int, metavar="N", default=1, help="ranks of this host")
     hello.add_argument("--device", default="cpu", help='as initialize takes it: "cpu", "cuda"')
+    bench = command("bench", "measure: run a benchmark by its name, or list them all", _bench)
+    bench.add_argument("-o", dest="output", metavar="FOLDER", default=".", help="for its JSON")
+    bench.add_argument("--plot", action="store_true", help="draw a picture beside the JSON")
+    bench.add_argument("name", nargs="?", default="", help="without one, all are listed")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
     command("doctor", "show what works here, what does not, and why", _doctor)
     where = "show where the ranks of a running job are, and which of them are missing"
     inspect = command("inspect", where, _inspect)
@@ -81,6 +86,13 @@ def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.tools.hello import main as hello
 
     return hello(options.device)
+
+
+def _bench(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.tools.bench import bench
+
+    output = Path(options.output)
+    return bench(options.name, options.arguments, output=output, plot=options.plot)
 
 
 def _doctor(*_: object) -> int:

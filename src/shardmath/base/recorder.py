@@ -85,11 +85,11 @@ def operands_of(arguments: tuple[Any, ...]) -> str:
 class Recorder:
     """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
     `leave()`, which an exception takes, are of one thread's operation. They do nothing before
-    `start`. `plans`, where it is a list, gets what each new plan was made for: the number of that
-    operation, and what explains the plan.
+    `start`. `tell_plan`, where there is one, gets the number of the operation for which a plan was
+    made, and what the plan is.
     """
 
-    plans: list[tuple[int, Callable[[], str]]] | None = None
+    tell_plan: Callable[[int, str], None] | None = None
     begin: Callable[[Any, tuple[Any, ...]], None]
     on_stream: Callable[[int], None]
     end: Callable[[], None]
@@ -119,8 +119,8 @@ class Recorder:
 
     def planned(self, explain: Callable[[], str]) -> None:
         """The operation under way has made a plan, of which `explain` tells."""
-        if self.plans is not None and self.memory is not None:
-            self.plans.append((_HEAD.unpack_from(self.memory)[0], explain))
+        if self.tell_plan is not None and self.memory is not None:
+            self.tell_plan(_HEAD.unpack_from(self.memory)[0], explain())
 
     def describe(self, told: Mapping[str, Any]) -> None:
         """Tell of this process, in as many words as there is room for."""

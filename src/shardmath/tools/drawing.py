@@ -73,6 +73,16 @@ def columns(title: str, values: Sequence[tuple[str, float]]) -> Any:
     return image
 
 
+def below(images: Sequence[Any]) -> Any:
+    """A picture of several, one below the other."""
+    whole, _ = _canvas(sum(image.size[1] for image in images))
+    top = 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.size[1]
+    return whole
+
+
 def save(image: Any, path: Path) -> None:
     """Write a picture: PNG, whatever the path's ending."""
     image.save(path, "PNG")

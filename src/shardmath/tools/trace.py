@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,24 +103,20 @@ class _Traced(Program):
                 start_in(descriptor, memory)
             else:  # a process has one record, by which others find it
                 os.close(descriptor)
-        plans = this_process.plans = []
-        try:
-            super().execute()
-        finally:
-            this_process.plans = None
-            with suppress(Exception):  # an error of the program's matters more
-                _write_all(self.notes[own], [(number, explain()) for number, explain in plans])
+        this_process.tell_plan = partial(_append, self.notes[own])
+        super().execute()
 
 
-def _write_all(descriptor: int, plans: Sequence[tuple[int, str]]) -> None:
-    with open(descriptor, "w", closefd=False) as file:
-        json.dump(plans, file)
+def _append(descriptor: int, number: int, plan: str) -> None:
+    """Write it down at once: a rank may be killed at any time. What has no room is left out."""
+    with suppress(OSError):
+        os.write(descriptor, json.dumps([number, plan]).encode() + b"\n")
 
 
 def _plans_in(descriptor: int) -> dict[int, str]:
-    """What a rank has left at its end; nothing if it was killed."""
-    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    return dict(json.loads(text)) if text else {}
+    """What a rank has written down."""
+    *lines, _ = os.pread(descriptor, os.fstat(descriptor).st_size, 0).split(b"\n")
+    return dict(json.loads(line) for line in lines)
 
 
 # -- what follows from it. Pure ------------------------------------------------------------------
