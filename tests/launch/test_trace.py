@@ -111,7 +111,10 @@ WAITS = {
     "one that never ended": ([of(operation(1, 0, 0)), of(operation(1, 5, 0))], {(0, 1): (1, 5)}),
     "through before": ([of(operation(1, 0, 4)), of(operation(1, 5, 9))], {}),
     "other operations": ([of(operation(1, 0, 9)), of(operation(1, 5, 9, "max"))], {}),
-    "other lines": ([of(operation(1, 0, 9)), of(operation(1, 5, 9, line=2))], {}),
+    "other lines": (
+        [of(operation(1, 0, 9)), of(operation(1, 5, 9, line=2))],
+        {(0, 1): (1, 5)},
+    ),
     "other numbers": ([of(operation(1, 0, 9)), of(operation(2, 5, 9))], {}),
 }
 

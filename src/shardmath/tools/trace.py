@@ -4,9 +4,9 @@ Each rank records its operations in memory that this process has made, so that t
 was killed remain, and nothing is written while the program runs. What a trace has of an operation
 is what the flight recorder writes anyway: it only keeps more.
 
-A wait is what follows from these records: operations of all ranks that have the same number, name
-and line are one meeting, and a rank waits there until the last one has begun. Ranks of contexts
-that are parts of the job number their operations each for itself; of those no waits are shown.
+A wait is what follows from these records: operations of all ranks that have the same number and name
+are one meeting, and a rank waits there until the last one has begun. Once ranks have made different
+calls, in contexts that are parts of the job, their numbers differ, and no more waits are shown.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def waits(ranks: Sequence[Done]) -> dict[tuple[int, int], tuple[int, int]]:
 
     Only of meetings of all ranks, and of ranks that came before the last.
     """
-    alike: dict[tuple[int, str, str, int], dict[int, Operation]] = defaultdict(dict)
+    alike: dict[tuple[int, str], dict[int, Operation]] = defaultdict(dict)
     for rank, done in enumerate(ranks):
         for each in done.operations:
-            alike[each.number, each.name, each.file, each.line][rank] = each
+            alike[each.number, each.name][rank] = each
     found = {}
     for meeting in alike.values():
         last = max(meeting, key=lambda rank: meeting[rank].begun)
