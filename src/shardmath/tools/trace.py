@@ -4,9 +4,10 @@ Each rank records its operations in memory that this process has made, so that t
 was killed remain, and nothing is written while the program runs. What a trace has of an operation
 is what the flight recorder writes anyway: it only keeps more.
 
-A wait is what follows from these records: operations of all ranks that have the same number and name
-are one meeting, and a rank waits there until the last one has begun. Once ranks have made different
-calls, in contexts that are parts of the job, their numbers differ, and no more waits are shown.
+A wait is what follows from these records: operations of all ranks that have the same number and
+name are one meeting, and a rank waits there until the last one has begun. Once ranks have made
+different calls, in contexts that are parts of the job, their numbers differ, and no more waits are
+shown.
 """
 
 from __future__ import annotations
