@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import shardmath
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +44,9 @@ def test_all_links_are_absolute(setup: ModuleType, source: str) -> None:
 def test_links(setup: ModuleType, text: str, expected: str) -> None:
     made = setup.described(f"# T\n\nOne.\n\n{text}")
     assert made == f"# T\n\nOne.\n\n{setup.WHERE}\n{expected}"
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [shardmath.__version__] == citation == [project["version"]]
