@@ -55,7 +55,7 @@ def test_a_job(tmp_path, killed):
     done, found = traced(tmp_path, write(tmp_path, PROGRAM.format(killed=killed)))
     assert (done.returncode == 0) == (killed < 0), done.stderr
     for rank in range(3):
-        calls = [each for each in found if each["pid"] == rank and each.get("cat") == "call"]
+        calls = [each for each in found if each["pid"] == rank + 1 and each.get("cat") == "call"]
         names = [each["name"] for each in calls][:303]
         assert names[:302] == ["initialize", *["matmul"] * 300, "all_reduce"]
         assert calls[1]["args"]["operands"].startswith(f"float64[{2 + (rank == 0)},8] ")
@@ -134,11 +134,12 @@ def test_events():
     assert {each["args"].get("name") for each in metadata} >= {"rank 0", "rank 1"}
     times = [(each["pid"], each["name"], each["ts"], each["dur"]) for each in calls]
     assert [(p, n, round(t, 6), round(d, 6)) for p, n, t, d in times] == [
-        (0, "sum", 0, 8),
-        (0, "wait for rank 1", 0, 2),
-        (0, "sum", 8, 0),
-        (1, "sum", 2, 5),
+        (1, "sum", 0, 8),
+        (1, "wait for rank 1", 0, 2),
+        (1, "sum", 8, 0),
+        (2, "sum", 2, 5),
     ]
+    assert len({each["tid"] for each in calls}) == 2  # each has one, with the same address
     said = [each["args"] for each in calls if "args" in each]
     assert said[0]["stream"] == "0xff"
     assert said[1]["ended"] == "no"

@@ -34,6 +34,7 @@ from shardmath.tools.drawing import Bar, save, timeline
 from shardmath.tools.tables import show
 
 KEPT = 1 << 17  # operations of each rank
+_THREADS = 1000  # numbers for the threads of a rank
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python has no name for it before 3.14
 _PREDICTED = re.compile(r"predicted:? ([\d.]+(?:e[+-]?\d+)?) (ns|us|ms|s)\b")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -158,13 +159,18 @@ def waits(ranks: Sequence[Done]) -> dict[tuple[int, int], tuple[int, int]]:
 def events(ranks: Sequence[Done]) -> dict[str, Any]:
     """The trace as Chrome's trace viewer and Perfetto read it: a process for each rank, and times
     in microseconds from the first operation on.
+
+    Process r + 1 is rank r: they take 0 for the system's idle process. Threads have numbers that no
+    other process uses; those of forked ranks have the same addresses.
     """
     start = min((each.begun for done in ranks for each in done.operations), default=0)
     waiting, found = waits(ranks), []
     for rank, done in enumerate(ranks):
         found.append(_metadata(rank, "process_name", f"rank {rank}"))
         found.append({**_metadata(rank, "process_sort_index", ""), "args": {"sort_index": rank}})
+        threads: dict[int, int] = {}
         for each in done.operations:
+            thread = threads.setdefault(each.thread, _THREADS * (rank + 1) + len(threads))
             ended = each.ended or _latest(done.operations)
             said = {
                 "number": each.number,
@@ -175,7 +181,7 @@ def events(ranks: Sequence[Done]) -> dict[str, Any]:
                 **({} if each.ended else {"ended": "no"}),
                 **({"plan": done.plans[each.number]} if each.number in done.plans else {}),
             }
-            common = {"ph": "X", "pid": rank, "tid": each.thread, "ts": 1e-3 * (each.begun - start)}
+            common = {"ph": "X", "pid": rank + 1, "tid": thread, "ts": 1e-3 * (each.begun - start)}
             long = 1e-3 * (ended - each.begun)
             found.append({**common, "name": each.name, "cat": "call", "dur": long, "args": said})
             last = waiting.get((rank, each.number))
@@ -231,7 +237,7 @@ def bars(ranks: Sequence[Done]) -> list[Bar]:
 
 
 def _metadata(rank: int, name: str, value: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "name": name, "args": {"name": value}}
+    return {"ph": "M", "pid": rank + 1, "name": name, "args": {"name": value}}
 
 
 def _latest(done: Iterable[Operation]) -> int:
