@@ -2,7 +2,8 @@
 #
 #   make demo    digits and a photograph, 4 ranks      make check   lint, types, layers
 #   make test    all tests                             make bench   figures, beside their baselines
-#   make torture random cases and interrupts at length make clean   remove what these have made
+#   make docs    the site, in build/site               make clean   remove what these have made
+#   make torture random cases and interrupts at length make release sdist and wheels in dist, tried
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 # Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_gpus.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
 
-.PHONY: help demo test torture check bench clean
+.PHONY: help demo test torture check docs bench release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,9 +39,19 @@ check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests/test_layers.py
+	@$(MAKE) --no-print-directory docs
+
+# Anew each time: Sphinx does not see which sources a docstring comes from. The reference needs torch.
+docs: $(VENV)/.has-test $(VENV)/.has-docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs/site \
+	    --doctree-dir build/doctrees . build/site
 
 bench: $(VENV)/.has-test
 	@for file in $(BENCHMARKS); do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
+
+# PYTHONS="python3.11 python3.12 ..." names those that get a wheel.
+release:
+	$(PYTHON) tools/release.py $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) .*_cache .hypothesis build dist src/*.egg-info

@@ -1,4 +1,7 @@
-"""What every benchmark needs: medians, and a JSON file that says where and when they were taken."""
+"""What every benchmark needs: medians, and a JSON file that says where and when they were taken.
+
+BENCHMARK_RESULTS names another folder for it, which is how `shardmath bench` gets the user's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 def timed(
@@ -39,7 +42,7 @@ def median_seconds(
 
 
 def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
-    """Write `results/<name>.json`: the rows, the facts, and where they were measured."""
+    """Write `<name>.json` into RESULTS: the rows, the facts, and where they were measured."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {"benchmark": name, **circumstances(), **facts, "rows": list(rows)}

@@ -36,9 +36,19 @@ def _parser() -> argparse.ArgumentParser:
 
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(command("run", start, _run))
+    traced = command("trace", "run a program, and write what all ranks did, and when", _trace)
+    traced.add_argument("-o", dest="output", default="trace.json", help="a .png beside it")
+    kept = "operations of each rank that are kept: the last (default: 131072)"
+    traced.add_argument("--operations", type=int, metavar="K", default=1 << 17, help=kept)
+    add_arguments(traced)
     hello = command("hello", "show who computes together, and how fast they meet", _hello)
     hello.add_argument("-n", type=int, metavar="N", default=1, help="ranks of this host")
     hello.add_argument("--device", default="cpu", help='as initialize takes it: "cpu", "cuda"')
+    bench = command("bench", "measure: run a benchmark by its name, or list them all", _bench)
+    bench.add_argument("-o", dest="output", metavar="FOLDER", default=".", help="for its JSON")
+    bench.add_argument("--plot", action="store_true", help="draw a picture beside the JSON")
+    bench.add_argument("name", nargs="?", default="", help="without one, all are listed")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
     command("doctor", "show what works here, what does not, and why", _doctor)
     where = "show where the ranks of a running job are, and which of them are missing"
     inspect = command("inspect", where, _inspect)
@@ -56,6 +66,16 @@ def _run(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return run(program, options.n, threads=options.threads)
 
 
+def _trace(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.launch.program import Program
+    from shardmath.tools.trace import trace
+
+    program = Program(options.program, tuple(options.arguments), options.is_module)
+    output = Path(options.output)
+    size = options.n or 1
+    return trace(program, size, threads=options.threads, output=output, kept=options.operations)
+
+
 def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.group.environment import is_launched
     from shardmath.launch.program import Program, run
@@ -66,6 +86,13 @@ def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.tools.hello import main as hello
 
     return hello(options.device)
+
+
+def _bench(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardmath.tools.bench import bench
+
+    output = Path(options.output)
+    return bench(options.name, options.arguments, output=output, plot=options.plot)
 
 
 def _doctor(*_: object) -> int:

@@ -34,3 +34,7 @@ __all__ = [
     "infer_global_shape",
     "redistribute",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

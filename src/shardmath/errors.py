@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class ShardmathError(Exception):
     """Base of every exception of this package."""
 

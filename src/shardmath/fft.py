@@ -43,3 +43,7 @@ __all__ = [
     "irfft",
     "rfft",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

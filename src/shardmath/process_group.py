@@ -6,3 +6,7 @@ The names are those of nvmath.distributed.process_group. `shardmath.initialize` 
 from shardmath.group import MPIProcessGroup, ProcessGroup, ReductionOp, TorchProcessGroup
 
 __all__ = ["MPIProcessGroup", "ProcessGroup", "ReductionOp", "TorchProcessGroup"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

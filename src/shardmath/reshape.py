@@ -12,6 +12,11 @@ from shardmath.operators.redistribute import Redistribute, RedistributeOptions, 
 
 __all__ = ["Reshape", "ReshapeOptions", "reshape"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 ReshapeOptions = RedistributeOptions
 
 

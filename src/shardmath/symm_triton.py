@@ -42,6 +42,11 @@ __all__ = [
     "wait_value",
 ]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _PAD_BYTES = tl.constexpr(structs.PAD_BYTES)
 _FAILED = tl.constexpr(structs.FAILED)
 _CHANNEL_BYTES = tl.constexpr(structs.CHANNEL_BYTES)

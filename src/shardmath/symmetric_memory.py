@@ -71,6 +71,11 @@ __all__ = [
     "wait_signal",
 ]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _BACKENDS = ("HOST", "CUDA", "NVSHMEM", "NCCL", "NIXL")
 
 

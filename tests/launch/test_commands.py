@@ -46,8 +46,19 @@ def test_doctor(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_measured", lambda: [("a copy", "1 GB/s")])
     assert doctor.main() == 0
     text = capsys.readouterr().out
-    for words in ("host (cpu)", "rounds of agreement in Python", "numpy ", "a copy  1 GB/s"):
+    for words in ("host (cpu)", "SHARDMATH_COMPILED=0 leaves it out", "numpy ", "a copy  1 GB/s"):
         assert words in text
+
+
+@pytest.mark.parametrize("built", [0, 1, 8])
+def test_what_was_not_built_is_said_once_where_nothing_was(monkeypatch, built):
+    some = [*doctor.compiled.BUILT][:built]
+    monkeypatch.setattr(doctor.compiled, "is_built", lambda name: name in some)
+    monkeypatch.setattr(doctor.compiled, "is_wanted", lambda: True)
+    parts = doctor._in_brief({name: doctor._built(name) for name in doctor.compiled.BUILT})
+    lacking = [found["reason"] for found in parts.values() if "reason" in found]
+    assert len(lacking) == {0: 1, 1: 7, 8: 0}[built]
+    assert all("compiler" in reason for reason in lacking)
 
 
 def test_what_is_measured():

@@ -22,6 +22,7 @@ from shardmath.base.recorder import (
     RECORD_BYTES,
     Operation,
     Recorder,
+    bytes_for,
     description,
     operations,
 )
@@ -99,6 +100,21 @@ def test_the_last_ones_are_kept(recording):
         mine.begin(multiply, ())
         mine.end()
     assert [each.number for each in operations(bytes(memory))] == [*range(10, OPERATIONS + 10)]
+
+
+@pytest.mark.parametrize("recording", ["compiled", "in Python"], indirect=True)
+@pytest.mark.parametrize("count", [0, OPERATIONS, OPERATIONS + 1, 1000])
+def test_a_longer_record_keeps_more(recording, count):
+    mine, _ = recording
+    longer = mmap.mmap(-1, bytes_for(count))
+    mine.start(longer)
+    for _ in range(1100):
+        mine.begin(multiply, ())
+        mine.end()
+    kept = [each.number for each in operations(bytes(longer))]
+    mine.stop()
+    assert kept == [*range(1101 - len(kept), 1101)]
+    assert len(kept) == (OPERATIONS if count <= OPERATIONS else 2 * OPERATIONS * (1 + count // 600))
 
 
 def test_threads_end_their_own(recording):

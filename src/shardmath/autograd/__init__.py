@@ -32,4 +32,9 @@ from shardmath.base.untraced import tell_compiler
 
 __all__ = ["copies"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 tell_compiler()

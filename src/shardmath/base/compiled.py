@@ -45,7 +45,7 @@ def extension(name: str) -> Any:
     """The extension module of that name; None where it was not built, is for another Python or of
     other sources, or cannot be read, as in a process that may open no more files.
     """
-    if not _wanted():
+    if not is_wanted():
         return None
     try:
         module = import_module(name)
@@ -57,13 +57,18 @@ def extension(name: str) -> Any:
 def is_built(name: str) -> bool:
     """Whether the module `name` of BUILT is there, and is used."""
     _, *folders, last = name.split(".")
-    return _wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
+    return is_wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
+
+
+def is_wanted() -> bool:
+    """Whether what was built is used: SHARDMATH_COMPILED=0 says that it is not."""
+    return config.environment().get(f"{config.PREFIX}COMPILED", "").strip() != "0"
 
 
 def library_beside(module: str, name: str) -> ctypes.CDLL | None:
     """The library `name` in the folder of the file `module`; None where it was not built."""
     path = _path(Path(module).parent, name)
-    return None if path is None or not _wanted() else library(path)
+    return None if path is None or not is_wanted() else library(path)
 
 
 def library(path: Path) -> ctypes.CDLL | None:
@@ -77,7 +82,3 @@ def library(path: Path) -> ctypes.CDLL | None:
 def _path(folder: Path, name: str) -> Path | None:
     paths = (folder / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in paths if path.exists()), None)
-
-
-def _wanted() -> bool:
-    return config.environment().get(f"{config.PREFIX}COMPILED", "").strip() != "0"

@@ -18,7 +18,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { OPERATIONS = 256, HEAD = 4096, PLACES = 512 }; /* operations and the head as recorder.py has them */
+enum { OPERATIONS = 256, HEAD = 4096, PLACES = 512 }; /* the fewest operations, and the head, as recorder.py has them */
 
 typedef struct {
     uint64_t number, begun, ended, state, stream;
@@ -35,6 +35,7 @@ typedef struct {
 } Place;
 
 static Py_buffer memory;
+static uint64_t turn; /* operations that there is room for, a power of two, less 1 */
 static PyObject *ours, *passed, *shape; /* how files begin whose lines are not the user's, and what is in such names */
 static Place places[PLACES];
 static _Thread_local uint64_t under_way; /* the number of this thread's operation, 0 for none */
@@ -44,7 +45,7 @@ static uint64_t *last_number(void) {
 }
 
 static Entry *entry_of(uint64_t number) {
-    return (Entry *)((char *)memory.buf + HEAD) + number % OPERATIONS;
+    return (Entry *)((char *)memory.buf + HEAD) + (number & turn);
 }
 
 static uint64_t now(void) {
@@ -334,6 +335,9 @@ static PyObject *record_in(PyObject *module, PyObject *const *given, Py_ssize_t 
         return NULL;
     }
     memory = room;
+    for (turn = OPERATIONS; (Py_ssize_t)(HEAD + 2 * turn * sizeof(Entry)) <= room.len; turn *= 2)
+        ;
+    turn--;
     Py_RETURN_NONE;
 }
 

@@ -2,8 +2,9 @@
 
     record   number of the last operation · length of the description · when a table was shown last
              description of the process: JSON
-    from HEAD_BYTES on, OPERATIONS entries of ENTRY.size bytes: that of operation n is the n-th,
-             modulo OPERATIONS; its number is 0 while it is written
+    from HEAD_BYTES on, entries of ENTRY.size bytes, as many as there is room for, but a power of
+             two, and OPERATIONS at least: that of operation n is the n-th, modulo their number; the
+             number in it is 0 while it is written
 
 The memory is anonymous: it ends with the last process that maps it. `record.c` writes entries where
 it was built, else `_Recorder` does. Before a context is made nothing is recorded.
@@ -53,9 +54,15 @@ class Operation(NamedTuple):
         return cls(*fields[:7], *texts)
 
 
+def bytes_for(count: int) -> int:
+    """The bytes of a record that keeps at least so many operations."""
+    entries = max(OPERATIONS, 1 << max(count - 1, 0).bit_length())
+    return HEAD_BYTES + entries * ENTRY.size
+
+
 def operations(record: bytes) -> list[Operation]:
     """The operations of a record's bytes, from the first to the last."""
-    entries = range(HEAD_BYTES, RECORD_BYTES, ENTRY.size)
+    entries = range(HEAD_BYTES, len(record), ENTRY.size)
     found = [Operation.unpack(record[at : at + ENTRY.size]) for at in entries]
     return sorted(each for each in found if each.number)
 
@@ -78,9 +85,11 @@ def operands_of(arguments: tuple[Any, ...]) -> str:
 class Recorder:
     """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
     `leave()`, which an exception takes, are of one thread's operation. They do nothing before
-    `start`.
+    `start`. `tell_plan`, where there is one, gets the number of the operation for which a plan was
+    made, and what the plan is.
     """
 
+    tell_plan: Callable[[int, str], None] | None = None
     begin: Callable[[Any, tuple[Any, ...]], None]
     on_stream: Callable[[int], None]
     end: Callable[[], None]
@@ -91,7 +100,7 @@ class Recorder:
         self.stop()
 
     def start(self, memory: mmap.mmap) -> None:
-        """Record in `memory`, of RECORD_BYTES, from now on."""
+        """Record in `memory`, of RECORD_BYTES or what `bytes_for` says, from now on."""
         built = extension("shardmath.base._record")
         if built is not None:
             built.record_in(memory, PACKAGE, TORCH)
@@ -107,6 +116,11 @@ class Recorder:
                 built.record_in(None, PACKAGE, TORCH)
         self.memory = None
         self.begin = self.on_stream = self.end = self.leave = _nothing
+
+    def planned(self, explain: Callable[[], str]) -> None:
+        """The operation under way has made a plan, of which `explain` tells."""
+        if self.tell_plan is not None and self.memory is not None:
+            self.tell_plan(_HEAD.unpack_from(self.memory)[0], explain())
 
     def describe(self, told: Mapping[str, Any]) -> None:
         """Tell of this process, in as many words as there is room for."""
@@ -125,6 +139,7 @@ class _Writer:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self._turn = 1 << ((len(memory) - HEAD_BYTES) // ENTRY.size).bit_length() - 1
         self._lock = threading.RLock()
         self._numbers = threading.local()  # of the operation under way
 
@@ -134,7 +149,7 @@ class _Writer:
         texts = [function.__qualname__.encode()[-47:], operands.encode()[:71], file.encode()[-87:]]
         with self._lock:
             number = _HEAD.unpack_from(self._memory)[0] + 1
-            place = _place(number)
+            place = self._place(number)
             struct.pack_into("=Q", self._memory, place, 0)
             thread = threading.get_ident() & 0xFFFFFFFF
             fields = (time.monotonic_ns(), 0, 0, 0, thread, line)
@@ -155,9 +170,12 @@ class _Writer:
 
     def _put(self, how: str, at: int, *words: int) -> None:
         number = getattr(self._numbers, "last", 0)
-        place = _place(number)
+        place = self._place(number)
         if number and struct.unpack_from("=Q", self._memory, place)[0] == number:
             struct.pack_into(how, self._memory, place + at, *words)
+
+    def _place(self, number: int) -> int:
+        return HEAD_BYTES + number % self._turn * ENTRY.size
 
 
 def _operand(x: Any) -> str:
@@ -166,10 +184,6 @@ def _operand(x: Any) -> str:
         return ""
     kind = x.dtype if type(x).__name__ == "ndarray" else type(x).__name__
     return f"{kind}{list(shape)}".replace(" ", "")
-
-
-def _place(number: int) -> int:
-    return HEAD_BYTES + number % OPERATIONS * ENTRY.size
 
 
 this_process = Recorder()

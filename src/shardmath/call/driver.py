@@ -23,6 +23,7 @@ from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
 from shardmath.base.log import LOGGER
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.recorder import this_process
 from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
@@ -291,6 +292,7 @@ class Driver:
         problem = self.operation.check(specs)
         program = self.operation.program(problem, self.machine, self.context.rank)
         explain = partial(self.operation.explain, problem, self.machine)
+        this_process.planned(explain)
         return Plan(tag, problem, program, explain)
 
     def log(self, options: Any, plan: Plan) -> None:

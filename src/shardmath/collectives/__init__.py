@@ -19,3 +19,7 @@ from shardmath.collectives.moving import all_gather, all_to_all, broadcast
 from shardmath.collectives.reducing import all_reduce, reduce_scatter
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,8 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardmath.base.recorder import (
-    RECORD_BYTES,
+    OPERATIONS,
     SHOWN,
+    bytes_for,
     description,
     operations,
     this_process,
@@ -45,12 +46,24 @@ def start() -> int:
     """
     if not _own:
         try:
-            descriptor, memory = export_memory(_NAME, RECORD_BYTES)
+            start_in(*new_record(OPERATIONS))
         except HeapExhausted:
             return -1
-        this_process.start(memory)
-        _own.extend([descriptor, answers()])
     return _own[0]
+
+
+def start_in(descriptor: int, memory: mmap.mmap) -> None:
+    """Record them in a `new_record`, which may be another process's too. Before `start`."""
+    this_process.start(memory)
+    _own.extend([descriptor, answers()])
+
+
+def new_record(count: int) -> tuple[int, mmap.mmap]:
+    """Memory for at least the last `count` operations of a process: descriptor and mapping.
+
+    Raises HeapExhausted.
+    """
+    return export_memory(_NAME, bytes_for(count))
 
 
 def forget() -> None:
@@ -145,17 +158,18 @@ class _Mapping:
         libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            self._bytes = os.fstat(descriptor).st_size
             flags = mmap.PROT_READ, mmap.MAP_SHARED
-            address = libc.mmap(None, RECORD_BYTES, *flags, descriptor, 0)
+            address = libc.mmap(None, self._bytes, *flags, descriptor, 0)
         finally:
             os.close(descriptor)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), "mmap")
         self._address = address
-        weakref.finalize(self, libc.munmap, address, RECORD_BYTES).atexit = False
+        weakref.finalize(self, libc.munmap, address, self._bytes).atexit = False
 
     def __bytes__(self) -> bytes:
-        return ctypes.string_at(self._address, RECORD_BYTES)
+        return ctypes.string_at(self._address, self._bytes)
 
 
 def inspected(pid: int) -> str:

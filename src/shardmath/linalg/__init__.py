@@ -70,3 +70,7 @@ __all__ = [
     "svd_lowrank",
     "svdvals",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,3 +27,7 @@ __all__ = [
     "matmul",
     "matrix_qualifiers_dtype",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

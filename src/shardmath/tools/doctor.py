@@ -67,14 +67,20 @@ def main() -> int:
     for name, path in config["launchers"].items():
         facts[name] = path or "not found"
     show("This machine", ("what", "is"), list(facts.items()))
-    rows = [
-        (what, *_state(found), found.get("mend", ""))
-        for part in ("packages", "transports", "compiled")
-        for what, found in config[part].items()
-    ]
+    parts = {**config["packages"], **config["transports"], **_in_brief(config["compiled"])}
+    rows = [(what, *_state(found), found.get("mend", "")) for what, found in parts.items()]
     show("What works", ("for", "works", "which, or why not", "to have it"), rows)
     show("Measured", ("what", "is"), _measured())
     return 0
+
+
+def _in_brief(parts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """What was compiled, part by part; where nothing was, that is said once."""
+    if any("reason" not in found for found in parts.values()):
+        return parts
+    why = next(iter(parts.values()))
+    reason = why["reason"].partition(": ")[2]
+    return {"what is built from C": {**why, "reason": f"{reason}; all of it is done in Python"}}
 
 
 def _state(found: dict[str, Any]) -> tuple[str, str]:
@@ -121,9 +127,14 @@ def _why(text: str) -> dict[str, str]:
 def _built(name: str) -> dict[str, str]:
     if compiled.is_built(name):
         return {"version": compiled.BUILT[name]}
+    if not compiled.is_wanted():
+        return {
+            "reason": f"{compiled.BUILT[name]} in Python: SHARDMATH_COMPILED=0 leaves it out",
+            "mend": "unset SHARDMATH_COMPILED",
+        }
     return {
-        "reason": f"{compiled.BUILT[name]} in Python: not built, or SHARDMATH_COMPILED=0",
-        "mend": "pip install --force-reinstall --no-deps --no-binary :all: shardmath",
+        "reason": f"{compiled.BUILT[name]} in Python: built only where there is a C compiler",
+        "mend": "pip install --force-reinstall --no-deps --no-binary shardmath shardmath",
     }
 
 

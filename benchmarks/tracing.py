@@ -1,0 +1,93 @@
+"""What tracing adds to a call on cores: `python benchmarks/tracing.py`.
+
+A traced rank records as every rank does, but into memory that has room for more operations, so that
+each call writes where none has written before, past the caches. 2 ranks, all_reduce of 1 KiB, which
+is one compiled call and so the one on which this weighs most, and a product: into the short record
+and into the long one, in turns, so that what else the machine does falls on both. Figures are of
+the slower rank, in microseconds: of turns of many calls each the tenth percentile, which says what
+a call takes where nobody else wants the cores, and the median.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import record
+
+from shardmath.base.recorder import OPERATIONS, bytes_for, this_process
+from shardmath.collectives import all_reduce
+from shardmath.context.startup import finalize, initialize
+from shardmath.distribution import Slab
+from shardmath.launch import spawn
+from shardmath.linalg.advanced import matmul
+from shardmath.tools.trace import KEPT, touch
+
+RANKS, TURNS = 2, 400
+CALLS = {"all_reduce 1 KiB": 50, "matmul 64^3 float32": 20}
+GOAL = 1.05  # times as long
+
+
+def main() -> None:
+    rows = spawn(measure, RANKS, timeout=600)[0]
+    for row in rows:
+        print(f"{row['what']:22} {row['untraced, us']:8.2f} us, traced {row['traced, us']:8.2f}, "
+              f"undisturbed {row['untraced, us undisturbed']:8.2f} and "
+              f"{row['traced, us undisturbed']:8.2f}: {row['ratio, undisturbed']:.3f}")  # fmt: skip
+    print(record.write("tracing", rows, ranks=RANKS, turns=TURNS, goal={"ratio": GOAL}))
+
+
+def measure() -> list[dict[str, Any]]:
+    context = initialize("cpu")
+    x, out = np.ones(256, "f4"), np.ones(256, "f4")
+    a = np.ones(Slab.X.shape(context.rank, (64, 64)), "f4")
+    calls: list[Callable[[], Any]] = [
+        lambda: all_reduce(x, out=out),
+        lambda: matmul(a, a, distributions=[Slab.X] * 3),
+    ]
+    own = this_process.memory
+    assert own is not None, "this process records"
+    rows = []
+    for (what, count), call in zip(CALLS.items(), calls, strict=True):
+        records = [mmap.mmap(-1, bytes_for(kept)) for kept in (OPERATIONS, KEPT)]
+        touch(records[1])
+        times = []
+        for turn in range(TURNS):
+            both = [0.0, 0.0]
+            for way in (0, 1) if turn % 2 else (1, 0):
+                this_process.start(records[way])
+                context.barrier()
+                both[way] = seconds(call, count) / count
+            times.append(both)
+        this_process.start(own)
+        slower = 1e6 * np.array(all_reduce(np.array(times), op="max"))
+        (median, traced), (least, least_traced) = np.percentile(slower, [50, 10], axis=0)
+        rows.append(
+            {
+                "what": what,
+                "untraced, us": float(median),
+                "traced, us": float(traced),
+                "untraced, us undisturbed": float(least),
+                "traced, us undisturbed": float(least_traced),
+                "ratio": float(traced / median),
+                "ratio, undisturbed": float(least_traced / least),
+            }
+        )
+    finalize()
+    return rows
+
+
+def seconds(call: Callable[[], Any], count: int) -> float:
+    """Of so many calls in a row, after one that is not counted."""
+    call()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Pictures of what the commands have measured: drawn with Pillow, in lines and boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardmath.errors import BackendUnavailable
+
+_INK, _GRID, _PAPER, _WAIT = "#222222", "#dddddd", "#ffffff", "#bbbbbb"
+_COLOURS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"),
+    *("#ee7733", "#009988", "#997700", "#6699cc"),
+)
+_WIDTH, _MARGIN, _LINE, _TEXT = 1200, 12, 34, 13  # pixels
+_TICKS = 6
+
+
+class Bar(NamedTuple):
+    """A box of a timeline: in which line, from when until when in seconds, and of what. Without a
+    name it is a wait, which is drawn upon the others.
+    """
+
+    line: int
+    begun: float
+    ended: float
+    name: str
+
+
+def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
+    """A picture of bars along a common axis of time, each name in its colour."""
+    names = sorted({bar.name for bar in bars if bar.name})
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"": _WAIT}
+    begun = min((bar.begun for bar in bars), default=0.0)
+    span = max((bar.ended for bar in bars), default=0.0) - begun or 1e-9
+    legend = [*names, ""]
+    foot = _MARGIN + _LINE * len(lines)
+    image, draw = _canvas(foot + 2 * _LINE + (_TEXT + 6) * ((len(legend) + 3) // 4))
+    left = _MARGIN + max((_width(draw, name) for name in lines), default=0) + _MARGIN
+    scale = (_WIDTH - left - _MARGIN) / span
+    for tick in range(_TICKS + 1):
+        x = left + tick * span / _TICKS * scale
+        draw.line((x, _MARGIN, x, foot), fill=_GRID)
+        words = f"{1e3 * tick * span / _TICKS:.4g}" + (" ms" if tick == _TICKS else "")
+        draw.text((min(x, _WIDTH - _MARGIN - _width(draw, words)), foot + 4), words, fill=_INK)
+    for bar in sorted(bars, key=lambda bar: not bar.name):
+        top = _MARGIN + _LINE * bar.line + (4 if bar.name else _LINE // 2)
+        x = left + (bar.begun - begun) * scale
+        box = x, top, max(x, x + (bar.ended - bar.begun) * scale), _MARGIN + _LINE * bar.line + 28
+        draw.rectangle(box, fill=colours[bar.name])
+    for i, name in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + _LINE * i + 10), name, fill=_INK)
+    for i, name in enumerate(legend):
+        x, y = left + i % 4 * (_WIDTH - left) // 4, foot + _LINE + i // 4 * (_TEXT + 6)
+        draw.rectangle((x, y + 1, x + 10, y + 11), fill=colours[name])
+        draw.text((x + 16, y), name or "waits for another rank", fill=_INK)
+    return image
+
+
+def columns(title: str, values: Sequence[tuple[str, float]]) -> Any:
+    """A picture of values that are not negative, each with its name: a horizontal bar for each."""
+    image, draw = _canvas(2 * _MARGIN + _LINE * (len(values) + 1))
+    draw.text((_MARGIN, _MARGIN), title, fill=_INK)
+    left = 2 * _MARGIN + max((_width(draw, name) for name, _ in values), default=0)
+    room = _WIDTH - left - 8 * _MARGIN
+    most = max((value for _, value in values), default=0.0) or 1.0
+    for i, (name, value) in enumerate(values):
+        y = _MARGIN + _LINE * (i + 1)
+        draw.text((_MARGIN, y + 6), name, fill=_INK)
+        draw.rectangle((left, y, left + value / most * room, y + _LINE - 10), fill=_COLOURS[0])
+        draw.text((left + value / most * room + 6, y + 6), f"{value:.4g}", fill=_INK)
+    return image
+
+
+def below(images: Sequence[Any]) -> Any:
+    """A picture of several, one below the other."""
+    whole, _ = _canvas(sum(image.size[1] for image in images))
+    top = 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.size[1]
+    return whole
+
+
+def save(image: Any, path: Path) -> None:
+    """Write a picture: PNG, whatever the path's ending."""
+    image.save(path, "PNG")
+
+
+def _canvas(height: int) -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise BackendUnavailable('pictures need Pillow: pip install "shardmath[plot]"') from None
+    image = Image.new("RGB", (_WIDTH, height), _PAPER)
+    return image, ImageDraw.Draw(image)
+
+
+def _width(draw: Any, text: str) -> int:
+    return int(draw.textlength(text))

@@ -1,0 +1,99 @@
+"""`shardmath bench`: benchmarks by their names, and what is made of what they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from shardmath.__main__ import main
+from shardmath.tools import bench
+from shardmath.tools.bench import missing, names, picture, table
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = """
+'''What {name} takes: `python benchmarks/{name}.py`.
+
+More of it.
+'''
+import os, sys
+from pathlib import Path
+import json
+import sibling
+
+if __name__ == "__main__":
+    rows = [{{"what": each, "s": 0.5 * i}} for i, each in enumerate(sys.argv[1:])]
+    Path(os.environ["BENCHMARK_RESULTS"], "{name}.json").write_text(json.dumps({{"rows": rows}}))
+    sys.exit({status})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of two benchmarks and what they share."""
+    made = tmp_path / "benchmarks"
+    made.mkdir()
+    for name, status in {"one": 0, "two": 3}.items():
+        text = BENCHMARK.format(name=name, status=status).lstrip()
+        (made / f"{name}.py").write_text(text)
+    (made / "sibling.py").write_text("")
+    (made / "needy.py").write_text((made / "one.py").read_text() + "import no_such_package.x\n")
+    monkeypatch.setattr(bench, "FOLDER", made)
+    return tmp_path
+
+
+def test_all_benchmarks_have_names_and_say_what_they_measure():
+    programs = {
+        path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+    }
+    assert set(names()) == programs
+    assert all(len(sentence) > 10 for sentence in names().values())
+
+
+def test_the_list(folder, capsys):
+    assert main(["bench"]) == 0
+    text = capsys.readouterr().out
+    assert "one" in text
+    assert "What two takes" in text
+    assert "python" not in text
+    assert "sibling" not in text
+
+
+def test_a_benchmark(folder, capfd):
+    other = folder / "out" / "other.json"
+    other.parent.mkdir()
+    other.write_text("no JSON: it is none of this benchmark")
+    arguments = ["bench", "--plot", "-o", str(other.parent), "one", "apples", "pears"]
+    assert main(arguments) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:4] == ["one:", "  what    s", "  apples  0", "  pears   0.5"]
+    assert json.loads((folder / "out" / "one.json").read_text())["rows"][1]["s"] == 0.5
+    with Image.open(folder / "out" / "one.png") as image:
+        assert image.size[1] > 3 * 34
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [("two", 3, ""), ("three", 2, "one, two"), ("needy", 1, "pip install no_such_package")],
+)
+def test_failures(folder, capfd, name, status, says):
+    assert main(["bench", "-o", str(folder), name]) == status
+    assert says in capfd.readouterr().err
+
+
+def test_packages_that_are_here_are_not_missing():
+    assert [name for name in names() if {"numpy", "record", "shardmath"} & {*missing(name)}] == []
+
+
+def test_tables_leave_out_what_is_no_cell():
+    rows = [{"a": 1, "b": 0.123456, "c": [1]}, {"a": "x", "d": True}]
+    assert table(rows) == (["a", "b", "d"], [["1", "0.1235", ""], ["x", "", "True"]])
+    assert table([]) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["calls", "matmul", "starting"])
+def test_pictures_of_results(name):
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    assert picture(rows).size[1] > 34 * len(rows)

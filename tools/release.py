@@ -1,0 +1,197 @@
+"""Build what is released, and try it as its users will: `python tools/release.py [PYTHON ...]`.
+
+In `dist`: the source distribution, and a wheel for each Python named (by default the one that runs
+this), built from it. Then, in environments of their own and outside of the repository:
+
+* the source distribution has every file of the repository;
+* its metadata are what an index accepts, and no link of the description is relative;
+* each wheel is installed, has all that is compiled, and passes a smoke test;
+* the source distribution is installed where no compiler is found, passes the same, and `doctor`
+  says once what was not built.
+
+Everything that is built or installed is in `build/release`, which is made anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "release"
+DIST = ROOT / "dist"
+LINK = "src/shardmath/benchmarks"  # to the folder of that name, whose files an archive has twice
+SMOKE = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import shardmath
+
+
+def body():
+    from shardmath.collectives import all_reduce
+    from shardmath.distribution import Slab
+    from shardmath.fft import fft
+    from shardmath.linalg.advanced import matmul
+
+    context = shardmath.initialize("cpu")
+    x = np.arange(56.0).reshape(7, 8)
+    own = x[Slab.X.slices(context.rank, x.shape)]
+    part = np.ascontiguousarray(own)
+    product = matmul(part, np.ascontiguousarray(x.T)[Slab.X.slices(context.rank, (8, 7))].copy(),
+                     distributions=[Slab.X] * 3)
+    transform = fft(part.astype(complex), distribution=Slab.X)
+    total = float(all_reduce(part.sum()))
+    shardmath.finalize()
+    return product, transform, total
+
+
+where = Path(shardmath.__file__)
+assert "site-packages" in where.parts, where
+parts = shardmath.spawn(body, 3)
+x = np.arange(56.0).reshape(7, 8)
+np.testing.assert_allclose(np.vstack([part[0] for part in parts]), x @ x.T)
+np.testing.assert_allclose(np.vstack([part[1] for part in parts]), np.fft.fftn(x), atol=1e-10)
+assert {part[2] for part in parts} == {x.sum()}
+assert (where.parent / "py.typed").exists() and (where.parent / "kernels" / "symm.cuh").exists()
+lacking = [name for name, found in shardmath.show_config()["compiled"].items() if "reason" in found]
+expected = sys.argv[1]
+assert len(lacking) == {"compiled": 0, "in Python": 8}[expected], lacking
+"""
+
+
+def main() -> None:
+    """Build and try everything; the first thing that is wrong ends it."""
+    pythons = sys.argv[1:] or [sys.executable]
+    shutil.rmtree(WORK, ignore_errors=True)
+    shutil.rmtree(DIST, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    builder = environment("build", sys.executable, "build", "twine")
+    run([builder, "-m", "build", "--sdist", "--outdir", DIST, ROOT])
+    [archive] = DIST.glob("*.tar.gz")
+    source = unpacked(archive)
+    say(f"{archive.name}: {require_complete(source)} files, as in the repository")
+    wheels = [build_wheel(python, source) for python in pythons]
+    run([builder, "-m", "twine", "check", "--strict", archive, *wheels])
+    for python, wheel in zip(pythons, wheels, strict=True):
+        require_plain_description(wheel)
+        require_contents(wheel)
+        installed = environment(f"wheel {Path(python).name}", python, wheel)
+        smoke(installed, "compiled")
+        say(f"{wheel.name}: installed and tried, {wheel.stat().st_size >> 10} KiB")
+    bare = environment("no compiler", sys.executable, archive, without_compiler=True)
+    smoke(bare, "in Python")
+    told = run([bare.parent / "shardmath", "doctor"]).count(
+        "built only where there is a C compiler"
+    )
+    require(told == 1, f"doctor says {told} times, and not once, that nothing was built")
+    say(f"{archive.name}: installed and tried without a compiler; doctor says so once")
+
+
+def build_wheel(python: str, source: Path) -> Path:
+    """A wheel for `python`, of the unpacked source distribution."""
+    builder = environment(f"build {Path(python).name}", python, "build")
+    before = set(DIST.glob("*.whl"))
+    run([builder, "-m", "build", "--wheel", "--outdir", DIST, source])
+    [wheel] = set(DIST.glob("*.whl")) - before
+    return wheel
+
+
+def environment(
+    name: str, python: str, *packages: str | Path, without_compiler: bool = False
+) -> Path:
+    """The Python of a new environment that has these packages."""
+    folder = WORK / name.replace(" ", "-")
+    run([python, "-m", "venv", folder])
+    made = folder / "bin" / "python"
+    variables = {"PATH": str(folder / "bin")} if without_compiler else {}
+    for compiler in ("cc", "gcc", "clang") if without_compiler else ():
+        found = shutil.which(compiler, path=variables["PATH"])
+        require(found is None, f"{compiler} is found: {found}")
+    run([made, "-m", "pip", "install", "--quiet", *packages], **variables)
+    return made
+
+
+def unpacked(archive: Path) -> Path:
+    """The folder that the source distribution was unpacked to."""
+    with tarfile.open(archive) as file:
+        file.extractall(WORK / "source", filter="data")
+    [folder] = (WORK / "source").iterdir()
+    return folder
+
+
+def require_complete(source: Path) -> int:
+    """How many files of the repository the archive has: all of them."""
+    listed = run(["git", "-C", ROOT, "ls-files", "-z"]).split("\0")
+    files = [name for name in listed if name and name != LINK]
+    lacking = [name for name in files if not (source / name).is_file()]
+    require(not lacking, f"the source distribution lacks {', '.join(lacking[:9])}")
+    return len(files)
+
+
+def require_plain_description(wheel: Path) -> None:
+    """No link of the description is relative: an index has no files beside it."""
+    with zipfile.ZipFile(wheel) as file:
+        [name] = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        text = file.read(name).decode()
+    relative = [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
+    require(not relative, f"relative links in the description: {relative}")
+    require("Description-Content-Type: text/markdown" in text, "the description is no Markdown")
+
+
+def require_contents(wheel: Path) -> None:
+    """A wheel has the benchmarks and the C sources, but neither results nor tests."""
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    for part in ("benchmarks/matmul.py", "kernels/symm.cuh", "base/record.c", "base/ndarray.h"):
+        require(f"shardmath/{part}" in names, f"the wheel lacks {part}")
+    extra = [name for name in names if "benchmarks/results" in name or name.startswith("tests")]
+    require(not extra, f"the wheel has {extra[:3]}")
+
+
+def smoke(python: Path, expected: str) -> None:
+    """Compute on three ranks, and list the benchmarks, with no source of the repository near."""
+    script = WORK / "smoke.py"
+    script.write_text(SMOKE)
+    run([python, script, expected])
+    require("matmul" in run([python.parent / "shardmath", "bench"]), "bench lists no benchmarks")
+
+
+def run(command: Sequence[str | Path], **variables: str) -> str:
+    """What a command prints; its own words end this program where it fails."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=WORK,
+        env={**os.environ, "PYTHONPATH": "", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    words = " ".join(map(str, command))
+    require(done.returncode == 0, f"{words}\n{done.stdout}\nended with {done.returncode}")
+    return done.stdout
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """End with these words unless the condition holds."""
+    if not condition:
+        sys.exit(f"release: {otherwise}")
+
+
+def say(text: str) -> None:
+    """Tell how far it is."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
