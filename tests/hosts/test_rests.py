@@ -5,27 +5,18 @@ One lost ring, and the ranks would sleep until the pool's patience is at its end
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ranks import Pool, with_context
 from shardmath import symmetric_memory
 from shardmath.collectives import all_reduce
 from shardmath.symmetric import waiting
 from shardmath.transport import multi_host
 
 ROUNDS = 60
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[Pool]:
-    """Four ranks of one host."""
-    with Pool(4, with_context) as ranks:
-        yield ranks
 
 
 @contextmanager

@@ -143,9 +143,10 @@ class MultiHostRows(Rows):
         self.ring()
 
     def ring(self) -> None:
-        asleep = [peer for words, peer in self._near if words[_BELL]]
-        if asleep:
-            self._wires.nudge(asleep)
+        if self._near:
+            asleep = [peer for words, peer in self._near if words[_BELL]]
+            if asleep:
+                self._wires.nudge(asleep)
 
     @property
     def rings(self) -> bool:
