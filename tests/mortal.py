@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,17 @@ class Raised:
 
 
 class Job:
-    """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes."""
+    """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes.
+
+    `variables` are all ranks', `own[rank]` those of one.
+    """
 
     def __init__(
-        self, size: int, body: Callable[[Any], Any], variables: Mapping[str, str] | None = None
+        self,
+        size: int,
+        body: Callable[[Any], Any],
+        variables: Mapping[str, str] | None = None,
+        own: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.pids: list[int] = []
         self._pipes: list[int] = []
@@ -65,7 +72,7 @@ class Job:
                         sock.close()
                 for pipe in self._pipes:
                     os.close(pipe)
-                config.export(variables or {})
+                config.export({**(variables or {}), **(own[rank] if own else {})})
                 _be_rank(rank, size, ends[rank], writing, body)
             os.close(writing)
             self.pids.append(pid)

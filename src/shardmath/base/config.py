@@ -60,6 +60,9 @@ class Settings(Immutable):
     compiled: int = _variable(
         1, "0 leaves out what was built from C, to see whether a fault is there."
     )
+    fault: str = _variable(
+        "", "Faults on purpose, for tests: place=probability:kind, of what ranks send each other."
+    )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from shardmath.base.caller import caller_line, process_name
+from shardmath.base.faults import faulty
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
 
@@ -59,7 +60,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, *, rank: int, peer: int) -> None:
         sock.setblocking(False)
-        self.socket = sock
+        self.socket = faulty("links", sock)
         self.rank = rank
         self.peer = peer
         self.is_awaited = False

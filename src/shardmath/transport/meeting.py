@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from shardmath.base.faults import faulty
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group import handshake
@@ -203,7 +204,7 @@ class _Meeting:
         """Take those who wait at `listener`, and hear what they have said already."""
         for taken in range(_AT_ONCE):
             try:
-                connection, _ = listener.accept()
+                connection = faulty("meeting", listener.accept()[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -273,7 +274,7 @@ class _Meeting:
     def _call(self, caller: _Caller, place: Place) -> None:
         del caller.due[place]
         try:
-            connection = socket.socket(place.family, place.kind)
+            connection = faulty("meeting", socket.socket(place.family, place.kind))
         except OSError as error:
             if error.errno in _SHORTAGES:
                 self._make_room(error)
