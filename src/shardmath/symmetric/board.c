@@ -21,6 +21,7 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <sched.h>
 #include <linux/futex.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -30,7 +31,9 @@
 #include "../base/pause.h"
 
 enum { EXCHANGE, BARRIER, BELL = 7 }; /* words */
-enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, LOOKS = 64 };
+enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, LOOKS = 64, YIELDS = 3, WITHOUT_YIELDS = 300 };
+
+#define LONG_YIELD 3e-4 /* seconds; ranks that only wait hand the core on sooner */
 
 /* A rank's bell, which it alone writes: how often it has rung, and for whom it sleeps, as 1 + the peer's
  * number; 0 while it is awake. */
@@ -42,6 +45,7 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes;
+    int no_yields; /* for so many waits to come */
     double spin, nap; /* seconds for which a late peer is looked for, and slept for after that */
 } Page;
 
@@ -115,13 +119,32 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Spin, then sleep until one late peer after the other has come. A peer that rings and has not come, and a
+/* Yield the core a few times, which is quicker than to sleep where a late peer waits for it. Where another
+ * process had it meanwhile, and kept it, none is yielded for a while. */
+static int look_and_yield(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+    int done = 0;
+    for (int i = 0; !done && page->no_yields == 0 && i < YIELDS; i++) {
+        double start = now();
+        sched_yield();
+        if (now() - start > LONG_YIELD)
+            page->no_yields = WITHOUT_YIELDS;
+        done = all_come(page, word, value, come);
+    }
+    return done;
+}
+
+/* Spin, yield, then sleep until one late peer after the other has come. A peer that rings and has not come, and a
  * signal, are board.py's to look at. */
-static int look_and_sleep(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+static int look_and_sleep(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
     double start = now(), waited = 0;
     int done = 0, going_on = 1;
     for (; !done && waited < page->spin; waited = now() - start)
         done = look(page, word, value, come, LOOKS);
+    if (!done && page->no_yields > 0)
+        page->no_yields--;
+    else
+        done = look_and_yield(page, word, value, come);
+    waited = now() - start;
     for (double most = waited + page->nap; !done && going_on && waited < most; waited = now() - start) {
         Py_ssize_t late = *come;
         uint32_t rings = begin_sleep(page, late);
@@ -137,7 +160,7 @@ static int look_and_sleep(const Page *page, Py_ssize_t word, uint64_t value, Py_
 }
 
 /* Whether all come out. Other threads of Python run meanwhile, unless it is over at once. */
-static int await_all(const Page *page, Py_ssize_t word, uint64_t value) {
+static int await_all(Page *page, Py_ssize_t word, uint64_t value) {
     Py_ssize_t come = 0;
     int done = look(page, word, value, &come, LOOKS_WITH_LOCK);
     if (!done) {
@@ -217,7 +240,7 @@ static Py_ssize_t mailbox_of(const Page *page, uint64_t number) {
 }
 
 /* Whether all ranks have published that round. -1 for a message that no mailbox holds. */
-static int met(const Page *page, uint64_t number, const Mail *own) {
+static int met(Page *page, uint64_t number, const Mail *own) {
     Py_ssize_t text = own->text_bytes, payload = own->payload_bytes;
     if (text + payload > page->mailbox_bytes - HEAD)
         return -1;
@@ -231,7 +254,7 @@ static int met(const Page *page, uint64_t number, const Mail *own) {
 }
 
 static int exchange_mail(PyObject *self, uint64_t number, const Mail *own, Mail *all) {
-    const Page *page = (const Page *)self;
+    Page *page = (Page *)self;
     int done = met(page, number, own);
     for (Py_ssize_t rank = 0; done > 0 && rank < page->size; rank++)
         done = open_mail(page, rank, mailbox_of(page, number), number, all + rank);
@@ -260,7 +283,7 @@ static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) 
 }
 
 static int arrive_at(PyObject *self, uint64_t number) {
-    const Page *page = (const Page *)self;
+    Page *page = (Page *)self;
     publish(page, BARRIER, 2 * number);
     return await_all(page, BARRIER, 2 * number);
 }

@@ -652,8 +652,10 @@ class Board:
         """As `peer_error`, where all ranks are to meet.
 
         A peer that is late, and has listed calls that this rank has not, has passed this place. One
-        that this rank has passed will say so.
+        that this rank has passed will say so. After this rank has left nobody comes.
         """
+        if self._own[_STATE] == _LEFT:
+            return RankFailure(f"{self.names.where()}: this rank has left the context")
         calls = self.calls
         if calls is not None:
             if calls.behind(late):

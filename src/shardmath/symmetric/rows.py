@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,9 @@ from shardmath.transport.wires import Channel, Wires
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _WORD = 8
+_YIELDS = 3
+_LONG_YIELD = 3e-4  # seconds; ranks that only wait hand the core on sooner
+_WITHOUT_YIELDS = 300  # waits
 _BELL = 7  # the word by which a rank tells that it sleeps
 
 Rest = Callable[[int, Callable[[], bool], float], None]
@@ -122,6 +126,7 @@ class MultiHostRows(Rows):
         self._near = [(self.words[r], peer) for r, peer in near.items()]
         self._wires = wires
         self._unsent: list[tuple[int, bytes]] = []
+        self._yields = Yields()
         rows = {peer: copies[r] for r, peer in far.items()}
 
         def deliver(peer: int, place: int, data: bytes) -> None:
@@ -158,6 +163,8 @@ class MultiHostRows(Rows):
         `arrived` takes a lock, as `flush` does, which is a fence: so either it sees what a rank of
         this host has published, or that rank, when it rings, sees that this one sleeps.
         """
+        if self._yields.brought(arrived):
+            return
         own = self.words[self.rank]
         own[_BELL] = 1
         try:
@@ -180,3 +187,29 @@ class MultiHostRows(Rows):
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._channel.send(self._far, unsent)
+
+
+class Yields:
+    """The core, yielded a few times before a rank sleeps: quicker, where a late peer waits for it.
+
+    Where another process had it meanwhile, and kept it, none is yielded for a while.
+    """
+
+    def __init__(self) -> None:
+        self._none = 0  # for so many waits to come
+
+    def brought(self, arrived: Callable[[], bool]) -> bool:
+        """Yield, and whether what is awaited has `arrived`."""
+        if self._none:
+            self._none -= 1
+            return False
+        for _ in range(_YIELDS):
+            start = time.perf_counter()
+            os.sched_yield()
+            if time.perf_counter() - start > _LONG_YIELD:
+                self._none = _WITHOUT_YIELDS
+            if arrived():
+                return True
+            if self._none:
+                break
+        return False

@@ -1,10 +1,11 @@
 """How a rank waits for another: spinning, then asleep; with a deadline and liveness checks.
 
 A wait first spins, since peers mostly arrive within microseconds, for as long as falling asleep and
-waking up would take; then it sleeps until the peer that it waits for rings, for a millisecond at
-most, and checks whether the peers are alive, whether one has left, and the deadline. So the common
-case costs a few loads and no system call, and a rank that has no core of its own soon lets go of
-the one that its peer needs. A ring only ends a sleep early: whoever wakes looks for itself.
+waking up would take; yields the core a few times; then it sleeps until the peer that it waits for
+rings, for a millisecond at most, and checks whether the peers are alive, whether one has left, and
+the deadline. So the common case costs a few loads and no system call, and a rank that has no core
+of its own soon lets go of the one that its peer needs. A ring only ends a sleep early: whoever
+wakes looks for itself.
 
 Where peers cannot ring, since nothing was compiled, or what is awaited is not what they ring for,
 a wait yields the core, and then sleeps with exponential backoff up to a millisecond.
