@@ -143,6 +143,13 @@ def test_a_mailbox_of_another_round_is_refused(way):
     assert one.failure
 
 
+def test_who_has_left_waits_for_nobody(way):
+    one, _ = boards(2)
+    one.leave()
+    with pytest.raises(RankFailure, match="this rank has left the context"):
+        one.barrier()
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_who_sleeps_is_woken(compiled, size, monkeypatch):
     """Nobody wakes by itself: one lost ring, and the ranks sleep on. Long messages are Python's."""
