@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ ENDLESS = {"SHARDMATH_TIMEOUT": "86400", "SHARDMATH_STARTUP_TIMEOUT": "86400"}
 
 @dataclass(frozen=True)
 class Raised:
-    """How a rank failed: the exception's class, the ranks that it names, and its text."""
+    """How a rank failed: the exception's class, the ranks that it names, its text, and when."""
 
     kind: str
     ranks: tuple[int, ...]
     text: str
+    at: float = field(default=0.0, compare=False)  # of time.monotonic
 
 
 class Job:
@@ -170,10 +171,11 @@ def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[A
     try:
         result = ("returned", body(LocalProcessGroup(rank, size, sockets)))
     except BaseException as error:
+        now = time.monotonic()
         if not isinstance(error, (ShardmathError, ValueError, RuntimeError)):
             traceback.print_exc()
         ranks = tuple(getattr(error, "ranks", ()))
-        result = ("raised", (type(error).__name__, ranks, str(error)))
+        result = ("raised", (type(error).__name__, ranks, str(error), now))
     with contextlib.suppress(OSError):
         os.write(writing, wire.encode(result))
     sys.stdout.flush()

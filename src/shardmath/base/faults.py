@@ -87,6 +87,7 @@ class FaultySocket(socket.socket):
         self._fault, self._drawn = fault, drawn
 
     def send(self, data: Any, flags: int = 0) -> int:
+        """As a socket's, if nothing goes wrong."""
         whole = bytes(data)
         kind = self._kind()
         if kind == "drop":
@@ -103,6 +104,7 @@ class FaultySocket(socket.socket):
     def sendmsg(  # type: ignore[override]
         self, buffers: Iterable[Any], ancillary: Iterable[Any] = (), flags: int = 0
     ) -> int:
+        """As a socket's, if nothing goes wrong."""
         whole, rights = b"".join(buffers), list(ancillary)
         kind = self._kind()
         if kind == "drop":

@@ -26,7 +26,6 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
-from shardmath.call.copies import require_equal_copies
 from shardmath.context.context import Context, require_context
 from shardmath.geometry import Layout
 from shardmath.handles.fingerprint import Recognised
@@ -161,6 +160,8 @@ class Driver:
     def perform(self, turn: Turn, agreement: Agreement[Plan], payloads: Sequence[bytes]) -> Any:
         """The results of a call on which all ranks have agreed. Collective."""
         if self._copied is not None:
+            from shardmath.call.copies import require_equal_copies
+
             layouts = self._copied(agreement.plan.problem)
             require_equal_copies(self.context, self.operation.names, turn.arguments, layouts)
         repeat = turn.repeat

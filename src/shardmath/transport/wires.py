@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
-from shardmath.base.faults import faulty
+from shardmath.group.links import exposed
 from shardmath.transport.liveness import PeerWatch
 
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
@@ -87,7 +87,7 @@ class Wires:
         self.channels: dict[tuple[bytes, int], Deliver] = {}
         self.progress_hooks: list[Callable[[], None]] = []
         self._watch = watch
-        self._connections = {r: faulty("words", each) for r, each in connections.items()}
+        self._connections = {r: exposed("words", each) for r, each in connections.items()}
         self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}
         self._received: dict[int, bytearray] = {rank: bytearray() for rank in self._connections}
         self._queues: dict[int, deque[bytes]] = {rank: deque() for rank in self._connections}
