@@ -65,6 +65,7 @@ class Settings(Immutable):
     )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
+    hub: str = _variable("", "Where rank 0 listens for ranks on a cluster's workers; set by spawn.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
     pid: int = _variable(
         -1, "The process that is the rank, as its children are not; set by the launcher."
