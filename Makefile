@@ -3,7 +3,7 @@
 #   make demo    digits and a photograph, 4 ranks      make check   lint, types, layers
 #   make test    all tests                             make bench   figures, beside their baselines
 #   make docs    the site, in build/site               make clean   remove what these have made
-#   make torture random cases and interrupts at length make release sdist and wheels in dist, tried
+#   make torture the battery of docs/reliability.md   make release sdist and wheels in dist, tried
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,11 +28,13 @@ demo: $(VENV)/.has-demo
 test: $(VENV)/.has-test
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 3
 
-# Ten times as many random cases as in `make test`, other ones in every run. Interrupts at every place
-# take two to three hours of one core; -k part07 is a 32nd of them.
+# The battery, whose table is docs/reliability.md; then ten times as many random cases as in `make test`,
+# other ones in every run; then interrupts at every place, which take two to three hours of one core.
+# `pytest -m torture tests/reliability/test_interrupts.py -k part07` is a 32nd of them.
 torture: $(VENV)/.has-test
+	@$(RUN) tests/battery.py
 	@SHARDMATH_TEST_DRAWS=10 $(RUN) -m pytest -m hypothesis --timeout 3600 -n $$(nproc)
-	@$(RUN) -m pytest -m torture --timeout 3600 -n $$(nproc)
+	@$(RUN) -m pytest -m torture tests/reliability/test_interrupts.py --timeout 3600 -n $$(nproc)
 
 check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m ruff check .

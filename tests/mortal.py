@@ -16,8 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,26 @@ ENDLESS = {"SHARDMATH_TIMEOUT": "86400", "SHARDMATH_STARTUP_TIMEOUT": "86400"}
 
 @dataclass(frozen=True)
 class Raised:
-    """How a rank failed: the exception's class, the ranks that it names, and its text."""
+    """How a rank failed: the exception's class, the ranks that it names, its text, and when."""
 
     kind: str
     ranks: tuple[int, ...]
     text: str
+    at: float = field(default=0.0, compare=False)  # of time.monotonic
 
 
 class Job:
-    """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes."""
+    """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes.
+
+    `variables` are all ranks', `own[rank]` those of one.
+    """
 
     def __init__(
-        self, size: int, body: Callable[[Any], Any], variables: Mapping[str, str] | None = None
+        self,
+        size: int,
+        body: Callable[[Any], Any],
+        variables: Mapping[str, str] | None = None,
+        own: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.pids: list[int] = []
         self._pipes: list[int] = []
@@ -65,7 +73,7 @@ class Job:
                         sock.close()
                 for pipe in self._pipes:
                     os.close(pipe)
-                config.export(variables or {})
+                config.export({**(variables or {}), **(own[rank] if own else {})})
                 _be_rank(rank, size, ends[rank], writing, body)
             os.close(writing)
             self.pids.append(pid)
@@ -163,10 +171,11 @@ def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[A
     try:
         result = ("returned", body(LocalProcessGroup(rank, size, sockets)))
     except BaseException as error:
+        now = time.monotonic()
         if not isinstance(error, (ShardmathError, ValueError, RuntimeError)):
             traceback.print_exc()
         ranks = tuple(getattr(error, "ranks", ()))
-        result = ("raised", (type(error).__name__, ranks, str(error)))
+        result = ("raised", (type(error).__name__, ranks, str(error), now))
     with contextlib.suppress(OSError):
         os.write(writing, wire.encode(result))
     sys.stdout.flush()

@@ -1,16 +1,24 @@
-"""Ranks on two pretended hosts, with a context each; and the other folders' test bodies."""
+"""Ranks on two hosts, with a context each; and the other folders' test bodies.
+
+The hosts are pretended; or two network namespaces, where those can be made.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+import namespaces
+from namespaces import Hosts, Unavailable, two_hosts
 from ranks import Pool
 from shardmath.base import config
 from shardmath.context.startup import new_context
+
+NAMESPACES = "TEST_NAMESPACES"  # the processes that hold them
 
 for folder in ("collectives", "redistribution", "matmul", "fft"):
     sys.path.append(str(Path(__file__).parent.parent / folder))
@@ -22,8 +30,18 @@ def make_mapped(group):
 
 
 def make_tcp(group):
-    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "tcp"})
-    return new_context("cpu", group)
+    """On two namespaces, if there are any: ranks move there, and are found at their addresses."""
+    config.export({"SHARDMATH_TRANSPORT": "tcp"})
+    pids = config.environment().get(NAMESPACES, "").split()
+    if not pids:
+        config.export({"SHARDMATH_FAKE_HOSTS": "2"})
+        return new_context("cpu", group)
+    number = 2 * group.rank // group.nranks
+    Hosts([int(pid) for pid in pids]).enter(number)
+    config.export({"SHARDMATH_ADDRESS": namespaces.ADDRESSES[number]})
+    context = new_context("cpu", group)
+    assert len(set(context.hosts)) == min(2, group.nranks)
+    return context
 
 
 @pytest.fixture(scope="session", params=[make_mapped, make_tcp], ids=["host", "tcp"])
@@ -32,5 +50,10 @@ def far_contexts(request) -> Iterator[Pool]:
 
     Of 2, 3, 4, 5 and 6 ranks 1, 2, 2, 3 and 3 are on the first host.
     """
-    with Pool(6, request.param) as ranks:
-        yield ranks
+    with ExitStack() as stack:
+        if request.param is make_tcp:
+            with suppress(Unavailable):
+                hosts = stack.enter_context(two_hosts())
+                variables = stack.enter_context(pytest.MonkeyPatch.context())
+                variables.setenv(NAMESPACES, " ".join(map(str, hosts.pids)))
+        yield stack.enter_context(Pool(6, request.param))

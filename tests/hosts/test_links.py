@@ -1,23 +1,24 @@
 """The links between hosts: by which address a host is reached, and when a link counts as cut."""
 
+import json
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from mortal import ENDLESS
+from namespaces import ADDRESSES, Unavailable, two_hosts
 from shardmath.transport import far
 from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import Wires
 from started import PATIENCE
 
-HOSTS = "smtest0", "smtest1"
-PROGRAM = """
+CUT = """
 import numpy as np
 import shardmath
 from shardmath.collectives import all_reduce
@@ -29,61 +30,81 @@ try:
     while True:
         all_reduce(np.ones(3))
 except shardmath.errors.RankFailure as error:
-    print(error.ranks)
+    print(list(error.ranks))
+context = context.recover()
+print(all_reduce(1), flush=True)
 """
+RIGHT = """
+import shardmath
+from far_program import check
 
-
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-def end_hosts():
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+context = shardmath.initialize("cpu")
+assert len(set(context.hosts)) == 2
+check(context, longest=40_001)
+print("right")
+"""
+LINKS = {"as it is": {}, "slow": {"delay": 2e-3}, "lossy": {"delay": 2e-4, "loss": 0.02}}
 
 
 @pytest.fixture
-def two_hosts():
-    """Two network namespaces, joined by a link: 10.77.0.1 and 10.77.0.2."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces take root, and iproute2")
-    end_hosts()
+def hosts(request):
+    """Two network namespaces, joined by a link of LINKS."""
     try:
-        for host in HOSTS:
-            ip("netns", "add", host)
-        first, second = HOSTS
-        ends = "name", "link0", "netns", second
-        ip("link", "add", "link0", "netns", first, "type", "veth", "peer", *ends)
-        for number, host in enumerate(HOSTS):
-            ip("-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "link0")
-            for device in ("lo", "link0"):
-                ip("-n", host, "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        end_hosts()
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    yield HOSTS
-    end_hosts()
+        with two_hosts(**LINKS[getattr(request, "param", "as it is")]) as found:
+            yield found
+    except Unavailable as why:
+        pytest.skip(str(why))
 
 
-def test_a_link_that_is_cut_is_noticed_long_before_time_is_up(two_hosts, tmp_path):
-    """The ranks find each other by MASTER_ADDR alone."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    place = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "SLURM_NTASKS": "2"}
-    ranks = []
-    for rank, host in enumerate(two_hosts):
-        variables = os.environ | ENDLESS | place | {"SLURM_PROCID": str(rank)}
-        command = ["ip", "netns", "exec", host, sys.executable, str(script)]
-        pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(command, env=variables, stdout=pipe, text=True))
+def started(hosts, script, ranks, **variables):
+    """Ranks of a program, half of them on each host, who find each other by MASTER_ADDR alone."""
+    place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "SLURM_NTASKS": str(ranks)}
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    return [
+        hosts.start(
+            2 * rank // ranks,
+            [sys.executable, str(script)],
+            env=os.environ | place | path | variables | {"SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def said_by(ranks):
+    """What is left of the ranks' output, when they have ended."""
     try:
-        assert [rank.stdout.readline() for rank in ranks] == ["met\n"] * 2
-        ip("-n", two_hosts[1], "link", "set", "link0", "down")
-        said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+        return [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert said == ["(1,)\n", "(0,)\n"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_link_that_is_cut_is_noticed_long_before_time_is_up(hosts, size, tmp_path):
+    """Each host's ranks name one of the others', and go on among themselves."""
+    script = tmp_path / "program.py"
+    script.write_text(CUT)
+    ranks = started(hosts, script, size, **ENDLESS)
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["met\n"] * size
+        hosts.cut()
+    finally:
+        said = said_by(ranks)
+    half = size // 2
+    for rank, text in enumerate(said):
+        blamed, left = map(json.loads, text.splitlines())
+        others = range(half, size) if rank < half else range(half)
+        assert blamed and set(blamed) <= set(others)
+        assert left == half
+
+
+@pytest.mark.parametrize("hosts", ["slow", "lossy"], indirect=True)
+def test_results_are_right_whatever_the_link(hosts, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(RIGHT)
+    assert said_by(started(hosts, script, 2)) == ["right\n"] * 2
 
 
 def test_a_host_is_reached_where_the_ranks_meet(monkeypatch):

@@ -213,11 +213,12 @@ def test_ranks_that_go_on_after_sigterm_are_killed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "[1] asked to end\n")
 
 
-def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.torture)])
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path, times: int) -> None:
     script = write(
         tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid())\n{FOREVER}"
     )
-    for _ in range(5):
+    for _ in range(times):
         with started(script, ranks=4) as (launcher, pidfds):
             launcher.kill()
             await_ends(pidfds)

@@ -1,4 +1,4 @@
-"""R5, short: generated differences between ranks in operation, shape, dtype and number of calls.
+"""R5: generated differences between ranks in operation, shape, dtype and number of calls.
 
 All ranks raise what the call documents; none returns, and none hangs until its time is up.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from draws import seeds
 from mortal import ENDLESS, Job, Raised
 from shardmath.context import startup
 from shardmath.context.agreement import require_equal
@@ -18,6 +19,7 @@ from shardmath.handles.allocation import free_symmetric_memory
 from shardmath.handles.rendezvous import rendezvous
 
 CASES = 60
+ENDED = "finalize() has ended it", "is not initialized", "has left the context"
 
 
 class Ranks:
@@ -103,7 +105,7 @@ def generated(seed):
     return size, odd, common, odd_calls, f"{kind}: {name}, among {common}"
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", seeds(CASES, 500))
 def test_a_difference_is_an_error_on_all_ranks(seed):
     size, odd, common, odd_calls, what = generated(seed)
 
@@ -117,12 +119,12 @@ def test_a_difference_is_an_error_on_all_ranks(seed):
     with Job(size, body, ENDLESS) as job:
         outcomes = [job.outcome(rank) for rank in range(size)]
     for rank, outcome in enumerate(outcomes):
-        assert isinstance(outcome, Raised), (what, rank, outcomes)
-        if rank == odd and what.startswith(
-            "operation: finalize"
-        ):  # it has ended its context, and then called again
-            assert "finalize() has ended it" in outcome.text, (what, rank, outcome)
+        if rank == odd and what.startswith("operation: finalize"):
+            # It has ended its context, with its last call, or has called again after that.
+            ended = outcome == "returned" or any(text in outcome.text for text in ENDED)
+            assert ended, (what, rank, outcome)
             continue
+        assert isinstance(outcome, Raised), (what, rank, outcomes)
         assert outcome.kind in ALLOWED, (what, rank, outcome)
         assert "rank" in outcome.text
     if what.startswith("arguments"):

@@ -166,6 +166,7 @@ def test_a_rank_that_can_listen_nowhere_is_named_by_all() -> None:
 
 # -- how long it takes -----------------------------------------------------------------------------
 
+TESTS = Path(__file__).parent.parent
 PROGRAM = """\
 import os, socket, sys, time
 import shardmath
@@ -207,7 +208,10 @@ def seconds_to_start(folder: Path, size: int, strangers: Strangers, hosts: str) 
         before = time.monotonic()
         command = [sys.executable, "-m", "shardmath", "run", "-n", str(size), str(program), path]
         job = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **LIMIT, **HOSTS[hosts]}
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **LIMIT, **HOSTS[hosts], "PYTHONPATH": str(TESTS)},
         )
         for exchange in range(1 + len(HOSTS[hosts])):
             guest, _ = door.accept()

@@ -9,7 +9,7 @@ import pytest
 
 from built import module_from_c
 from shardmath.errors import RankFailure
-from shardmath.symmetric import board
+from shardmath.symmetric import board, rows, waiting
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.rows import Rows
 from shardmath.symmetric.waiting import WaitPolicy
@@ -30,12 +30,12 @@ def way(request, monkeypatch):
     return found
 
 
-def boards(size, spins=200):
+def boards(size, spin=50e-6):
     memory = mmap.mmap(-1, board_bytes(size))
-    return [board_of(memory, rank, size, spins) for rank in range(size)]
+    return [board_of(memory, rank, size, spin) for rank in range(size)]
 
 
-def board_of(memory, rank, size, spins=200):
+def board_of(memory, rank, size, spin=50e-6):
     return Board(
         Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES),
         rank=rank,
@@ -43,7 +43,7 @@ def board_of(memory, rank, size, spins=200):
         watch=None,
         watch_ranks=range(size),
         names=[f"thread {each}" for each in range(size)],
-        policy=WaitPolicy(60, 60, spins),
+        policy=WaitPolicy(60, 60, spin),
     )
 
 
@@ -63,10 +63,10 @@ def text(rank, number, length):
     return bytes((rank * 7 + number + i) % 251 for i in range(length))
 
 
-@pytest.mark.parametrize("spins", [0, 1, 200])
+@pytest.mark.parametrize("spin", [0.0, 1e-6, 50e-6])
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_get_all_texts_and_payloads(way, size, spins):
-    """Short and long, again and again; with no spins each rank finds the others late."""
+def test_all_get_all_texts_and_payloads(way, size, spin):
+    """Short and long, again and again; where none spins each rank finds the others late."""
 
     def program(own):
         found = []
@@ -77,7 +77,7 @@ def test_all_get_all_texts_and_payloads(way, size, spins):
         return found
 
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(program, boards(size, spins)))
+        results = list(pool.map(program, boards(size, spin)))
     want = [
         tuple(
             tuple(text(rank, number, lengths[rank][part]) for rank in range(size))
@@ -90,7 +90,7 @@ def test_all_get_all_texts_and_payloads(way, size, spins):
 
 def test_a_rank_that_has_taken_its_arrival_back_has_not_come(way):
     """Of three, one gives up the barrier when another has seen it: nobody comes out."""
-    one, other, third = boards(3, spins=0)
+    one, other, third = boards(3, spin=0.0)
     for each in (other, third):
         each._rows.publish(board._BARRIER, 2)
     third.fail("its time has passed")
@@ -143,25 +143,73 @@ def test_a_mailbox_of_another_round_is_refused(way):
     assert one.failure
 
 
+def test_who_has_left_waits_for_nobody(way):
+    one, _ = boards(2)
+    one.leave()
+    with pytest.raises(RankFailure, match="this rank has left the context"):
+        one.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_who_sleeps_is_woken(compiled, size, monkeypatch):
+    """Nobody wakes by itself: one lost ring, and the ranks sleep on. Long messages are Python's."""
+    for module in (board, waiting):
+        monkeypatch.setattr(module, "LONGEST_REST", 3600.0)
+    monkeypatch.setattr(board, "extension", lambda _: compiled)
+
+    def program(own):
+        for number in range(400):
+            length = CHUNK + 1 if number % 8 == own.rank else 9
+            told, _ = own.exchange_raw("x", text(own.rank, number, length))
+            assert told[own.rank] == text(own.rank, number, length)
+            own.barrier()
+        return own.rounds, own.barriers
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(program, boards(size, spin=0.0)))
+    assert len(set(results)) == 1 and results[0][1] == 400
+
+
+def test_a_peer_that_gives_up_wakes_who_sleeps_for_it(compiled, monkeypatch):
+    for module in (board, waiting):
+        monkeypatch.setattr(module, "LONGEST_REST", 3600.0)
+    monkeypatch.setattr(board, "extension", lambda _: compiled)
+    one, other = boards(2, spin=0.0)
+
+    def give_up():
+        while not any(memory[8 * rows._BELL : 8 * rows._BELL + 8]):
+            pass
+        other.fail("it has had enough")
+
+    memory = one._rows.bytes[0]
+    with ThreadPoolExecutor(1) as pool:
+        given_up = pool.submit(give_up)
+        with pytest.raises(RankFailure, match="it has had enough"):
+            one.barrier()
+        given_up.result()
+
+
 def test_bounds_are_checked(compiled):
-    memory = bytearray(2 * 128)
-    good = [memory, 0, 2, 128, 16, 48, 0]
+    memory = bytearray(2 * 192)
+    good = [memory, 0, 2, 192, 64, 48, 0.0, 0.0]
     for index, wrong in (
         (1, 2),
         (1, -1),
         (2, 0),
         (2, 3),
-        (3, 256),
-        (3, 64),
+        (3, 384),
+        (3, 128),
         (4, 12),
-        (5, 64),
-        (4, 8),
+        (5, 80),
+        (4, 56),
+        (6, -1.0),
+        (7, float("nan")),
     ):
         with pytest.raises(ValueError, match="no such rows"):
             compiled.Page(*good[:index], wrong, *good[index + 1 :])
     page = compiled.Page(*good)
     assert page.exchange(1, b"abc", b"de", None) is None
-    assert memory[:8] == (2).to_bytes(8, "little") and memory[64 + 24 : 64 + 29] == b"abcde"
+    assert memory[:8] == (2).to_bytes(8, "little") and memory[112 + 24 : 112 + 29] == b"abcde"
     assert page.arrive(3) is False
     assert memory[8:16] == (6).to_bytes(8, "little")
     with pytest.raises(ValueError, match="no mailbox holds"):
@@ -169,3 +217,10 @@ def test_bounds_are_checked(compiled):
     for wrong in ((), (1, "text", b"", None), (1, b"", b"")):
         with pytest.raises(TypeError, match="exchange"):
             page.exchange(*wrong)
+    for peer in (-1, 2):
+        with pytest.raises(ValueError, match="no such peer"):
+            page.begin_sleep(peer)
+        with pytest.raises(ValueError, match="no such peer"):
+            page.sleep(peer, 0, 0.0)
+    with pytest.raises(ValueError, match="no such peer, or time"):
+        page.sleep(1, 0, -1.0)

@@ -108,7 +108,7 @@ def outcomes(seed, size, operation, monkeypatch):
                 watch=None,
                 watch_ranks=range(size),
                 names=[f"pid {r}" for r in range(size)],
-                policy=WaitPolicy(LIMIT, notice=100, spins=0),
+                policy=WaitPolicy(LIMIT, notice=100, spin=0.0),
             )
         )
     late = set(schedule.random.sample(range(size), schedule.random.randrange(1, size)))

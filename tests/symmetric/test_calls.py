@@ -35,7 +35,7 @@ def board_of(rows, size):
         watch=None,
         watch_ranks=range(size),
         names=[f"pid {r}" for r in range(size)],
-        policy=WaitPolicy(LIMIT, notice=100, spins=0),
+        policy=WaitPolicy(LIMIT, notice=100, spin=0.0),
     )
 
 

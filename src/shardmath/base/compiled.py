@@ -31,7 +31,7 @@ BUILT = {
 # what was built from older sources is not used.
 _INTERFACES = {
     "shardmath.redistribution._box": 1,
-    "shardmath.symmetric._board": 2,
+    "shardmath.symmetric._board": 3,
     "shardmath.call._direct": 10,
     "shardmath.cuda._launch": 1,
 }

@@ -49,7 +49,7 @@ class Settings(Immutable):
         2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
     )
     check: int = _variable(
-        0, "1: GPUs' ranks meet at each collective call, so that an error is raised where it is."
+        0, "1: copies of replicated operands are compared on cores, and GPUs' ranks meet each call."
     )
     cache: str = _variable(
         "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
@@ -60,8 +60,12 @@ class Settings(Immutable):
     compiled: int = _variable(
         1, "0 leaves out what was built from C, to see whether a fault is there."
     )
+    fault: str = _variable(
+        "", "Faults on purpose, for tests: place=probability:kind, of what ranks send each other."
+    )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
+    hub: str = _variable("", "Where rank 0 listens for ranks on a cluster's workers; set by spawn.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
     pid: int = _variable(
         -1, "The process that is the rank, as its children are not; set by the launcher."

@@ -28,6 +28,7 @@ from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
 from shardmath.context.context import Context, require_context
+from shardmath.geometry import Layout
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_stream, log_plan, options_of
@@ -48,7 +49,9 @@ class Operation(Protocol[Problem]):
 
     `options` is the class of the user's options, which have a `logger`. An operation whose programs
     on GPUs are not those that `program.gpus` performs has a method `on_gpus` besides, which takes
-    what `GPUs` takes and returns what performs them; `on_cores` likewise.
+    what `GPUs` takes and returns what performs them; `on_cores` likewise. One of whose operands
+    several ranks may have the same part has a method `operands`, which takes the problem and
+    returns their layouts by name.
     """
 
     names: Names
@@ -91,9 +94,13 @@ class Driver:
         self.performer = _performer(context, operation, kept=kept)
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
-        self._compiled = self.performer.direct and CompiledCalls.of(
-            context, self._known.looks, weakly(self._otherwise)
+        # What says of which operands the ranks are to compare copies, in each call.
+        self._copied: Callable[[Any], Mapping[str, Layout]] | None = (
+            getattr(operation, "operands", None) if context.compares_copies else None
         )
+        self._compiled: CompiledCalls | None = None
+        if self._copied is None and self.performer.direct:
+            self._compiled = CompiledCalls.of(context, self._known.looks, weakly(self._otherwise))
         self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
         self._options: LRUCache[Any, Any] = LRUCache(_KEPT)  # that are equal
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
@@ -153,6 +160,11 @@ class Driver:
 
     def perform(self, turn: Turn, agreement: Agreement[Plan], payloads: Sequence[bytes]) -> Any:
         """The results of a call on which all ranks have agreed. Collective."""
+        if self._copied is not None:
+            from shardmath.call.copies import require_equal_copies
+
+            layouts = self._copied(agreement.plan.problem)
+            require_equal_copies(self.context, self.operation.names, turn.arguments, layouts)
         repeat = turn.repeat
         if repeat is not None and repeat.agreement is not agreement:  # a peer's arrays are others
             self.performer.prepare(turn, turn.known.expected)

@@ -98,6 +98,11 @@ class Context(OnHosts):
         """The name of what reaches peers' memory."""
         return self._runtime.transport.name
 
+    @property
+    def compares_copies(self) -> bool:
+        """Whether ranks compare their copies of replicated operands in each call."""
+        return bool(self._runtime.settings.check) and self.team is None
+
     def __repr__(self) -> str:
         state = f" ({self.closed})" if self.closed else ""
         return f"DistributedContext(rank {self.rank} of {self.size} on {self.device_id}){state}"

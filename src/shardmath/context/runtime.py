@@ -153,7 +153,8 @@ class Runtime:
             os.close(fd)
         else:
             memory = map_memory(mesh.receive(first, tag, watch))
-        far = {r: peer for r, peer in enumerate(ranks) if not mesh.same_host(peer)}
+        numbers = {r: peer for r, peer in enumerate(ranks) if peer != mesh.rank}
+        far = {r: peer for r, peer in numbers.items() if not mesh.same_host(peer)}
         if not far:
             return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
         assert mesh.wires is not None, "there are ranks on other hosts"
@@ -163,6 +164,7 @@ class Runtime:
             size=size,
             row_bytes=ROW_BYTES,
             far=far,
+            near={r: peer for r, peer in numbers.items() if r not in far},
             wires=mesh.wires,
             name=name,
         )

@@ -174,6 +174,10 @@ class Factorisation:
         order = result_order([facts.order for facts in list(arrays.values())[-1]])
         return Problem(a, b, result, first.dtype, first.itemsize, order, flags[0], blocks[0])
 
+    def operands(self, problem: Problem) -> Mapping[str, Layout]:
+        """See Operation."""
+        return {"a": problem.a, **({} if problem.b is None else {"b": problem.b})}
+
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""
         raise NotImplementedError

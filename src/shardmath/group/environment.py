@@ -56,6 +56,7 @@ _TORCH = _Convention(  # or whoever sets what torch.distributed's env:// reads
 )
 # The order matters: a launcher of ours may run inside a job of another, and torchrun inside Slurm.
 _CONVENTIONS = (
+    _Convention("spawn", f"{_P}RANK", (f"{_P}SIZE",), "", (), (f"{_P}HUB",)),
     _Convention(
         "shardmath", f"{_P}RANK", (f"{_P}SIZE",), f"{_P}RANK", (f"{_P}SIZE",), (f"{_P}LAUNCHER_FD",)
     ),
@@ -99,7 +100,7 @@ class LaunchFacts(Immutable):
         owner = environ.get(f"{_P}PID")
         for convention in _CONVENTIONS:
             # What a rank of ours starts inherits its variables, and is no rank.
-            if convention.launcher == "shardmath" and owner != str(pid):
+            if convention.launcher in ("spawn", "shardmath") and owner != str(pid):
                 continue
             facts = _read(convention, environ)
             if facts is not None:
@@ -197,6 +198,8 @@ def _descriptors(text: str) -> list[int]:
 
 def _launched_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     """The group of the ranks of another launcher."""
+    if facts.launcher == "spawn":
+        return _tcp_group(facts, settings)
     if facts.launcher == "torchrun":
         torch = importlib.util.find_spec("torch")
         return (_tcp_group if torch is None else _torch_group)(facts, settings)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from shardmath.base import config
 from shardmath.base.caller import caller_line, process_name
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
@@ -31,6 +32,15 @@ _MAGIC = b"SMG1"
 _DATA, _FAILURE = 0, 1
 _CHUNK = 1 << 20
 _PER_MESSAGE = 200  # descriptors; the kernel takes 253
+
+
+def exposed(place: str, connection: socket.socket) -> socket.socket:
+    """`connection`; or one that misbehaves as SHARDMATH_FAULT says: see `base.faults`."""
+    if f"{config.PREFIX}FAULT" not in config.environment():
+        return connection
+    from shardmath.base.faults import faulty
+
+    return faulty(place, connection)
 
 
 def star(size: int) -> list[list[socket.socket]]:
@@ -59,7 +69,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, *, rank: int, peer: int) -> None:
         sock.setblocking(False)
-        self.socket = sock
+        self.socket = exposed("links", sock)
         self.rank = rank
         self.peer = peer
         self.is_awaited = False

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardmath.base.caller import caller_line, process_name
-from shardmath.base.config import Settings, config_folder
+from shardmath.base.config import PREFIX, Settings, config_folder
 from shardmath.errors import BootstrapError
 from shardmath.group import handshake
 from shardmath.group.base import rank_names
@@ -66,9 +66,13 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
 
 
 def hub_of(environ: Mapping[str, str]) -> Endpoint:
-    """Where rank 0 listens: as MASTER_ADDR and MASTER_PORT say; else the first host of Slurm's
-    step, at a port that follows from its number. Raises BootstrapError where neither is known.
+    """Where rank 0 listens: as `spawn` says; as MASTER_ADDR and MASTER_PORT say; else the first
+    host of Slurm's step, at a port that follows from its number. Raises BootstrapError where none
+    of these is known.
     """
+    told, _, number = environ.get(f"{PREFIX}HUB", "").rpartition(":")
+    if told and number.isdecimal():
+        return told, int(number)
     step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     nodes = environ.get("SLURM_STEP_NODELIST")
     host = environ.get("MASTER_ADDR") or (nodes and first_host(nodes))
@@ -76,8 +80,8 @@ def hub_of(environ: Mapping[str, str]) -> Endpoint:
         host = "127.0.0.1"
     port = environ.get("MASTER_PORT", "")
     if not port and None not in step:
-        number = hashlib.blake2b(repr(step).encode(), digest_size=8).digest()
-        port = str(_PORTS[int.from_bytes(number) % len(_PORTS)])
+        digest = hashlib.blake2b(repr(step).encode(), digest_size=8).digest()
+        port = str(_PORTS[int.from_bytes(digest) % len(_PORTS)])
     if not host or not port.isdecimal():
         raise BootstrapError(
             "where rank 0 listens is not known: set MASTER_ADDR and MASTER_PORT, the same on all "

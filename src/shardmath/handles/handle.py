@@ -273,6 +273,7 @@ class SymmetricMemory(metaclass=PadSetting):
         words[self.rank][channel] = target
         if state.far is not None:
             state.far.reached(channel, target)
+        self._context.board.ring()
 
         def missing() -> list[int]:
             return [r for r in range(self.world_size) if words[r][channel] < target]
@@ -297,6 +298,7 @@ class SymmetricMemory(metaclass=PadSetting):
         slots[slot] = 1
         if self._state.far is not None:
             self._state.far.raised(dst_rank, channel)
+        self._context.board.ring()
 
     @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -317,6 +319,7 @@ class SymmetricMemory(metaclass=PadSetting):
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
         if self._state.far is not None:
             self._state.far.consumed(src_rank, channel)
+        self._context.board.ring()
 
     def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:
         """Begin an operation, once its arguments are known to be right: its timeout in seconds."""

@@ -2,43 +2,103 @@
  *
  * Rows, words and mailboxes are as board.py has them. Built when the package is installed where there is
  * a C compiler; without it board.py does the same, word by word. What is rare stays there: a call here
- * looks for peers for a while, and where one is late, or something is wrong, it says so, and board.py
- * waits, or raises. So no signal has to be looked at here, and no deadline.
+ * looks for peers for a while, sleeps for a while, and where one is late, or something is wrong, it says
+ * so, and board.py waits, or raises. So no signal has to be looked at here, and no deadline.
  *
  * Invariant: whoever loads a word, which was released, sees what its rank wrote before it. A rank comes
  * out when it has seen every peer arrive and then, looking once more, that none has taken it back; with
- * one peer there is nothing that a second look could find. See arrivals.py.
+ * one peer there is nothing that a second look could find. See waiting.py.
+ *
+ * No wake-up is lost. A rank that is going to sleep until a certain peer publishes something writes that
+ * peer's number into its own bell, notes how often the peer has rung, and then looks once more for what it
+ * waits for. A peer that publishes looks, after that, at all bells; where one has its number it counts its
+ * own rings up, and wakes whoever sleeps on that count. These stores and loads are in one order. So either
+ * the sleeper's look sees what was published, or the publisher's sees the sleeper's bell; and then the
+ * count is no longer what the sleeper has noted, or the sleeper sleeps already, and is woken.
  */
 
 #include "board.h"
 
+#include <errno.h>
+#include <limits.h>
 #include <sched.h>
+#include <linux/futex.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "../base/pause.h"
 
-enum { EXCHANGE, BARRIER }; /* words */
-enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, YIELDS = 100 };
+enum { EXCHANGE, BARRIER, BELL = 7 }; /* words */
+enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, LOOKS = 64, YIELDS = 3, WITHOUT_YIELDS = 300 };
+
+#define LONG_YIELD 3e-4 /* seconds; ranks that only wait hand the core on sooner */
+
+/* A rank's bell, which it alone writes: how often it has rung, and for whom it sleeps, as 1 + the peer's
+ * number; 0 while it is awake. */
+typedef struct {
+    uint32_t rings, sleeps_for;
+} Bell;
 
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
-    Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes, looks;
+    Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes;
+    int no_yields; /* for so many waits to come */
+    double spin, nap; /* seconds for which a late peer is looked for, and slept for after that */
 } Page;
 
 static char *row_of(const Page *page, Py_ssize_t rank) {
     return (char *)page->memory.buf + rank * page->row_bytes;
 }
 
+static Bell *bell_of(const Page *page, Py_ssize_t rank) {
+    return (Bell *)(row_of(page, rank) + BELL * WORD);
+}
+
+/* Wake the peers that sleep until this rank publishes something, which it has done before. */
+static void ring(const Page *page) {
+    int sleeping = 0;
+    for (Py_ssize_t rank = 0; rank < page->size; rank++) {
+        uint32_t peer = __atomic_load_n(&bell_of(page, rank)->sleeps_for, __ATOMIC_SEQ_CST);
+        sleeping = sleeping || peer == (uint32_t)page->rank + 1;
+    }
+    if (sleeping) {
+        uint32_t *rings = &bell_of(page, page->rank)->rings;
+        __atomic_fetch_add(rings, 1, __ATOMIC_SEQ_CST);
+        syscall(SYS_futex, rings, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    }
+}
+
 static void publish(const Page *page, Py_ssize_t word, uint64_t value) {
-    __atomic_store_n((uint64_t *)row_of(page, page->rank) + word, value, __ATOMIC_RELEASE);
+    __atomic_store_n((uint64_t *)row_of(page, page->rank) + word, value, __ATOMIC_SEQ_CST);
+    ring(page);
+}
+
+/* How often `peer` has rung, noted before the last look at what this rank is going to sleep for. */
+static uint32_t begin_sleep(const Page *page, Py_ssize_t peer) {
+    __atomic_store_n(&bell_of(page, page->rank)->sleeps_for, (uint32_t)peer + 1, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&bell_of(page, peer)->rings, __ATOMIC_SEQ_CST);
+}
+
+static void end_sleep(const Page *page) {
+    __atomic_store_n(&bell_of(page, page->rank)->sleeps_for, 0, __ATOMIC_RELAXED);
+}
+
+/* Sleep for up to so many seconds while `peer` has not rung again. 0 where a signal has come. */
+static int sleep_until_it_rings(const Page *page, Py_ssize_t peer, uint32_t rings, double seconds) {
+    struct timespec most = {(time_t)seconds, 0};
+    most.tv_nsec = (long)(1e9 * (seconds - (double)most.tv_sec));
+    return syscall(SYS_futex, &bell_of(page, peer)->rings, FUTEX_WAIT, rings, &most, NULL, 0) == 0 ||
+           errno != EINTR;
 }
 
 /* Whether all ranks' words have that value, of which the first `*come` were seen to. */
 static int all_come(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
     for (; *come < page->size; ++*come) {
         uint64_t *own = (uint64_t *)row_of(page, *come) + word;
-        if (__atomic_load_n(own, __ATOMIC_ACQUIRE) < value)
+        if (__atomic_load_n(own, __ATOMIC_SEQ_CST) < value)
             return 0;
     }
     return 1;
@@ -53,22 +113,59 @@ static int look(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *c
     return 0;
 }
 
-static int look_and_yield(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
-    int done = look(page, word, value, come, page->looks);
-    for (int i = 0; !done && i < YIELDS; i++) {
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Yield the core a few times, which is quicker than to sleep where a late peer waits for it. Where another
+ * process had it meanwhile, and kept it, none is yielded for a while. */
+static int look_and_yield(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+    int done = 0;
+    for (int i = 0; !done && page->no_yields == 0 && i < YIELDS; i++) {
+        double start = now();
         sched_yield();
+        if (now() - start > LONG_YIELD)
+            page->no_yields = WITHOUT_YIELDS;
         done = all_come(page, word, value, come);
     }
     return done;
 }
 
+/* Spin, yield, then sleep until one late peer after the other has come. A peer that rings and has not come, and a
+ * signal, are board.py's to look at. */
+static int look_and_sleep(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+    double start = now(), waited = 0;
+    int done = 0, going_on = 1;
+    for (; !done && waited < page->spin; waited = now() - start)
+        done = look(page, word, value, come, LOOKS);
+    if (!done && page->no_yields > 0)
+        page->no_yields--;
+    else
+        done = look_and_yield(page, word, value, come);
+    waited = now() - start;
+    for (double most = waited + page->nap; !done && going_on && waited < most; waited = now() - start) {
+        Py_ssize_t late = *come;
+        uint32_t rings = begin_sleep(page, late);
+        done = all_come(page, word, value, come);
+        if (done || *come > late)
+            continue;
+        going_on = sleep_until_it_rings(page, late, rings, most - waited);
+        done = all_come(page, word, value, come);
+        going_on = going_on && *come > late;
+    }
+    end_sleep(page);
+    return done;
+}
+
 /* Whether all come out. Other threads of Python run meanwhile, unless it is over at once. */
-static int await_all(const Page *page, Py_ssize_t word, uint64_t value) {
+static int await_all(Page *page, Py_ssize_t word, uint64_t value) {
     Py_ssize_t come = 0;
     int done = look(page, word, value, &come, LOOKS_WITH_LOCK);
     if (!done) {
         Py_BEGIN_ALLOW_THREADS
-        done = look_and_yield(page, word, value, &come);
+        done = look_and_sleep(page, word, value, &come);
         Py_END_ALLOW_THREADS
     }
     if (done && page->size > 2) {
@@ -143,7 +240,7 @@ static Py_ssize_t mailbox_of(const Page *page, uint64_t number) {
 }
 
 /* Whether all ranks have published that round. -1 for a message that no mailbox holds. */
-static int met(const Page *page, uint64_t number, const Mail *own) {
+static int met(Page *page, uint64_t number, const Mail *own) {
     Py_ssize_t text = own->text_bytes, payload = own->payload_bytes;
     if (text + payload > page->mailbox_bytes - HEAD)
         return -1;
@@ -157,7 +254,7 @@ static int met(const Page *page, uint64_t number, const Mail *own) {
 }
 
 static int exchange_mail(PyObject *self, uint64_t number, const Mail *own, Mail *all) {
-    const Page *page = (const Page *)self;
+    Page *page = (Page *)self;
     int done = met(page, number, own);
     for (Py_ssize_t rank = 0; done > 0 && rank < page->size; rank++)
         done = open_mail(page, rank, mailbox_of(page, number), number, all + rank);
@@ -186,7 +283,7 @@ static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) 
 }
 
 static int arrive_at(PyObject *self, uint64_t number) {
-    const Page *page = (const Page *)self;
+    Page *page = (Page *)self;
     publish(page, BARRIER, 2 * number);
     return await_all(page, BARRIER, 2 * number);
 }
@@ -197,25 +294,68 @@ static PyObject *arrive(PyObject *page, PyObject *given) {
     return PyErr_Occurred() ? NULL : PyBool_FromLong(arrive_at(page, number));
 }
 
-/* Page(memory, rank, size, row_bytes, mailbox, mailbox_bytes, looks) */
+/* ring(): wake the peers that sleep until this rank publishes something, which it has done. */
+static PyObject *ring_bell(const Page *page, PyObject *none) {
+    (void)none;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    ring(page);
+    Py_RETURN_NONE;
+}
+
+/* begin_sleep(peer): how often it has rung. What this rank waits for is to be looked at once more after that. */
+static PyObject *begin_to_sleep(const Page *page, PyObject *given) {
+    Py_ssize_t peer = PyNumber_AsSsize_t(given, PyExc_OverflowError);
+    if (peer == -1 && PyErr_Occurred())
+        return NULL;
+    if (peer < 0 || peer >= page->size) {
+        PyErr_SetString(PyExc_ValueError, "no such peer");
+        return NULL;
+    }
+    uint32_t rings = begin_sleep(page, peer);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return PyLong_FromUnsignedLong(rings);
+}
+
+/* sleep(peer, rings, seconds): until it has rung again, for up to so long; a signal ends it. */
+static PyObject *sleep_for(const Page *page, PyObject *given) {
+    Py_ssize_t peer;
+    unsigned int rings;
+    double seconds;
+    if (!PyArg_ParseTuple(given, "nId", &peer, &rings, &seconds))
+        return NULL;
+    if (peer < 0 || peer >= page->size || !(seconds >= 0 && seconds < 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "no such peer, or time");
+        return NULL;
+    }
+    if (seconds > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        sleep_until_it_rings(page, peer, rings, seconds);
+        Py_END_ALLOW_THREADS
+    }
+    end_sleep(page);
+    Py_RETURN_NONE;
+}
+
+/* Page(memory, rank, size, row_bytes, mailbox, mailbox_bytes, spin, nap) */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     Page *page = (Page *)type->tp_alloc(type, 0);
     if (page == NULL)
         return NULL;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "w*nnnnnn", &page->memory, &page->rank, &page->size,
-                          &page->row_bytes, &page->mailbox, &page->mailbox_bytes, &page->looks)) {
+        !PyArg_ParseTuple(arguments, "w*nnnnndd", &page->memory, &page->rank, &page->size,
+                          &page->row_bytes, &page->mailbox, &page->mailbox_bytes, &page->spin, &page->nap)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a page takes no names");
         Py_DECREF(page);
         return NULL;
     }
-    if (page->rank < 0 || page->rank >= page->size || page->mailbox < (BARRIER + 1) * WORD ||
+    if (page->rank < 0 || page->rank >= page->size || page->mailbox < (BELL + 1) * WORD ||
         page->mailbox_bytes < HEAD || page->row_bytes < page->mailbox ||
         (page->row_bytes - page->mailbox) / 2 < page->mailbox_bytes ||
         page->memory.len / page->size < page->row_bytes || page->row_bytes % WORD ||
-        page->mailbox % WORD || (uintptr_t)page->memory.buf % WORD) {
-        PyErr_SetString(PyExc_ValueError, "no such rows or mailboxes");
+        page->mailbox % WORD || (uintptr_t)page->memory.buf % WORD ||
+        !(page->spin >= 0 && page->spin < 1e9 && page->nap >= 0 && page->nap < 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "no such rows, mailboxes or times");
         Py_DECREF(page);
         return NULL;
     }
@@ -234,6 +374,9 @@ static PyMethodDef methods[] = {
     {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
      "All ranks' texts and payloads in a round; None if board.py has to see to the rest."},
     {"arrive", arrive, METH_O, "Set the own word; whether all peers were seen to arrive."},
+    {"ring", (PyCFunction)ring_bell, METH_NOARGS, "Wake the peers that sleep until this rank publishes something."},
+    {"begin_sleep", (PyCFunction)begin_to_sleep, METH_O, "How often a peer has rung, before the last look."},
+    {"sleep", (PyCFunction)sleep_for, METH_VARARGS, "Sleep until a peer has rung again, for up to so many seconds."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -265,7 +408,7 @@ PyMODINIT_FUNC PyInit__board(void) {
     PyObject *capsule = PyCapsule_New((void *)&rounds, ROUNDS, NULL);
     if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Page", type) < 0 ||
         PyModule_AddObjectRef(module, "ROUNDS", capsule) < 0 ||
-        PyModule_AddIntConstant(module, "INTERFACE", 2) < 0) /* as compiled.py has it */
+        PyModule_AddIntConstant(module, "INTERFACE", 3) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     kind_of_pages = (PyTypeObject *)type; /* which the module keeps */
     Py_XDECREF(capsule);

@@ -13,6 +13,8 @@ reads the others'. A row holds
     word 5  kernels    1: no kernel of this rank sends the others anything more; 2: it has left, and
                        all its kernels have ended
     word 6  refused    which board of some of the ranks it could not have, last
+    word 7  bell       whether it sleeps until a peer writes something, and whether it has rung for
+                       peers that sleep: `Rows.rest`
     reason, written before the state becomes FAILED, or before `refused`: why, and which ranks are
     to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
@@ -63,7 +65,7 @@ from shardmath.symmetric.messages import (
 )
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
-from shardmath.symmetric.waiting import Arrivals, WaitPolicy, wait_until
+from shardmath.symmetric.waiting import LONGEST_REST, Arrivals, WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
 _EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS, _REFUSED = range(7)
@@ -78,7 +80,6 @@ ROW_BYTES = _CALLS + LIST_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _SILENT, _ENDED = 1, 2
 _MESSAGE_LIMIT = 64 << 20
-_LOOKS = 10  # of compiled code, in the time of one of Python's
 _NAME = "shardmath.symmetric._board"  # of the module that board.c makes
 
 Texts = tuple[tuple[bytes, ...], tuple[bytes, ...]]  # of all ranks, and their payloads
@@ -155,8 +156,10 @@ class Board:
         built = None if rows.needs_polling else extension(_NAME)
         if built is None:
             return None
-        looks = _LOOKS * policy.spins
-        return built.Page(rows.memory, rank, size, ROW_BYTES, _MAIL, _MAIL_BYTES, looks)
+        mailboxes = _MAIL, _MAIL_BYTES
+        page = built.Page(rows.memory, rank, size, ROW_BYTES, *mailboxes, policy.spin, LONGEST_REST)
+        rows.ring_by(page)
+        return page
 
     # -- what the ranks do together ------------------------------------------------------------
 
@@ -649,8 +652,10 @@ class Board:
         """As `peer_error`, where all ranks are to meet.
 
         A peer that is late, and has listed calls that this rank has not, has passed this place. One
-        that this rank has passed will say so.
+        that this rank has passed will say so. After this rank has left nobody comes.
         """
+        if self._own[_STATE] == _LEFT:
+            return RankFailure(f"{self.names.where()}: this rank has left the context")
         calls = self.calls
         if calls is not None:
             if calls.behind(late):
@@ -783,7 +788,7 @@ class Board:
     def _await_late(self, word: int, target: int, late: list[int]) -> None:
         words, policy = self._words, self.policy
         if self._page is not None:  # compiled code has looked in vain
-            policy = replace(policy, spins=0)
+            policy = replace(policy, spin=0.0)
 
         def arrived() -> bool:
             while late and words[late[-1]][word] >= target:
@@ -808,6 +813,7 @@ class Board:
                 doing=lambda: self.names.where(f", #{target // 2}"),
                 named=self.names.described,
                 show=self._show,
+                rest=self._rows.rest if self._rows.rings else None,
             )
 
         try:
@@ -830,6 +836,8 @@ class Board:
     ) -> None:
         """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
 
+        Who writes it rings afterwards: `ring`.
+
         A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a
         `timeout` of the caller's own, a peer that waits in another operation is no error: this rank
         will follow.
@@ -847,6 +855,7 @@ class Board:
                 named=self.names.described,
                 show=self._show,
                 timeout=timeout,
+                rest=self._rows.rest if self._rows.rings else None,
             )
         except OpTimeout as error:
             settled(error)
@@ -854,6 +863,10 @@ class Board:
         except Exception as error:
             self._fail_with(error)
             raise
+
+    def ring(self) -> None:
+        """Wake the peers that sleep until this rank writes what it has written just now."""
+        self._rows.ring()
 
     def _require_usable(self) -> None:
         if self.failure is not None:

@@ -3,6 +3,12 @@
 Ranks of one host map the same pages: a store is seen at once. A rank on another host has a copy,
 which only messages from the row's owner change, in the order in which it wrote. So on both sides
 whoever sees a word sees what was written before it.
+
+A rank that waits long sleeps until a peer rings, as each does after it has published a word. Ranks
+of one host ring by a word of their rows, the bell, and the system's futex: `board.c` has both
+halves, and says why no ring is lost. Where there are several hosts a rank sleeps until a message
+comes. Its bell is 1 meanwhile, and a rank of its own host, whose words come without a message,
+sends it an empty one.
 """
 
 from __future__ import annotations
@@ -10,8 +16,10 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shardmath.transport.wires import Channel, Wires
 
@@ -21,6 +29,12 @@ from shardmath.transport.wires import Channel, Wires
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _WORD = 8
+_YIELDS = 3
+_LONG_YIELD = 3e-4  # seconds; ranks that only wait hand the core on sooner
+_WITHOUT_YIELDS = 300  # waits
+_BELL = 7  # the word by which a rank tells that it sleeps
+
+Rest = Callable[[int, Callable[[], bool], float], None]
 
 
 class Rows:
@@ -33,6 +47,29 @@ class Rows:
         self.memory = whole = memoryview(memory)
         self.bytes = [whole[r * row_bytes : (r + 1) * row_bytes] for r in range(size)]
         self.words: list[memoryview[int]] = [row.cast("Q") for row in self.bytes]
+        self._page: Any = None
+
+    def ring_by(self, page: Any) -> None:
+        """Let ranks of this host ring by a page of board.c, and sleep until they do."""
+        self._page = page
+
+    @property
+    def rings(self) -> bool:
+        """Whether peers ring when they publish, so that a rank can `rest` until then."""
+        return self._page is not None
+
+    def rest(self, peer: int, arrived: Callable[[], bool], seconds: float) -> None:
+        """Sleep until `peer` has published something, for so many seconds at most.
+
+        Returns at once where what this rank waits for has `arrived`.
+        """
+        rings = self._page.begin_sleep(peer)
+        self._page.sleep(peer, rings, 0.0 if arrived() else seconds)
+
+    def ring(self) -> None:
+        """Wake the peers that sleep until this rank publishes what it has published just now."""
+        if self._page is not None:
+            self._page.ring()
 
     def write(self, place: int, data: bytes) -> None:
         """Write into the own row; peers are to see it before the next word that is published."""
@@ -43,6 +80,8 @@ class Rows:
         if not ORDERED:
             os.sched_yield()
         self.words[self.rank][word] = value
+        if self._page is not None:
+            self._page.ring()
 
     def announce(self, word: int, value: int) -> None:
         """Set a word of the own row, which says nothing of others. From any thread."""
@@ -59,7 +98,9 @@ class Rows:
 
 
 class MultiHostRows(Rows):
-    """Rows of ranks of several hosts: `far` are those elsewhere, with their numbers in the mesh."""
+    """Rows of ranks of several hosts: `far` are those elsewhere, `near` the others of this host,
+    both with their numbers in the mesh.
+    """
 
     needs_polling = True
 
@@ -71,6 +112,7 @@ class MultiHostRows(Rows):
         size: int,
         row_bytes: int,
         far: Mapping[int, int],
+        near: Mapping[int, int],
         wires: Wires,
         name: str,
     ) -> None:
@@ -80,8 +122,11 @@ class MultiHostRows(Rows):
             self.bytes[r] = copy
             self.words[r] = copy.cast("Q")
         self._far = list(far.values())
+        # The bells of the other ranks of this host, with their numbers in the mesh.
+        self._near = [(self.words[r], peer) for r, peer in near.items()]
         self._wires = wires
         self._unsent: list[tuple[int, bytes]] = []
+        self._yields = Yields()
         rows = {peer: copies[r] for r, peer in far.items()}
 
         def deliver(peer: int, place: int, data: bytes) -> None:
@@ -100,6 +145,33 @@ class MultiHostRows(Rows):
         super().publish(word, value)
         self._unsent.append((_WORD * word, value.to_bytes(_WORD, "little")))
         self.flush()
+        self.ring()
+
+    def ring(self) -> None:
+        if self._near:
+            asleep = [peer for words, peer in self._near if words[_BELL]]
+            if asleep:
+                self._wires.nudge(asleep)
+
+    @property
+    def rings(self) -> bool:
+        return True
+
+    def rest(self, peer: int, arrived: Callable[[], bool], seconds: float) -> None:
+        """Sleep until any message comes. See `Rows.rest`.
+
+        `arrived` takes a lock, as `flush` does, which is a fence: so either it sees what a rank of
+        this host has published, or that rank, when it rings, sees that this one sleeps.
+        """
+        if self._yields.brought(arrived):
+            return
+        own = self.words[self.rank]
+        own[_BELL] = 1
+        try:
+            if not arrived():
+                self._wires.rest(seconds)
+        finally:
+            own[_BELL] = 0
 
     def announce(self, word: int, value: int) -> None:
         super().announce(word, value)
@@ -115,3 +187,29 @@ class MultiHostRows(Rows):
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._channel.send(self._far, unsent)
+
+
+class Yields:
+    """The core, yielded a few times before a rank sleeps: quicker, where a late peer waits for it.
+
+    Where another process had it meanwhile, and kept it, none is yielded for a while.
+    """
+
+    def __init__(self) -> None:
+        self._none = 0  # for so many waits to come
+
+    def brought(self, arrived: Callable[[], bool]) -> bool:
+        """Yield, and whether what is awaited has `arrived`."""
+        if self._none:
+            self._none -= 1
+            return False
+        for _ in range(_YIELDS):
+            start = time.perf_counter()
+            os.sched_yield()
+            if time.perf_counter() - start > _LONG_YIELD:
+                self._none = _WITHOUT_YIELDS
+            if arrived():
+                return True
+            if self._none:
+                break
+        return False

@@ -1,8 +1,14 @@
-"""How a rank waits for another: spinning, yielding, sleeping; with a deadline and liveness checks.
+"""How a rank waits for another: spinning, then asleep; with a deadline and liveness checks.
 
-A wait first spins, since peers mostly arrive within microseconds; then yields the core; then sleeps
-with exponential backoff up to a millisecond, and only then checks whether the peers are alive,
-whether one has left, and the deadline. So the common case costs a few loads and no system call.
+A wait first spins, since peers mostly arrive within microseconds, for as long as falling asleep and
+waking up would take; yields the core a few times; then it sleeps until the peer that it waits for
+rings, for a millisecond at most, and checks whether the peers are alive, whether one has left, and
+the deadline. So the common case costs a few loads and no system call, and a rank that has no core
+of its own soon lets go of the one that its peer needs. A ring only ends a sleep early: whoever
+wakes looks for itself.
+
+Where peers cannot ring, since nothing was compiled, or what is awaited is not what they ring for,
+a wait yields the core, and then sleeps with exponential backoff up to a millisecond.
 
 Either all ranks come out of a round or a barrier, or none does: what a rank that has given up lets
 its peers read may change, and who comes late must not take it for what it was. So
@@ -33,27 +39,28 @@ from collections.abc import Callable, Sequence
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import OpTimeout
-from shardmath.symmetric.rows import ORDERED, Rows
+from shardmath.symmetric.rows import ORDERED, Rest, Rows
 
 _YIELDS = 100
 _FIRST_SLEEP = 20e-6
-_LAST_SLEEP = 1e-3
+LONGEST_REST = 1e-3  # seconds of sleep between two looks at whether the peers are alive
+_SPIN = 50e-6  # seconds: about what it takes to fall asleep and to be woken
 _DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores that load it
 _FAR_DOUBT = 0.05  # the same between hosts, there and back
 
 
 class WaitPolicy(Immutable):
-    """How long to wait: `timeout` seconds, with a notice after `notice`; at first `spins` polls."""
+    """How long to wait: `timeout` seconds, with a notice after `notice`; it spins for `spin`."""
 
     timeout: float
     notice: float
-    spins: int
+    spin: float
 
     @classmethod
     def of(cls, timeout: float, notice: float, local_ranks: int) -> WaitPolicy:
-        """Spin long only where every rank has a core of its own."""
+        """Spin only where every rank has a core of its own, as far as this host can tell."""
         cores = len(os.sched_getaffinity(0))
-        return cls(timeout, notice, 2000 if local_ranks <= cores else 20)
+        return cls(timeout, notice, _SPIN if local_ranks <= cores else 0.0)
 
 
 def wait_until(
@@ -66,24 +73,31 @@ def wait_until(
     named: Callable[[Sequence[int]], str],
     show: Callable[[str], None],
     timeout: float | None = None,
+    rest: Rest | None = None,
 ) -> None:
     """Return once `arrived()`.
 
     `missing()` lists the ranks still waited for, which `named(ranks)` puts into words; `doing()`
     names this rank, the operation and the user's line, and `peer_error(ranks)` is the exception to
     raise when one of them will never arrive. `show(why)` shows where all ranks are, with the notice
-    that this one waits. Raises the error at once, and OpTimeout after `timeout`
-    seconds (default: the policy's).
+    that this one waits. `rest(peer, arrived, seconds)` sleeps until the peer rings: `Rows.rest`.
+    Raises the error at once, and OpTimeout after `timeout` seconds (default: the policy's).
     """
-    for _ in range(policy.spins):
-        if arrived():
-            return
-    for _ in range(_YIELDS):
-        os.sched_yield()
-        if arrived():
-            return
     limit = policy.timeout if timeout is None else timeout
-    start, noticed, pause = time.monotonic(), False, _FIRST_SLEEP
+    start, noticed = time.monotonic(), False
+    while not arrived():
+        if time.monotonic() - start >= policy.spin:
+            break
+    else:
+        return
+    if rest is None:
+        rest, pause = _sleep, _FIRST_SLEEP
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if arrived():
+                return
+    else:
+        pause = LONGEST_REST
     while not arrived():
         waited = time.monotonic() - start
         missing_ranks = missing()
@@ -105,8 +119,13 @@ def wait_until(
             words = f"{doing()}: waiting for {named(missing_ranks)}"
             print(f"shardmath: {words}", file=sys.stderr, flush=True)
             show("where the ranks are")
-        time.sleep(min(pause, max(limit - waited, _FIRST_SLEEP)))
-        pause = min(2 * pause, _LAST_SLEEP)
+        rest(missing_ranks[0], arrived, min(pause, max(limit - waited, _FIRST_SLEEP)))
+        pause = min(2 * pause, LONGEST_REST)
+
+
+def _sleep(peer: int, arrived: Callable[[], bool], seconds: float) -> None:
+    """Sleep, where no peer rings."""
+    time.sleep(seconds)
 
 
 class Arrivals:

@@ -25,6 +25,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group import handshake
 from shardmath.group.handshake import Conversation
+from shardmath.group.links import exposed
 from shardmath.transport.liveness import GRACE, PeerWatch
 
 # Connections that wait to be accepted, those of strangers too, while ranks are on their way; the
@@ -203,7 +204,7 @@ class _Meeting:
         """Take those who wait at `listener`, and hear what they have said already."""
         for taken in range(_AT_ONCE):
             try:
-                connection, _ = listener.accept()
+                connection = exposed("meeting", listener.accept()[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -273,7 +274,7 @@ class _Meeting:
     def _call(self, caller: _Caller, place: Place) -> None:
         del caller.due[place]
         try:
-            connection = socket.socket(place.family, place.kind)
+            connection = exposed("meeting", socket.socket(place.family, place.kind))
         except OSError as error:
             if error.errno in _SHORTAGES:
                 self._make_room(error)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardmath.cuda.device import Device
 
 _ANNOUNCEMENT = struct.Struct("<QQ")  # address and bytes of a segment
-_SPINS = 1000  # polls without a pause
-_PAUSE = 50e-6
+_SPIN = 50e-6  # seconds of polls without a pause
+_PAUSE = 1e-3  # seconds of rest between two looks at whether the peer is alive
 
 
 class MultiHostTransport(HostTransport):
@@ -107,14 +107,13 @@ class MultiHostTransport(HostTransport):
 
     def _wait(self, done: Callable[[], bool], rank: int, doing: str) -> None:
         """Return once `done()`, polling the wires meanwhile. Raises RankFailure, OpTimeout."""
-        wires, start, polls = self._mesh.wires, time.monotonic(), 0
+        wires, start = self._mesh.wires, time.monotonic()
         assert wires is not None, "there are ranks on other hosts"
         while not done():
             wires.poll()
-            polls += 1
-            if polls < _SPINS:
-                continue
             mesh, waited = self._mesh, time.monotonic() - start
+            if waited < _SPIN or done():
+                continue
             if rank in mesh.watch.dead() and not done():
                 raise RankFailure(
                     f"waited for {doing}, of {mesh.name(rank)}, which has ended; call "
@@ -127,7 +126,7 @@ class MultiHostTransport(HostTransport):
                     "SHARDMATH_TIMEOUT if it was only slow",
                     [rank],
                 )
-            time.sleep(_PAUSE)
+            wires.rest(_PAUSE)
 
     def _receive_announcement(self, rank: int, index: int, data: bytes) -> None:
         """Note where a segment lies that another rank has announced."""

@@ -1,7 +1,8 @@
 """Small messages between ranks that share no memory: control words, in order, over TCP.
 
 What a rank sends another arrives in the order in which it was sent, and is applied when the
-receiver next polls: every wait polls, so no thread is needed. A message names a
+receiver next polls: every wait polls, or sleeps until there is something to poll, so no thread is
+needed. A message names a
 channel and a place in it; what a channel does with it is the channel's. Messages for a channel that
 this rank has not opened yet are kept until it does, those for one that it has closed are dropped.
 A connection that ends says that the peer has ended.
@@ -18,6 +19,7 @@ nothing for as long as a heartbeat is lost, and the connection to it ends.
 from __future__ import annotations
 
 import fcntl
+import os
 import select
 import socket
 import struct
@@ -29,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
+from shardmath.group.links import exposed
 from shardmath.transport.liveness import PeerWatch
 
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
@@ -39,6 +42,8 @@ _EARLY_LIMIT = 64 << 20  # bytes kept for channels that are not open yet
 _READ = 1 << 18
 _LAST = (1 << 32) - 1
 _BEAT = 0.25  # seconds between two looks at whether hosts answer
+_HOOKED = 2e-4  # seconds of rest between two calls of the progress hooks
+_BELL_FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 _NOTHING = bytes(16)  # the channel of messages that say nothing
 _ACKNOWLEDGED = struct.Struct("<56xI")  # in the system's facts: milliseconds since it last was
 _DELIVERY = 1.0  # seconds that the end of a process waits until its last words have arrived
@@ -82,7 +87,7 @@ class Wires:
         self.channels: dict[tuple[bytes, int], Deliver] = {}
         self.progress_hooks: list[Callable[[], None]] = []
         self._watch = watch
-        self._connections = dict(connections)
+        self._connections = {r: exposed("words", each) for r, each in connections.items()}
         self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}
         self._received: dict[int, bytearray] = {rank: bytearray() for rank in self._connections}
         self._queues: dict[int, deque[bytes]] = {rank: deque() for rank in self._connections}
@@ -96,9 +101,11 @@ class Wires:
         self._asked: dict[int, float] = {}  # since when a host has not answered
         self._busy = False  # the thread that holds the lock is in `_flush` or `_receive`
         self._in_doubt: set[int] = set()  # ranks of which a system call is under way
-        self._poll = select.poll()
+        self._ready = select.epoll()
         for descriptor in self._rank_of:
-            self._poll.register(descriptor, select.POLLIN)
+            self._ready.register(descriptor, select.EPOLLIN)
+        self._resting: set[int] = set()  # the bells of threads that rest, and
+        self._bells: list[int] = []  # those that no thread has
 
     def open(
         self, name: str, number: int, deliver: Deliver, ranks: Sequence[int] | None = None
@@ -149,20 +156,52 @@ class Wires:
             progress()
         self.receive()
 
+    def rest(self, seconds: float) -> None:
+        """Sleep until something comes, or another thread takes in what came; at most so long.
+
+        A library that serves peers when it is asked to is asked again soon.
+        """
+        if self.progress_hooks:
+            seconds = min(seconds, _HOOKED)
+        poll = select.poll()
+        with self._lock:
+            if not self._connections:
+                return
+            bell = self._bells.pop() if self._bells else os.eventfd(0, _BELL_FLAGS)
+            self._resting.add(bell)
+            poll.register(self._ready, select.POLLIN)
+        try:
+            poll.register(bell, select.POLLIN)
+            poll.poll(1e3 * seconds)
+        finally:
+            with self._lock:
+                self._resting.discard(bell)
+                with suppress(BlockingIOError):
+                    os.eventfd_read(bell)
+                self._bells.append(bell)
+
+    def nudge(self, ranks: Iterable[int]) -> None:
+        """End the sleep of `ranks` that rest, by a message that says nothing."""
+        self.send(ranks, _FRAME.pack(_NOTHING, 0, 0, 0))
+
     def receive(self) -> None:
         """Apply what has arrived, from any thread: it calls no library, as `poll` does."""
         with self._lock:
-            if self._busy:
+            if self._busy or not self._connections:
                 return
             for rank in list(self._in_doubt):
                 self._in_doubt.discard(rank)
                 self._end(rank)
             try:
                 self._busy = True
-                for descriptor, _ in self._poll.poll(0):
+                ready = self._ready.poll(0)
+                for descriptor, _ in ready:
                     self._receive(self._rank_of[descriptor])
             finally:
                 self._busy = False
+            if ready:
+                for bell in self._resting:
+                    os.eventfd_write(bell, 1)
             self._waiting.clear()
             if time.monotonic() >= self._next_look:
                 self._look_after()
@@ -256,7 +295,7 @@ class Wires:
         connection = self._connections.pop(rank, None)
         if connection is None:
             return
-        self._poll.unregister(connection)
+        self._ready.unregister(connection)
         connection.close()
         self._watch.mark_dead(rank)
 
@@ -274,13 +313,19 @@ class Wires:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
                 connection.close()
-            self._connections.clear()
+            self._close()
 
     def abandon(self) -> None:
         """Close this process's descriptors: the connections are another process's."""
         for connection in self._connections.values():
             connection.close()
+        self._close()
+
+    def _close(self) -> None:
         self._connections.clear()
+        self._ready.close()
+        while self._bells:
+            os.close(self._bells.pop())
 
     def _undelivered(self, rank: int) -> bool:
         """Whether anything for `rank` has not been acknowledged by its host."""

@@ -34,7 +34,7 @@ def boards(size, members):
                     watch=None,
                     watch_ranks=ranks,
                     names=[f"pid {100 + r} on node7" for r in ranks],
-                    policy=WaitPolicy(1, notice=100, spins=0),
+                    policy=WaitPolicy(1, notice=100, spin=0.0),
                     job=made[0][number] if made else None,
                 )
                 for rank, number in enumerate(ranks)

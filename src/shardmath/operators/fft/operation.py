@@ -10,6 +10,7 @@ from typing import Any
 
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.context.context import Context
+from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.local.trigonometric import Series
 from shardmath.machine import Machine
@@ -55,6 +56,10 @@ class FourierTransform:
     def check(self, specs: Sequence[Description]) -> Problem:
         """See `problem.check`."""
         return check(specs)
+
+    def operands(self, problem: Problem) -> Mapping[str, Layout]:
+        """See Operation."""
+        return {"operand": problem.source}
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """Passes over memory on cores; on GPUs stages of whole arrays, which one launcher performs.

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardmath.arrays import ArraySpec
 from shardmath.context.context import Context
+from shardmath.geometry import Layout
 from shardmath.local.epilog import INPUTS
 from shardmath.machine import CORES, Machine
 from shardmath.operators.matmul.description import OUTPUTS, Words, describe
@@ -56,6 +57,11 @@ class _Matmul:
     def check(self, specs: Sequence[Any]) -> Problem:
         """See Operation."""
         return check(specs)
+
+    def operands(self, problem: Problem) -> Mapping[str, Layout]:
+        """See Operation. The parts of a transposed operand are those of what it stands for."""
+        c = {"c": problem.d} if problem.has_c and not problem.sums_c else {}
+        return {"a": problem.a, "b": problem.b, **c}
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""

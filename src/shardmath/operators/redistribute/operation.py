@@ -135,6 +135,11 @@ class Redistribution:
         order = result_order([x.order for x in facts])
         return Problem(transfer, first.library, first.dtype, order, blocking[0] is True)
 
+    def operands(self, problem: Problem) -> Mapping[str, Layout]:
+        """See Operation."""
+        transfer = problem.transfer
+        return {"operand": transfer.src} if isinstance(transfer, TransferPlan) else {}
+
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """One move, which peers take part in only where something changes its rank."""
         transfer = problem.transfer

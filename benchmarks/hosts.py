@@ -1,0 +1,175 @@
+"""What words and memory between two hosts take, beside gloo: `python benchmarks/hosts.py`.
+
+The hosts are two network namespaces of this machine, joined by a pair of virtual Ethernet devices;
+that takes root and iproute2. One and two ranks a host, and four on one host, where ranks have fewer
+cores than they are on two cores; each process makes both libraries' calls in turns, so that what
+else the machine does falls on both. Figures are of the slowest rank: the median; the tenth
+percentile, which says what a call takes where nobody else wants the cores; and the mean, which has
+the calls that waited for a core. `link_bytes` is what a call put on the link. MPI has no figures
+here: MPICH's UCX finds that the processes share a machine, whatever their namespaces, and does not
+use the link.
+
+`--beside FOLDER` measures the package in that folder, too, one job after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import record
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parent / "src"
+sys.path.append(str(HERE.parent / "tests"))
+
+PORT, TURNS = "29551", 6
+# Microseconds, by ranks and hosts.
+GOALS = {
+    (2, 2): {"barrier": 60.0, "all_reduce 24 B": 120.0, "all_reduce 8 MB": 18e3},
+    (4, 2): {"barrier": 500.0},
+    (4, 1): {"barrier": 500.0},
+}
+
+
+def main() -> None:
+    import namespaces
+
+    parser = argparse.ArgumentParser(description="words and memory between two hosts")
+    parser.add_argument("--beside", type=Path, help="a folder with the package, to measure too")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        measure(Path(given.measure))
+        return
+    beside = {"beside": given.beside.resolve()} if given.beside else {}
+    rows = []
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(namespaces.two_hosts())
+        except namespaces.Unavailable as why:
+            print(f"not measured: {why}")
+            return
+        for ranks, spread in GOALS:
+            for turn in range(2):
+                for source, folder in {"": SOURCES, **beside}.items():
+                    facts = {"turn": turn, "source": source, "hosts": spread}
+                    places = [rank * spread // ranks for rank in range(ranks)]
+                    found = job(hosts, namespaces.ADDRESSES[0], places, folder)
+                    rows += [with_goal({**facts, **row}) for row in found]
+    for row in rows:
+        figures = f"{row['us']:9.1f} us, tenth percentile {row['us_undisturbed']:9.1f}"
+        who = f"{row['by']} {row['source']}".strip()
+        where = f"{row['ranks']} ranks, {row['hosts']} hosts"
+        print(f"{where}  {row['what']:16} {who:17} {figures}  {row.get('goal', '')}")
+    print(record.write("hosts", rows))
+
+
+def with_goal(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, and whether its goal was met, if it has one."""
+    goal = GOALS[row["ranks"], row["hosts"]].get(row["what"])
+    if goal is None or row["by"] != "shardmath" or row["source"]:
+        return row
+    return row | {"goal": goal, "met": row["us"] <= goal}
+
+
+def job(hosts: Any, meeting: str, places: list[int], sources: Path) -> list[dict[str, Any]]:
+    """The rows of one job, whose ranks are on these hosts, and meet at that address."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        program = [sys.executable, __file__, "--measure", str(found)]
+        job = []
+        for rank, place in enumerate(places):
+            variables = {
+                "PYTHONPATH": str(sources),
+                "GLOO_SOCKET_IFNAME": "link0",
+                "MASTER_ADDR": meeting,
+                "MASTER_PORT": PORT,
+                "SLURM_NTASKS": str(len(places)),
+                "SLURM_PROCID": str(rank),
+                "OMP_NUM_THREADS": "1",
+            }
+            job.append(hosts.start(place, program, env=os.environ | variables))
+        statuses = [rank.wait() for rank in job]
+        if any(statuses):
+            raise RuntimeError(f"ranks have failed: {statuses}")
+        rows: list[dict[str, Any]] = json.loads(found.read_text())
+        return rows
+
+
+def measure(found: Path) -> None:
+    """One rank's part of a job: rank 0 writes the rows."""
+    import numpy as np
+    import torch
+    import torch.distributed as gloo
+
+    import shardmath
+    from shardmath.collectives import all_reduce
+
+    context = shardmath.initialize("cpu")
+    gloo.init_process_group(
+        "gloo",
+        init_method=f"tcp://{os.environ['MASTER_ADDR']}:{int(PORT) + 1}",
+        rank=context.rank,
+        world_size=context.size,
+    )
+    ways, repeats = {}, {}
+    ways["barrier", "shardmath"] = lambda: context.board.barrier("barrier")
+    ways["barrier", "gloo"] = gloo.barrier
+    for name, count in (("24 B", 3), ("8 MB", 1_000_000)):
+        x, into = np.ones(count), np.empty(count)
+        tensor, what = torch.ones(count, dtype=torch.float64), f"all_reduce {name}"
+        ways[what, "shardmath"] = lambda x=x, into=into: all_reduce(x, out=into)
+        ways[what, "gloo"] = lambda tensor=tensor: gloo.all_reduce(tensor)
+        repeats[what] = 3 if count > 3 else 50
+    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    sent = dict.fromkeys(ways, 0)
+    for turn in range(TURNS):
+        for way, call in ways.items():
+            context.barrier()
+            call()
+            context.barrier()
+            before = on_the_link()
+            taken = record.timed(call, repeats.get(way[0], 50))
+            context.barrier()
+            sent[way] = (on_the_link() - before) // len(taken)
+            times[way] += taken if turn else []
+    for way, taken in times.items():
+        own = [*np.percentile(taken, [50, 10]), np.mean(taken)]
+        times[way] = all_reduce(1e6 * np.array(own), op="max").tolist()
+    if context.rank == 0:
+        rows = [
+            {
+                "ranks": context.size,
+                "what": what,
+                "by": by,
+                "us": times[what, by][0],
+                "us_undisturbed": times[what, by][1],
+                "us_mean": times[what, by][2],
+                "link_bytes": sent[what, by],
+            }
+            for what, by in ways
+        ]
+        found.write_text(json.dumps(rows))
+    context.barrier()
+    gloo.destroy_process_group()
+    shardmath.finalize()
+
+
+def on_the_link() -> int:
+    """The bytes that have gone over the link so far, both ways, as this host's device counts."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "link0":
+            return int(counts.split()[0]) + int(counts.split()[8])
+    raise RuntimeError("this host has no link")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A rank of `spawn`, forked off: it calls the function, reports how that went, and ends.
+
+It never returns into its parent's code, and leaves alone what is the parent's: its exit hooks, its
+notebook, its streams.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinFunctionType
+from typing import Any, NoReturn
+
+from shardmath.launch.failure import Failure, from_exception
+from shardmath.launch.job import FAILURE, RESULT
+from shardmath.launch.output import Prefixer
+from shardmath.launch.ranks import Place
+
+
+def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+    """Be a rank: call the function, report how it went, end this process."""
+    atexit._clear()  # the parent's exit hooks are the parent's
+    _leave_notebook()
+    failure = _call(place, function, args)
+    status = 0 if failure is None else failure.status or 1
+    if failure is not None:
+        place.report(FAILURE, failure.encode())
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the rank's threads
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def _leave_notebook() -> None:
+    """Undo what a notebook has put into Python's place: it talks to the notebook's own process."""
+    sys.excepthook = sys.__excepthook__
+    if not isinstance(builtins.input, BuiltinFunctionType):
+        builtins.input = _no_input
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        type(shell).clear_instance()  # without one, `display` prints
+
+
+def _no_input(prompt: object = "", /) -> NoReturn:
+    raise EOFError("ranks of spawn read no input: ask before spawn, and pass the answer on")
+
+
+def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
+    from shardmath.base import wire
+
+    try:
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        result = function(*args)
+        place.report(RESULT, wire.encode(result))
+    except BaseException as error:
+        return from_exception(place.rank, error, hide=(__file__,))
+    return None
+
+
+def refuse_cuda() -> None:
+    """Raise RuntimeError where this process has used CUDA."""
+    torch: Any = sys.modules.get("torch")
+    if _holds_cuda() or (torch is not None and torch.cuda.is_initialized()):
+        raise RuntimeError(
+            "spawn forks this process, which has used CUDA, and CUDA does not survive a fork; call "
+            "spawn before any GPU work, or put the function into a script for "
+            "python -m shardmath run"
+        )
+
+
+def _holds_cuda() -> bool:
+    """Whether any library in this process has started CUDA: the driver keeps its device open."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if link.readlink().name == "nvidia-uvm":
+                return True
+    return False
+
+
+def text_prefixer(descriptor: int) -> Prefixer:
+    """What shows lines of ranks on this process's standard output, 1, or error, 2."""
+    """Lines to this process's Python stream, which in a notebook is not the descriptor."""
+
+    def write(data: bytes) -> None:
+        stream = sys.stdout if descriptor == 1 else sys.stderr
+        stream.write(data.decode("utf-8", "replace"))
+        stream.flush()
+
+    return Prefixer(write)
