@@ -124,8 +124,11 @@ def _multi_root_tile_reduce(
 
     def check(specs: Sequence[Any]) -> None:
         tiles, agreed = specs[0][0], require_equal("roots", [tuple(spec[1]) for spec in specs])
-        if len(tiles) != len(agreed) or len(set(agreed)) != len(agreed):
-            raise ValueError(f"{len(tiles)} tiles need as many roots, all different: got {agreed}")
+        for rank, (given, *_) in enumerate(specs):
+            if len(given) != len(agreed) or len(set(agreed)) != len(agreed):
+                raise ValueError(
+                    f"rank {rank}: {len(given)} tiles need as many different roots, not {agreed}"
+                )
         for tile, root in zip(tiles, agreed, strict=True):
             if not 0 <= root < len(specs):
                 raise ValueError(f"root {root} is no rank of {len(specs)}")

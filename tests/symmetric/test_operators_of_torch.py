@@ -100,6 +100,10 @@ def test_tiles_are_summed_at_their_roots():
             (lambda: ops.tile_reduce(tile, out, 9, "g"), "root 9 is no rank of 3"),
             (lambda: ops.tile_reduce(tile, out, 0, "g"), "rank 0: out_tile is"),
             (lambda: ops.one_shot_all_reduce(tile, "xor", "g"), "reduce_op is one of"),
+            (
+                lambda: ops.multi_root_tile_reduce(tiles[context.rank // 2 :], out, [0, 1], "g"),
+                "rank 2: 1 tiles need as many different roots",
+            ),
         ]:
             with pytest.raises(ValueError, match=message):
                 call()
