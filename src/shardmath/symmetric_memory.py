@@ -63,6 +63,7 @@ __all__ = [
     "memset32",
     "put",
     "put_signal",
+    "register",
     "rendezvous",
     "set_backend",
     "set_group_info",
@@ -310,6 +311,25 @@ def _fill_on_gpu(library: Library, tensor: Any, offset: int, val: int, count: in
     team.device.activate()
     stream = library.stream(team.device.ordinal)
     call("cuMemsetD32Async", library.pointer(tensor) + 4 * offset, val, count, stream)
+
+
+def register() -> None:
+    """Serve torch.ops.symm_mem on CPU tensors by this package, in this process. Local.
+
+    Call it after torch has been imported, as often as you like. Which operators are served is in
+    docs/from-symmetric-memory.md; those on GPUs stay torch's own. A `group_name` is found as by
+    `rendezvous`. Raises BackendUnavailable without torch, NotImplementedError where this torch does
+    not define one of them.
+    """
+    try:
+        from shardmath.symmetric_operators import serve
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise BackendUnavailable(
+            "torch.ops.symm_mem needs torch: pip install 'shardmath[torch]'"
+        ) from error
+    serve(memset32)
 
 
 class _SymmetricMemory(SymmetricMemory):

@@ -62,14 +62,14 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     was freed, HeapExhausted, CollectiveMismatch when the ranks' signal pad sizes differ.
     Source: torch.distributed._symmetric_memory.rendezvous.
     """
-    context = _context_of(_group_at_allocation(tensor) if group is None else group)
+    context = context_of_group(_group_at_allocation(tensor) if group is None else group)
     context.require_open()
     return _kept(context, tensor) or _agreed(context, tensor)
 
 
 def agreed_rendezvous(tensor: Any, group: Any) -> SymmetricMemory:
     """The handle of tensors that some ranks may have brought before, agreed on anew. Collective."""
-    return _agreed(_context_of(group), tensor)
+    return _agreed(context_of_group(group), tensor)
 
 
 def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
@@ -243,7 +243,7 @@ def _group_at_allocation(tensor: Any) -> str | None:
     return None if buffer is None else buffer.group
 
 
-def _context_of(group: Any) -> DistributedContext:
+def context_of_group(group: Any) -> DistributedContext:
     """The context that computes for `group`. Collective among its ranks, the first time."""
     context = None if isinstance(group, DistributedContext) else require_context()
     if isinstance(group, str):
