@@ -541,6 +541,7 @@ class DistributedContext(Context):
     def _end(self, why: str) -> None:
         """Take no part any more; what this context shares with others stays."""
         self.closed = why
+        self.board.leave(why)
         self._dropping()
         if self.team is not None:
             self.team.leave()  # which the garbage collector puts off

@@ -143,6 +143,7 @@ class Board:
         self.call: CollectiveCall | None = None  # the last public call that used this board
         self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
+        self._left = ""  # why this rank has left
         self._watch_first: Callable[[], None] = _all_have_it
         self.calls: Calls | None = None  # with which ranks run ahead, if any may
         self._explain: Callable[[Mapping[int, int | None]], Exception] = lambda _: (
@@ -589,9 +590,12 @@ class Board:
             self._operation = name
             self._rows.write(OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
-    def leave(self) -> None:
-        """Tell the peers that this rank takes part no more: it has finished."""
+    def leave(self, why: str = "it was dropped") -> None:
+        """Tell the peers that this rank takes part no more: it has finished. `why` is for threads
+        of this rank that still wait.
+        """
         if self._own[_STATE] == _RUNNING:
+            self._left = why
             self._rows.publish(_STATE, _LEFT)
 
     def ended(self) -> bool:
@@ -655,7 +659,7 @@ class Board:
         that this rank has passed will say so. After this rank has left nobody comes.
         """
         if self._own[_STATE] == _LEFT:
-            return RankFailure(f"{self.names.where()}: this rank has left the context")
+            return RankFailure(f"{self.names.where()}: left its context: {self._left}")
         calls = self.calls
         if calls is not None:
             if calls.behind(late):
