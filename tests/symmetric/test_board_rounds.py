@@ -145,8 +145,8 @@ def test_a_mailbox_of_another_round_is_refused(way):
 
 def test_who_has_left_waits_for_nobody(way):
     one, _ = boards(2)
-    one.leave()
-    with pytest.raises(RankFailure, match="this rank has left the context"):
+    one.leave("close() has ended it")
+    with pytest.raises(RankFailure, match="this rank has left the context: close"):
         one.barrier()
 
 

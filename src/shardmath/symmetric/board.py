@@ -659,7 +659,8 @@ class Board:
         that this rank has passed will say so. After this rank has left nobody comes.
         """
         if self._own[_STATE] == _LEFT:
-            return RankFailure(f"{self.names.where()}: left its context: {self._left}")
+            why = f"this rank has left the context: {self._left}"
+            return RankFailure(f"{self.names.where()}: {why}")
         calls = self.calls
         if calls is not None:
             if calls.behind(late):
