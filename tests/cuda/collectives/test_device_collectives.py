@@ -400,9 +400,9 @@ def test_the_choice_of_a_kernel(nbytes, size, wanted):
 def check_late(context):
     """The last rank does not come: the others name it, and their collectives are at an end."""
     group = context.split(0)
-    moves, team = DeviceCollectives.of(group), group.team
-    last = group.size - 1
-    team.timeout = 0.3
+    team, last = group.team, group.size - 1
+    team.timeout = 0.3  # before the collectives are made, which keep it
+    moves = DeviceCollectives.of(group)
     told = []
     for function in ("one_shot", "two_shot"):
         target = Memory(np.zeros(100, np.float32))

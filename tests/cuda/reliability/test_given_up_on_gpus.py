@@ -30,11 +30,16 @@ def filled(torch, shape, value):
 
 
 def call_of(torch, context, kind):
-    """A call that gives every rank N x N elements, which peers write."""
+    """A call that gives every rank N x N elements, which peers write.
+
+    New results of redistributions are pulled by their owner, and no peer knows where they lie: so
+    `out` is given, anew in each call.
+    """
     rank, size = context.rank, context.size
     rows = Slab.X.shape(rank, (N * size, N), size=size)
     if kind == "redistribution":
-        return partial(redistribute, filled(torch, rows, 1), Slab.X, Slab.Y)
+        operand, columns = filled(torch, rows, 1), Slab.Y.shape(rank, (N * size, N), size=size)
+        return lambda: redistribute(operand, Slab.X, Slab.Y, out=filled(torch, columns, 0))
     a = filled(torch, Slab.Y.shape(rank, (N, N * size), size=size), 1)
     b = filled(torch, rows, 1)
     return partial(matmul, a, b, distributions=[Slab.Y, Slab.X, Replicated()])
