@@ -9,6 +9,7 @@ slowest rank's. Results are checked before they are timed.
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from on_gpus import command, run
 
@@ -20,7 +21,7 @@ ALL_REDUCE = [size * KIB for size in (2, 16, 64, 256)]
 ALL_REDUCE += [size * MIB for size in (1, 4, 8, 16, 32, 64, 128, 256)]
 OTHER_TYPES = {"float32": "f32", "float64": "f64", "int32": "i32"}  # of 32 and 256 MiB
 REDUCE_SCATTER = [MIB, 32 * MIB, 256 * MIB]  # of what each rank gives
-MOVES = [16 * KIB, 256 * KIB, 2 * MIB, 32 * MIB]
+MOVES = [16 * KIB, 256 * KIB, *(count * MIB for count in (1, 2, 4, 16, 32))]
 # What issue 3 asks for on 8 H200: microseconds, ratios to NCCL, or GB/s.
 TARGETS = {
     ("barrier", 0): "<= 2.5 us",
@@ -156,31 +157,38 @@ def reduce_scatters(ranks, nbytes):
 
 
 def moves(ranks, nbytes):
-    """all_gather of `nbytes` from each rank, and all_to_all of `nbytes` to each rank."""
+    """all_gather of `nbytes` from each rank, and all_to_all of `nbytes` to each rank: ours into
+    ordinary memory and into the heap.
+    """
     torch, dist, size = ranks.torch, ranks.dist, ranks.size
     data = torch.randint(0, 255, (nbytes * size,), device=ranks.device, dtype=torch.uint8)
-    result, theirs = torch.empty_like(data), torch.empty_like(data)
-    shard, ours = data[:nbytes], ranks.moves
-    places, table = (data.data_ptr(), result.data_ptr()), [[1] * size] * size
-
-    def gather():
-        ours.move(*places, table, nbytes, ranks.stream(), whole=True)
-
-    def to_each():
-        ours.move(*places, table, nbytes, ranks.stream())
-
+    theirs, shard, moves = torch.empty_like(data), data[:nbytes], ranks.moves
+    buffer, _ = ranks.shared(nbytes * size)
+    moves.heaps.renew()
+    results = {
+        "ours_us": torch.empty_like(data),
+        "heap_us": torch.as_tensor(buffer, device=ranks.device),
+    }
+    table = [[1] * size] * size
     rows = []
-    for what, call, nccl in (
-        ("all_gather", gather, lambda: dist.all_gather_into_tensor(theirs, shard)),
-        ("all_to_all", to_each, lambda: dist.all_to_all_single(theirs, data)),
+    for what, whole, nccl in (
+        ("all_gather", True, lambda: dist.all_gather_into_tensor(theirs, shard)),
+        ("all_to_all", False, lambda: dist.all_to_all_single(theirs, data)),
     ):
-        call()
+        places = {name: (data.data_ptr(), result.data_ptr()) for name, result in results.items()}
+
+        def move(name, places=places, whole=whole):
+            moves.move(*places[name], table, nbytes, ranks.stream(), whole=whole)
+
+        systems = {name: partial(move, name) for name in results}
         nccl()
-        torch.cuda.synchronize()
-        assert torch.equal(result, theirs), what
+        for name, result in results.items():
+            systems[name]()
+            torch.cuda.synchronize()
+            assert torch.equal(result, theirs), (what, name)
         row = {"what": what, "bytes": nbytes}
-        row |= ranks.times({"ours_us": call, "nccl_us": nccl}, calls_for(nbytes * size))
-        for name in ("ours", "nccl"):
+        row |= ranks.times(systems | {"nccl_us": nccl}, calls_for(nbytes * size))
+        for name in ("ours", "heap", "nccl"):
             row[f"{name}_GBps"] = nbytes * (size - 1) / row[f"{name}_us"] / 1e3
         rows.append(row)
     return rows
@@ -198,6 +206,8 @@ def measure(ranks):
         row["target"] = TARGETS.get((row["what"], row["bytes"]), "")
         if "nccl_us" in row:
             row["ratio_to_nccl"] = row["nccl_us"] / row["ours_us"]
+        if "heap_us" in row:
+            row["heap_to_nccl"] = row["nccl_us"] / row["heap_us"]
     return rows
 
 

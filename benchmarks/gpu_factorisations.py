@@ -156,7 +156,7 @@ def systems(
 
 def nvmaths(ranks: Ranks, matrix: Matrix, operation: str) -> System:
     """cuSOLVERMp, by nvmath. Raises where it is not installed, or ranks share a GPU."""
-    if ranks.shared:
+    if ranks.share_gpus:
         raise RuntimeError("NCCL has no two ranks on one GPU")
     import nvmath.distributed as nvmath
     from nvmath.distributed import distribution

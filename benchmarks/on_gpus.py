@@ -37,11 +37,11 @@ class Ranks:
         self.torch, self.dist = torch, dist
         self.rank, self.size = int(os.environ["SHARDMATH_RANK"]), size
         count = torch.cuda.device_count()
-        self.shared = size > count  # whether ranks share GPUs, which NCCL does not
+        self.share_gpus = size > count  # whether ranks share GPUs, which NCCL does not
         self.device = torch.device("cuda", self.rank % count)
         torch.cuda.set_device(self.device)
         self.context = startup.initialize(self.device.index)
-        if self.shared:
+        if self.share_gpus:
             return
         dist.init_process_group(
             "nccl",
@@ -130,7 +130,7 @@ class Ranks:
         """Leave NCCL's group and the context; after a failure the figures are still good."""
         with suppress(Exception):
             self.torch.cuda.synchronize()
-            if not self.shared:
+            if not self.share_gpus:
                 self.dist.destroy_process_group()
             startup.finalize()
 

@@ -142,6 +142,40 @@ def test_a_call_comes_again_and_a_peers_arrays_are_others(ranks, store):
     assert all(ranks.run(change, store, ranks=3))
 
 
+def used_anew(context, form):
+    """Whether the heap knows, of the block that a call writes to, that peers know it: in each turn,
+    in which other blocks lie where those of the turn before have lain.
+    """
+    part = part_of(np.arange(96.0).reshape(12, 8), Slab.X, context.rank, context.size)
+    shape = Slab.Y.shape(context.rank, (12, 8), size=context.size)
+    places, known = set(), []
+    with pretended_gpu(context), context:
+        numpy = library_named("numpy")
+        operand = empty_on_heap(context, numpy, part.shape, "float64")
+        operand[...] = part
+        with Redistribute(operand, Slab.X, Slab.Y) as moved:
+            moved.plan()
+            for _ in range(5):
+                out = empty_on_heap(context, numpy, shape, "float64")
+                block = context.heap.find(numpy.pointer(out))
+                for _ in range(2):
+                    if form == "object":
+                        moved.execute(out=out)
+                    else:
+                        redistribute(operand, Slab.X, Slab.Y, out=out)
+                places.add(block.address)
+                known.append(context.number in block.announced_to)
+                out = None
+                context.heap.recycle()
+        context.board.barrier("done")
+    return len(places), known
+
+
+@pytest.mark.parametrize("form", ["object", "function"])
+def test_peers_know_the_blocks_that_lie_where_others_did(ranks, form):
+    assert ranks.run(used_anew, form, ranks=2) == [(1, [True] * 5)] * 2
+
+
 def repeated(context):
     """The functions of Python that a redistribution calls that comes again, until its graph."""
     full = np.ones((12, 8))

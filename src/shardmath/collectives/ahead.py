@@ -183,10 +183,19 @@ class Ahead:
 
     @contextmanager
     def meeting(self, own: Spec | Exception) -> Iterator[None]:
-        """Surround a meeting to which this rank brings `own`, a spec or an error."""
+        """Surround a meeting to which this rank brings `own`, a spec or an error.
+
+        Ranks let each other reach the heaps that they have by then.
+        """
+        context = self._context()
+        assert context is not None, "it is in use"
         self._own = own
         try:
+            if context.heaps is not None:
+                context.heaps.announce(context)
             yield
+            if context.heaps is not None:
+                context.heaps.renew()
         finally:
             self._own = None
 

@@ -2,8 +2,8 @@
 
 What is combined travels through cells (`kernels/cells.cuh`), from and to ordinary memory; large
 arrays are pushed straight into symmetric memory (`Pushes`). What is moved travels by `exchange.cu`,
-whatever its size: kernels learn from each other how much there is. After `of` no process waits for
-another here.
+whatever its size: kernels learn from each other how much there is, and where on the heap a result
+lies. After `of` no process waits for another here.
 
 Streams: the calls of one context follow each other on whatever streams they are put. Those of two
 contexts run at once, in whatever order a rank has put them: a kernel that waits for peers takes at
@@ -25,6 +25,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives.forms import UNKNOWN
+from shardmath.collectives.heaps import SEGMENTS, Heaps, table_bytes
 from shardmath.collectives.operand import bounds
 from shardmath.collectives.outboxes import FarCollectives
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
@@ -49,10 +50,11 @@ _KEPT = 256  # launches that are kept ready
 _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 # Of exchange.cu: the most that goes to a rank as packets, what goes in chunks, and its launches.
 _MAIL_BYTES = 4 << 20  # of all ranks; packets are twice as long
+_WRITTEN_BYTES = 1 << 20  # of all ranks: more is written straight into a result on the heap
 _INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
 _MAIL_BLOCKS, _LANE_BLOCKS = 2 * _LANES - 1, 2 * _LANES
 _FEW_BYTES, _FEW_THREADS = 64 << 10, 128  # to or from a rank, and in a block
-_POST = "MAIL_BYTES", "POST_BYTES"
+_DEFINES = "MAIL_BYTES", "POST_BYTES", "SEGMENTS"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -136,24 +138,35 @@ class DeviceCollectives(Pushes):
     def __init__(self, context: Context, team: Team, cells: Sequence[int]) -> None:
         super().__init__(context, team)
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
-        self._lay_out(cells)
+        mail = _mail_bytes(team.size)
+        table = cells[team.rank] + _words_end(team.size) + _post_bytes(team.size, mail)
+        self._lay_out(cells, Heaps(context, table))
 
-    def _lay_out(self, cells: Sequence[int]) -> None:
+    def _lay_out(self, cells: Sequence[int], heaps: Heaps) -> None:
         """Note where every rank's memory lies, by rank: cells, counts, words, and its `Post`."""
         team = self.team
+        self.heaps = heaps
         self._cells = [cells[rank] for rank in team.ring_order]
         self._team_bytes = team.packed()
         self._counts_address = cells[team.rank] + _cells_bytes(team.size)
         self._posts = [start + _words_end(team.size) for start in cells]
         self._exchanges: dict[LaunchConfig, ReadyLaunch] = {}
         self._mail_bytes = _mail_bytes(team.size)
+        self._written_bytes = _written_bytes(team.size)
 
     @classmethod
     def of(cls, context: Context) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
         if context.multi_host:
             return FarCollectives.of(context)
-        return context.cache("device collectives", lambda: cls.separate(context))
+        return context.cache("device collectives", lambda: cls._first(context))
+
+    @classmethod
+    def _first(cls, context: Context) -> DeviceCollectives:
+        """The context's own, which knows its table of heaps and that kernels write by it."""
+        made = cls.separate(context)
+        context.heaps = made.heaps
+        return made
 
     @classmethod
     def separate(cls, context: Context) -> DeviceCollectives:
@@ -164,7 +177,11 @@ class DeviceCollectives(Pushes):
         team = context.team
         assert team is not None, "a context of GPUs"
         nbytes = _words_end(team.size) + _post_bytes(team.size, _mail_bytes(team.size))
-        return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
+        nbytes += table_bytes(team.size)
+        Heaps.announce(context)
+        cells = kernel_memory(context, "collectives: cells", nbytes)
+        context.heap.groups.watch_everywhere(context.number, team.failed)
+        return cls(context, team, cells)
 
     # -- what is pushed ----------------------------------------------------------------------------
 
@@ -198,7 +215,7 @@ class DeviceCollectives(Pushes):
         team, more = self.team, self._exchange_kernel("exchange").handle
         few = _FEW_BYTES, self._exchange_kernel("exchange_few").handle, _FEW_THREADS
         ranks = team.size, team.rank
-        return (more, _MAIL_BLOCKS, _MAX_THREADS), (*ranks, self._mail_bytes, _LANE_BLOCKS, *few)
+        return (more, _MAIL_BLOCKS, _MAX_THREADS), (*ranks, self._written_bytes, _LANE_BLOCKS, *few)
 
     def all_reduce(
         self,
@@ -274,7 +291,7 @@ class DeviceCollectives(Pushes):
         Nothing is written, and all ranks report it, where what they send is not what one expects.
         """
         self.team.require_usable()
-        config = _exchange_config(parts, self.team.rank, self._mail_bytes)
+        config = _exchange_config(parts, self.team.rank, self._written_bytes)
         argument = self._argument(tag, self._exchange_words(source, target, parts))
         launch = self._exchanges.get(config)
         if launch is None:
@@ -287,8 +304,8 @@ class DeviceCollectives(Pushes):
         return launch
 
     def _exchange_kernel(self, function: str) -> Kernel:
-        sizes = self._mail_bytes, _post_bytes(self.team.size, self._mail_bytes)
-        defines = [f"{name}={value}" for name, value in zip(_POST, sizes, strict=True)]
+        sizes = self._mail_bytes, _post_bytes(self.team.size, self._mail_bytes), SEGMENTS
+        defines = [f"{name}={value}" for name, value in zip(_DEFINES, sizes, strict=True)]
         return self.team.kernel("exchange", function, defines)
 
     def _exchange_words(self, source: int, target: int, parts: Parts) -> list[int]:
@@ -297,16 +314,18 @@ class DeviceCollectives(Pushes):
         row = (*parts.sent, *(parts.expected or unknown), UNKNOWN)
         if parts.room is not None:
             row = (*row[:-1], parts.room)
-        return [source, target, parts.width, *parts.starts, *row, parts.guess, *self._posts]
+        packed = self._written_bytes if self.heaps.holds(target) else self._mail_bytes
+        where = *self._posts, self.heaps.address, packed
+        return [source, target, parts.width, *parts.starts, *row, parts.guess, *where]
 
     def rows(self, launch: int) -> list[tuple[int, ...]]:
         """The rows that all ranks have sent to this one in a launch that was their last."""
         size = self.team.size
-        packets = np.empty((size, 2 * size + 1, 2), np.uint64)
+        packets = np.empty((size, _row_packets(size), 2), np.uint64)
         place = self._posts[self.team.rank] + 2 * size * _PACKET + (launch & 1) * packets.nbytes
         self.team.device.activate()
         call("cuMemcpyDtoH", packets.ctypes.data, place, packets.nbytes)
-        return [tuple(row) for row in packets[:, :, 0].tolist()]
+        return [tuple(row) for row in packets[:, : 2 * size + 1, 0].tolist()]
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
@@ -357,9 +376,20 @@ def _mail_bytes(size: int) -> int:
     return up(_MAIL_BYTES // size, 8)
 
 
+def _written_bytes(size: int) -> int:
+    """The most bytes that go to a rank as packets where its result is on the heap."""
+    return min(up(_WRITTEN_BYTES // size, 8), _mail_bytes(size))
+
+
+def _row_packets(size: int) -> int:
+    """The number of packets of a row, `kRow` in kernels/exchange.cu."""
+    return 3 * size + 3
+
+
 def _post_bytes(size: int, mail: int) -> int:
     """The bytes of the struct `Post` of kernels/exchange.cu."""
-    rows, mails = 2 * size * (2 * size + 2) * _PACKET, 2 * size * mail // 8 * _PACKET
+    rows, mails = 2 * size * (_row_packets(size) + 1) * _PACKET, 2 * size * mail // 8 * _PACKET
+    rows += 2 * size * 8  # counts of blocks
     slot = _INBOX_BYTES // (_LANES * size * _SLOTS) // _SLOT_UNIT * _SLOT_UNIT
     return rows + mails + _LANES * size * (16 + _SLOTS * slot) + _PACKET
 
@@ -373,13 +403,13 @@ def _digest(table: Sequence[Sequence[int]]) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") | 1 << 63
 
 
-def _exchange_config(parts: Parts, rank: int, mail: int) -> LaunchConfig:
-    """The launch of an exchange."""
+def _exchange_config(parts: Parts, rank: int, packed: int) -> LaunchConfig:
+    """The launch of an exchange in which each rank sends so many bytes as packets, or more."""
     most, own = parts.most(rank)
-    if most <= mail and parts.largest <= _FEW_BYTES:
+    if most <= packed and parts.largest <= _FEW_BYTES:
         packets = -(-parts.largest // (_PACKET // 2))
         return LaunchConfig("exchange_few", max(1, -(-packets // _FEW_THREADS)), _FEW_THREADS)
-    if most > mail:
+    if most > packed:
         return LaunchConfig("exchange", _LANE_BLOCKS, _MAX_THREADS)
     config = _launch_config("exchange", -(-max(most, own) // (_PACKET // 2)))
     return LaunchConfig("exchange", min(config.blocks, _MAIL_BLOCKS), config.threads)

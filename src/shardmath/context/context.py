@@ -82,6 +82,7 @@ class Context(OnHosts):
         self.caches: dict[Any, Any] = {}
         self.again: dict[Any, Any] = {}  # calls that come again, as users make them: direct.c
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
+        self.heaps: Any = None  # where kernels find all ranks' heaps: see collectives.heaps
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         drop = None if team is None else team.drop
         leaving = board, drop, self.heap.groups, self.number
@@ -141,10 +142,25 @@ class Context(OnHosts):
         where the block lies.
         """
         block.announced_to.add(self.number)
-        segment = block.location.segment
+        self.announce_segment(block.location.segment)
+
+    def announce_segment(self, segment: int) -> None:
+        """Let every peer attach a segment of this rank's heap. Local."""
         if segment not in self._announced:  # one that peers know is never taken back
             self.board.names.told(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
+
+    def announced_segments(self) -> dict[tuple[int, int], int]:
+        """Where the segments lie here that peers have announced, as far as that has come: addresses
+        by rank and segment. Local.
+        """
+        transport, ranks = self._runtime.transport, {r: i for i, r in enumerate(self._ranks)}
+        return {
+            (ranks[peer], segment): address
+            for peer, segment in transport.held()
+            if peer in ranks and ranks[peer] != self.rank
+            if (address := self.peer_address(ranks[peer], Location(segment, 0), 1)) is not None
+        }
 
     def allocate_shared(self, nbytes: int) -> Buffer:
         """Memory of the heap that every peer can attach. Local; precedes an exchange as `announce`

@@ -80,6 +80,16 @@ class Device:
             call("cuMemsetD8Async", address, byte, nbytes, self._side)
             call("cuStreamSynchronize", self._side)
 
+    def write(self, address: int, data: bytes) -> None:
+        """Write to memory of the device, and wait until it is there, but for no other work.
+
+        Also while a stream is being captured.
+        """
+        self.activate()
+        with beside_captures():
+            call("cuMemcpyHtoDAsync", address, data, len(data), self._side)
+            call("cuStreamSynchronize", self._side)
+
     @cached_property
     def _side(self) -> Any:
         """A stream that waits for no other: what users have put on theirs may wait for a peer."""

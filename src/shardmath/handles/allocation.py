@@ -302,6 +302,8 @@ def allocate_on_all_ranks(
         return places
 
     segments, offsets, sizes, notes = zip(*context.agree(operation, describe, checked), strict=True)
+    if context.heaps is not None:
+        context.heaps.renew()
     return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
 
 

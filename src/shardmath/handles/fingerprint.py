@@ -96,26 +96,34 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
                 return None
             library, spec, address, block = inspected
             blocks.append((address if spec.size else library.anchor(x), block))
-        in_blocks = InBlocks(version, blocks)
+        in_blocks = InBlocks(version, blocks, same=context.team is not None)
         self.keep(key, (in_blocks, value))
         return in_blocks
 
 
 class InBlocks:
-    """In which blocks the arrays of a call lay when the heap had that `version`."""
+    """In which blocks the arrays of a call lay when the heap had that `version`.
 
-    __slots__ = ("_blocks", "version")
+    Others in their places are as good; but they must be the `same` where kernels of late ranks may
+    write to what a call has told them of, which the heap knows by its blocks.
+    """
 
-    def __init__(self, version: int, blocks: list[tuple[int, Block | None]]) -> None:
+    __slots__ = ("_blocks", "_same", "version")
+
+    def __init__(
+        self, version: int, blocks: list[tuple[int, Block | None]], *, same: bool = False
+    ) -> None:
         self.version = version
-        self._blocks = [(address, _extent(block)) for address, block in blocks]
+        self._blocks, self._same = blocks, same
 
     def holds(self, heap: Heap) -> bool:
         """Whether they still do, as far as this rank has not freed them."""
         version = heap.version
-        for address, extent in self._blocks:
+        for address, known in self._blocks:
             block = heap.find(address)
-            if _extent(block) != extent or (block is not None and block.freed):
+            if block is not known and (self._same or _extent(block) != _extent(known)):
+                return False
+            if block is not None and block.freed:
                 return False
         self.version = version
         return True

@@ -5,16 +5,22 @@
 // of each if it knows that, and how much its result takes. It writes nothing of a result before all ranks' rows are
 // here and fit. All ranks see the same rows: so where they do not fit, all report it, and none writes anything.
 //
-//     to each rank  |  up to kMail bytes: packets that say of which launch they are, sent with the row.
-//                   |  More: chunks through slots at the receiver, once all rows have come. Chunk c goes by lane
-//                   |  c % kLanes, of which one block sends at one end and another receives at the other.
+//     to each rank  |  few bytes: packets that say of which launch they are, sent with the row.
+//                   |  More, once all rows have come: straight into the result, where that is on the receiver's heap
+//                   |  and the sender reaches it; each block of the sender counts itself at the receiver at its end.
+//                   |  Else chunks through slots at the receiver. Chunk c goes by lane c % kLanes, of which one block
+//                   |  sends at one end and another receives at the other.
+//
+// Which of these it is, both see by the rows of both: a row says how many bytes its rank sends as packets, where its
+// result lies, and which segments of the others' heaps it reaches.
 //
 // A rank that has guessed what all ranks send to all sends a number for that, too. A kernel for few bytes writes what has
 // come without looking at rows, where all ranks have sent the same number in the same call: then all parts fit.
 //
-// Compiled with MAIL_BYTES and POST_BYTES, see kMail and Post.
+// Compiled with MAIL_BYTES, POST_BYTES and SEGMENTS, see kMail, Post and Heaps.
 //
-// Reuse. There are two places for rows and mail, used in turn, as for the words of launches in cells.cuh. A slot is
+// Reuse. There are two places for rows, mail and counts of blocks, used in turn, as for the words of launches in
+// cells.cuh; the receiver sets the counts back before its launch ends. A slot is
 // free once its receiver has said that it has taken chunk k - kSlots of this lane; the slots of earlier launches
 // are, when the sender has all ranks' rows of this one. Launches are counted in the words of block 0: in its own order
 // with the launches of other kernels on these cells.
@@ -29,7 +35,12 @@ constexpr u64 kInbox = 16 << 20;      // bytes of all slots of a rank
 constexpr u64 kUnknown = ~0ull;       // a number that a rank does not know
 constexpr u64 kSpread = 0x9e3779b97f4a7c15;  // odd: other guesses of one call are other words
 constexpr u32 kPatience = 1 << 12;    // polls for guesses, before rows are waited for
-constexpr u32 kRow = 2 * kRanks + 1;  // packets of a row
+constexpr u32 kSegments = SEGMENTS;   // of a rank's heap that others may reach
+// A row: counts to each rank and from each, and of the result; then how the rank sends, where its result lies, and of
+// each rank's heap the segments that it reaches, a bit for each.
+constexpr u32 kCounts = 2 * kRanks + 1, kHow = kCounts, kPlace = kCounts + 1, kReach = kCounts + 2;
+constexpr u32 kRow = kReach + kRanks;  // packets
+constexpr u32 kPlaceBits = 48;         // of an offset in a segment, whose number is above
 constexpr u64 kSlotBytes = kInbox / (kLanes * kRanks * kSlots) & ~2047ull;
 static_assert(kRanks <= 32, "the rows of all ranks fit in a block's shared memory");
 
@@ -41,6 +52,7 @@ struct Arrival {
 struct Post {
     Packet guess[2][kRanks];
     Packet row[2][kRanks][kRow];
+    u64 written[2][kRanks];  // blocks of a rank that have written all they write straight, less one: all ones at first
     Packet mail[2][kRanks][kMail / 8];
     Arrival lane[kLanes];
     Packet slot[kLanes][kRanks][kSlots][kSlotBytes / sizeof(Packet)];
@@ -48,15 +60,24 @@ struct Post {
 };
 static_assert(sizeof(Post) == POST_BYTES, "as the host has it");
 
+// Where this rank's kernels find the segments of heaps, by their owner's numbers; 0 for what is not there, or is out of
+// reach. The host adds to it while kernels run: so what a launch goes by is what it has put in its row.
+struct Heaps {
+    ulonglong2 own[kSegments];  // start, and bytes
+    u64 peer[kRanks][kSegments];
+};
+
 struct ExchangeArgument {
     Cells cells;
     char* input;
     char* output;
     u64 width;              // bytes of what is counted
     u64 start[kRanks];      // where the part for each rank starts in the input, in bytes
-    u64 row[kRow];          // counts: to each rank; from each rank, or kUnknown; of the result, or kUnknown
+    u64 row[kCounts];       // counts: to each rank; from each rank, or kUnknown; of the result, or kUnknown
     u64 guess;              // a number for what all ranks send to all, or kUnknown
     Post* post[kRanks];     // every rank's, by rank
+    const Heaps* heaps;
+    u64 packed;             // the most bytes to a rank that this one sends as packets: kMail at most
 };
 
 // -- bytes of any alignment ----------------------------------------------------------------------------
@@ -153,6 +174,7 @@ struct CopyFromSlot {
 struct Table {
     u64 row[kRanks][kRow];
     u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
+    char* there[kRanks];  // where this rank's part lies in the result of each that it writes to; null for others
     u64 counted[2];     // the chunks that a peer has counted, as was seen last: in turn, since who reads may be late
 };
 
@@ -180,9 +202,31 @@ struct Exchange {
     }
 
     __device__ void send_row() const {
-        const u32 place = launch.number & 1;
-        for (u32 i = threadIdx.x; i < kRanks * kRow; i += blockDim.x)
-            store_packet(&a.post[i / kRow]->row[place][rank()][i % kRow], {a.row[i % kRow], launch.number});
+        const auto send = [&](u32 i, u64 word) {
+#pragma unroll 1
+            for (int peer = 0; peer < kRanks; ++peer)
+                store_packet(&a.post[peer]->row[launch.number & 1][rank()][i], {word, launch.number});
+        };
+        for (u32 i = threadIdx.x; i < kCounts; i += blockDim.x) send(i, a.row[i]);
+        // By another warp: these words have to be looked up.
+        for (u32 i = kCounts + blockDim.x - 1 - threadIdx.x; i < kRow; i += blockDim.x) send(i, told(i));
+    }
+
+    // What a row says behind its counts. Looking places up takes 1.4 us: not for parts that are all sent as packets.
+    __device__ __noinline__ u64 told(u32 i) const {
+        if (i == kHow) return a.packed << 16 | gridDim.x;
+        u64 found = i == kPlace ? kUnknown : 0;
+        if (gridDim.x < 2 * kLanes) return found;
+#pragma unroll
+        for (u32 segment = 0; segment < kSegments; ++segment) {
+            if (i == kPlace) {
+                const ulonglong2 own = a.heaps->own[segment];
+                if ((u64)a.output - own.x < own.y) found = (u64)segment << kPlaceBits | ((u64)a.output - own.x);
+            } else {
+                found |= (u64)(a.heaps->peer[i - kReach][segment] != 0) << segment;
+            }
+        }
+        return found;
     }
 
     __device__ void send_mail(u64 me, u64 all) const {
@@ -192,12 +236,26 @@ struct Exchange {
             const u64 nbytes = to(peer);
             const char* const start = a.input + a.start[peer];
             Packet* const mail = a.post[peer]->mail[launch.number & 1][rank()];
-            for (u64 at = me; at < mail_packets(nbytes); at += all)
+            for (u64 at = me; at < mail_packets(nbytes, a.packed); at += all)
                 store_packet(mail + at, {load_eight(start, at, nbytes), launch.number});
         }
     }
 
-    __device__ static u64 mail_packets(u64 nbytes) { return nbytes > kMail ? 0 : packets_for(nbytes); }
+    __device__ static u64 mail_packets(u64 nbytes, u64 packed) { return nbytes > packed ? 0 : packets_for(nbytes); }
+
+    // How a part travels, as both of its ranks see it once all rows have come.
+    __device__ u64 packed(int src) const { return table.row[src][kHow] >> 16; }
+    __device__ bool reaches(int src, int dst) const {
+        const u64 place = table.row[dst][kPlace];
+        return place != kUnknown && table.row[src][kReach + dst] >> (place >> kPlaceBits) & 1;
+    }
+    __device__ bool is_written(int src, int dst) const {
+        return src != dst && table.row[src][dst] * a.width > packed(src) && reaches(src, dst);
+    }
+    __device__ u64 through_slots(int src, int dst) const {
+        const u64 nbytes = table.row[src][dst] * a.width;
+        return src != dst && nbytes > packed(src) && !reaches(src, dst) ? nbytes : 0;
+    }
 
     // Wait for all ranks' words and rows. By all threads; the same for all.
     __device__ bool receive_rows() const {
@@ -251,16 +309,18 @@ struct Exchange {
     __device__ bool fits() const {
         bool good = true;
         for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x) {
-            u64 total = 0, before = 0;
+            u64 total = 0, before = 0, ours = 0;
             const u64* const takes = table.row[peer];
             for (int src = 0; src < kRanks; ++src) {
                 const u64 sent = table.row[src][peer], expected = takes[kRanks + src];
                 total += sent;
                 before += src < peer ? table.row[src][rank()] : 0;
+                ours += src < rank() ? sent : 0;
                 good &= expected == kUnknown || expected == sent;
             }
             good &= takes[2 * kRanks] == kUnknown || takes[2 * kRanks] == total;
             table.place[peer] = before * a.width;
+            table.there[peer] = is_written(rank(), peer) ? result_of(peer) + ours * a.width : nullptr;
         }
         good = __syncthreads_and(good);
         if (!good && threadIdx.x == 0) {
@@ -271,6 +331,11 @@ struct Exchange {
         return good;
     }
 
+    __device__ char* result_of(int peer) const {
+        const u64 place = table.row[peer][kPlace];
+        return (char*)a.heaps->peer[peer][place >> kPlaceBits] + (place & ((1ull << kPlaceBits) - 1));
+    }
+
     // Several packets of each thread are looked at together: the next of all peers, or the next few of the only one.
     __device__ bool receive_mail(u64 me, u64 all) const {
         constexpr int kAhead = kRanks == 2 ? 4 : 1, kPeers = kRanks < 8 ? kRanks - 1 : 7, kMany = kAhead * kPeers;
@@ -279,7 +344,10 @@ struct Exchange {
 #pragma unroll 1
         for (int first = 1; first < kRanks; first += kPeers) {
             const auto peer_of = [&](int j) { return (rank() + 2 * kRanks - first - j / kAhead) % kRanks; };
-            const auto packets = [&](int j) { return first + j / kAhead < kRanks ? mail_packets(from(peer_of(j))) : 0; };
+            const auto packets = [&](int j) {
+                const int peer = peer_of(j);
+                return first + j / kAhead < kRanks ? mail_packets(from(peer), packed(peer)) : 0;
+            };
             u64 most = 0;
             for (int j = 0; j < kMany; j += kAhead) most = packets(j) > most ? packets(j) : most;
             for (u64 at = me; come && at < most; at += kAhead * all) {
@@ -317,9 +385,7 @@ struct Exchange {
         const u64 each = (nbytes / (2 * kLanes) + 2047) & ~2047ull;
         return each < 2048 ? 2048 : each < kSlotBytes ? each : kSlotBytes;
     }
-    __device__ static u64 chunks(u64 nbytes) {
-        return nbytes > kMail ? (nbytes + chunk_bytes(nbytes) - 1) / chunk_bytes(nbytes) : 0;
-    }
+    __device__ static u64 chunks(u64 nbytes) { return (nbytes + chunk_bytes(nbytes) - 1) / chunk_bytes(nbytes); }
 
     // Wait until a peer has counted `target` chunks of this launch, and say how many it has; 0 when they do not come.
     // By all threads; the same for all.
@@ -346,7 +412,7 @@ struct Exchange {
 
     // Those who have copied a chunk go on while one thread for each peer waits until it is there, and says so.
     __device__ bool send_chunks(u32 lane) const {
-        const auto left = [&](int peer, u64 chunk) { return peer != rank() && chunk < chunks(to(peer)); };
+        const auto left = [&](int peer, u64 chunk) { return chunk < chunks(through_slots(rank(), peer)); };
         u64 room[kRanks];  // chunks that a peer is known to have room for
         for (int i = 0; i < kRanks; ++i) room[i] = kSlots;
         bool more = true;
@@ -383,7 +449,7 @@ struct Exchange {
 #pragma unroll 1
             for (int i = 1; i < kRanks; ++i) {
                 const int peer = (rank() + kRanks - i) % kRanks;
-                const u64 nbytes = from(peer), each = chunk_bytes(nbytes), at = chunk * each;
+                const u64 nbytes = through_slots(peer, rank()), each = chunk_bytes(nbytes), at = chunk * each;
                 if (chunk >= chunks(nbytes)) continue;
                 more = true;
                 if (!await_count(&own().lane[lane].sent[peer], k + 1, peer)) return false;
@@ -410,6 +476,76 @@ struct Exchange {
         return true;
     }
 
+    // -- straight into results ---------------------------------------------------------------------------
+
+    // The part for `peer` that is written where it belongs, this rank's own among them; no bytes where it is not.
+    struct Written {
+        char* to;
+        const char* from;
+        u64 nbytes;
+
+        __device__ bool is_aligned() const { return !(((u64)to | (u64)from) & 15); }
+        __device__ u64 words() const { return is_aligned() ? nbytes / 16 : 0; }
+    };
+    __device__ Written written(int peer) const {
+        const char* const from_here = a.input + a.start[peer];
+        char* const to_there = peer == rank() ? a.output + table.place[peer] : table.there[peer];
+        return {to_there, from_here, to_there == nullptr || to_there == from_here ? 0 : to(peer)};
+    }
+
+    // Write all of these parts at once, so that the link and this GPU's memory are busy together; with `own`, this
+    // rank's too. Then say so to those who wait for them.
+    __device__ void write_parts(u64 me, u64 all, bool own) const {
+        constexpr int kAtOnce = 4;
+        const int last = own ? kRanks : kRanks - 1;
+        u64 most = 0;
+        for (int i = 1; i <= last; ++i) {
+            const u64 words = written((rank() + i) % kRanks).words();
+            most = words > most ? words : most;
+        }
+        for (u64 first = me; first < most; first += kAtOnce * all) {
+#pragma unroll 1
+            for (int i = 1; i <= last; ++i) {
+                const Written part = written((rank() + i) % kRanks);
+                const u64 words = part.words();
+                ulonglong2 held[kAtOnce];
+#pragma unroll
+                for (int k = 0; k < kAtOnce; ++k)
+                    if (first + k * all < words) held[k] = ((const ulonglong2*)part.from)[first + k * all];
+#pragma unroll
+                for (int k = 0; k < kAtOnce; ++k)
+                    if (first + k * all < words) ((ulonglong2*)part.to)[first + k * all] = held[k];
+            }
+        }
+#pragma unroll 1
+        for (int i = 1; i <= last; ++i) {
+            const Written part = written((rank() + i) % kRanks);
+            const u64 done = 16 * part.words();
+            by_unit<CopyAsAligned>((u64)part.to | (u64)part.from, part.to + done, part.from + done, part.nbytes - done, me,
+                                   all);
+        }
+        __syncthreads();
+        const int peer = threadIdx.x;
+        if (peer < kRanks && table.there[peer]) {
+            fence();
+            add_for_all(&a.post[peer]->written[launch.number & 1][rank()], 1);
+        }
+    }
+
+    // Wait until all that write into this rank's result have done so. By one block.
+    __device__ void await_parts() const {
+        const int peer = threadIdx.x;
+        if (peer >= kRanks || !is_written(peer, rank())) return;
+        u64* const count = &own().written[launch.number & 1][peer];
+        const u64 blocks = table.row[peer][kHow] & 0xffff;
+        Deadline deadline;
+        for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
+            const u64 seen = load_acquire(count) + 1;
+            if (seen == blocks) return store_relaxed(count, ~0ull);
+            if (last) return give_up(peer, blocks, seen);
+        }
+    }
+
     __device__ void run() const {
         const u64 me = (u64)blockIdx.x * blockDim.x + threadIdx.x, all = (u64)gridDim.x * blockDim.x;
         if (!__syncthreads_and(launch.usable)) return;  // another block may just have failed
@@ -419,19 +555,25 @@ struct Exchange {
         }
         send_mail(me, all);
         if (!receive_rows() || !fits()) return;
-        const bool in_lanes = gridDim.x >= 2 * kLanes;
+        bool in_lanes = false, writes = false;
+        for (int peer = 0; peer < kRanks; ++peer) {
+            in_lanes |= through_slots(rank(), peer) || through_slots(peer, rank());
+            writes |= table.there[peer] != nullptr;
+        }
+        if (writes) write_parts(me, all, !in_lanes);
         if (in_lanes && blockIdx.x < kLanes) {
             send_chunks(blockIdx.x);  // the rest is left to the others: peers wait for these
         } else if (in_lanes) {
             const u64 first = (u64)kLanes * blockDim.x;
             if (receive_mail(me - first, all - first)) receive_chunks(blockIdx.x - kLanes);
         } else {
-            take_mail(me, all);
+            take_mail(me, all, writes);
         }
+        if (blockIdx.x == 0) await_parts();
     }
 
-    __device__ void take_mail(u64 me, u64 all) const {
-        for (u64 chunk = blockIdx.x; copy_own(chunk);) chunk += gridDim.x;
+    __device__ void take_mail(u64 me, u64 all, bool has_own = false) const {
+        for (u64 chunk = blockIdx.x; !has_own && copy_own(chunk);) chunk += gridDim.x;
         receive_mail(me, all);
     }
 

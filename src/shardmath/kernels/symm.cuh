@@ -120,6 +120,11 @@ __device__ inline void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Add to a word that other GPUs add to, too.
+__device__ inline void add_for_all(u64* word, u64 value) {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // Between what was written before, by this thread or seen by it, and what it stores after, for all to see.
 __device__ inline void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

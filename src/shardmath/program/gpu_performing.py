@@ -396,7 +396,12 @@ class GPUPerformer(ABC):
             place: Result | None = known.arrays.places.get(name)
             given[name] = place or Result(target.address, target, out)
         results, is_new = {**given, **new}, self._names.results[0] in new
-        return Execution(plan, stream, lane, known.arrays.operands, results, known.numbers, is_new)
+        operands = known.arrays.operands
+        # What was prepared is found by places: there may be other blocks now, of which peers know.
+        for array in (*operands.values(), *[result.array for result in results.values()]):
+            if array.block is not None:
+                self._context.announce(array.block)
+        return Execution(plan, stream, lane, operands, results, known.numbers, is_new)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""

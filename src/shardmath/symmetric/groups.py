@@ -18,10 +18,17 @@ class Groups:
     def __init__(self) -> None:
         self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._watched: dict[int, tuple[Callable[[], bool], list[object]]] = {}
+        self._anywhere: dict[int, Callable[[], bool]] = {}
 
     def watch(self, group: int, gave_up: Callable[[], bool]) -> None:
         """`gave_up()` says whether an operation of the group did not come to its end here."""
         self._watched[group] = gave_up, []
+
+    def watch_everywhere(self, group: int, failed: Callable[[], bool]) -> None:
+        """Kernels of the group tell each other of places anywhere on this heap, and write there;
+        late ones may once it has `failed()`.
+        """
+        self._anywhere[group] = failed
 
     def keep(self, group: int, memory: object) -> None:
         """Keep memory until a watched group has ended. The garbage collector may call it."""
@@ -43,6 +50,7 @@ class Groups:
         """Keep nothing for groups that have ended, and watch them no more."""
         for group in groups:
             self._watched.pop(group, None)
+            self._anywhere.pop(group, None)
         for left in tuple(self._left):
             if left[0] in groups:
                 self._left.remove(left)
@@ -50,7 +58,12 @@ class Groups:
     def forget_all(self) -> None:
         """Keep nothing for any group: their memory is used no more."""
         self._watched.clear()
+        self._anywhere.clear()
 
     def may_write(self, told: Iterable[int]) -> bool:
-        """Whether late ranks of one of these groups may write to what they were told of."""
-        return any(self._watched[group][0]() for group in told if group in self._watched)
+        """Whether late ranks of one of these groups may write to what they were told of, or of any
+        to all.
+        """
+        return any(failed() for failed in self._anywhere.values()) or any(
+            self._watched[group][0]() for group in told if group in self._watched
+        )

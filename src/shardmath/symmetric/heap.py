@@ -214,6 +214,11 @@ class Heap:
         self._lock = threading.RLock()
 
     @property
+    def segments(self) -> dict[int, tuple[int, int]]:
+        """Where each segment lies, and its bytes, by its number."""
+        return {index: (one.address, one.nbytes) for index, one in self._segments.items()}
+
+    @property
     def used(self) -> int:
         """Bytes in blocks, those that wait for marks included."""
         with self._lock:
@@ -320,7 +325,7 @@ class Heap:
                         return None
                     self._passed = block.fence
                 del turn[place]
-                if not block.announced_to or not self.groups.may_write(block.announced_to):
+                if not self.groups.may_write(block.announced_to):
                     del self._retired[block]
                     block.unused, block.fence = False, None
                     return block

@@ -276,6 +276,10 @@ class Team:
         """Whether an operation may have ended here before its peers were done with it."""
         return self._expired or bool(self._notes[0]) or self._board.failure is not None
 
+    def failed(self) -> bool:
+        """Whether a collective, or the group, came to an end here before its peers were done."""
+        return self.gave_up_counts() or self._board.failure is not None
+
     def gave_up_counts(self) -> bool:
         """Whether a wait has expired here after which peers may wait for this rank in vain."""
         if self.broken:

@@ -5,6 +5,7 @@ __device__ inline u64 load_acquire(const u64* word) {
 __device__ inline u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 __device__ inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 __device__ inline void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+__device__ inline void add_for_all(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
 __device__ inline void fence() { __threadfence(); }
 __device__ inline void await_earlier() {}
 __device__ inline Packet load_packet(const Packet* packet) {

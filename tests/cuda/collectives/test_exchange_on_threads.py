@@ -21,13 +21,15 @@ import pytest
 
 from shardmath.collectives import cells
 from shardmath.collectives.cells import DeviceCollectives, Parts
+from shardmath.collectives.heaps import SEGMENTS, Heaps, table_bytes
 from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 
 HERE = Path(__file__).parent
 LANES, INBOX, MAIL, THREADS = 2, 48 << 10, 3 * 256, 3
 SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
-SMALLER |= {"_FEW_BYTES": 64, "_FEW_THREADS": THREADS}
+SMALLER |= {"_FEW_BYTES": 64, "_FEW_THREADS": THREADS, "_WRITTEN_BYTES": 3 * 128}
+HEAP = 1 << 20  # bytes of each of a rank's two segments
 SECONDS = 3600  # nobody waits in vain here
 NONE = 0xFFFFFFFF  # no thread is late
 OURS, OTHER = 7, 8  # tags
@@ -80,6 +82,7 @@ def kernel(request, tmp_path_factory):
     with patch.multiple(cells, **SMALLER):
         mail = cells._mail_bytes(size)
         defines = [f"-DMAIL_BYTES={mail}", f"-DPOST_BYTES={cells._post_bytes(size, mail)}"]
+        defines += [f"-DSEGMENTS={SEGMENTS}"]
     command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
     defines += [f"-DSHARDMATH_RANKS={size}"]
     subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
@@ -95,6 +98,24 @@ def aligned(nbytes, value=0):
     return whole[start : start + nbytes]
 
 
+class Table(Heaps):
+    """One rank's table of heaps of two segments each; of a rank's it knows those in `reached`."""
+
+    def __init__(self, rank, ranks, reached):
+        heaps = [each.heap for each in ranks]
+        self.words = aligned(table_bytes(len(ranks)))
+        self.address = self.words.ctypes.data
+        table = self.words.view(np.uint64)
+        self._own = []
+        for segment, memory in enumerate(heaps[rank]):
+            start = memory.ctypes.data
+            table[2 * segment : 2 * segment + 2] = start, memory.size
+            self._own.append((start, start + memory.size))
+        for peer, segment in reached:
+            place = 2 * SEGMENTS + peer * SEGMENTS + segment
+            table[place] = heaps[peer][segment].ctypes.data
+
+
 class Rank(DeviceCollectives):
     """One rank's exchanges; `launches` are what is on its stream."""
 
@@ -107,10 +128,21 @@ class Rank(DeviceCollectives):
         used = cells._words_end(size) + cells._post_bytes(size, cells._mail_bytes(size)) - before
         self.memory = aligned(before + used, None)
         self.memory[before:] = 0xFF
+        self.heap = [aligned(HEAP, 0xA5) for _ in range(2)]
+        self.taken = [0, 0]  # bytes of each segment
         ranks[rank] = self
         self.team = SimpleNamespace(rank=rank, size=size, require_usable=lambda: None)
 
-    def begin(self, ranks):
+    def room(self, segment, nbytes):
+        """Memory of that segment of the heap, or memory of its own."""
+        if segment is None:
+            return aligned(nbytes, 0xA5)
+        start = self.taken[segment]
+        self.taken[segment] = start + -(-nbytes // 64) * 64
+        assert self.taken[segment] <= HEAP
+        return self.heap[segment][start : start + nbytes]
+
+    def begin(self, ranks, reached):
         """When all ranks have memory."""
         rank, size = self.team.rank, len(ranks)
         self.team.ring_order = [(rank + step) % size for step in range(1, size + 1)]
@@ -120,7 +152,8 @@ class Rank(DeviceCollectives):
         self.team.packed = lambda: packed
         self.team.kernel = lambda file, function, _: SimpleNamespace(ready=self.ready_of(function))
         self._order = self
-        self._lay_out([each.memory.ctypes.data for each in ranks])
+        places = [each.memory.ctypes.data for each in ranks]
+        self._lay_out(places, Table(rank, ranks, reached))
 
     def ready_of(self, function):
         """What makes launches of that kernel."""
@@ -153,7 +186,8 @@ class Rank(DeviceCollectives):
 class Exchanges:
     """Exchanges of all ranks: put on their streams one by one, run together, and looked at."""
 
-    def __init__(self, kernel):
+    def __init__(self, kernel, reached=()):
+        """All ranks reach those of a rank's segments that are `reached`."""
         self.size, library = kernel
         self.patches = patch.multiple(cells, **SMALLER)
         with self.patches:
@@ -161,13 +195,16 @@ class Exchanges:
             for rank in range(self.size):
                 Rank(rank, self.ranks, library)
             for rank in self.ranks:
-                rank.begin(self.ranks)
+                rank.begin(self.ranks, reached)
         self.results = []
 
-    def put(self, table, width=1, *, rooms=None, told=False, tags=None, shift=0):
+    def put(
+        self, table, width=1, *, rooms=None, told=False, tags=None, shift=0, heap=lambda rank: None
+    ):
         """One more, of `table[src][dst]` times `width` bytes.
 
-        `rooms` are what the ranks have room for; `told`: they know what comes from whom.
+        `rooms` are what the ranks have room for; `told`: they know what comes from whom. The result
+        of a rank lies in segment `heap(rank)` of its heap.
         """
         ranks = range(self.size)
         rng = np.random.default_rng([len(self.results), width])
@@ -178,7 +215,7 @@ class Exchanges:
             source[:] = sent
             wanted = np.concatenate([row[rank] for row in data])
             room = len(wanted) // width if rooms is None else rooms[rank]
-            target = aligned(room * width + 2 * shift + 64, 0xA5)
+            target = self.ranks[rank].room(heap(rank), room * width + 2 * shift + 64)
             starts = np.cumsum([0, *(width * count for count in table[rank])])[:-1].tolist()
             expected = [row[rank] for row in table] if told else None
             parts = Parts.guessed(width, starts, table[rank], expected, room)
@@ -212,6 +249,15 @@ class Exchanges:
         return all(bool((each[2] == 0xA5).all()) for each in self.results[first * self.size :])
 
 
+def slots_start(size):
+    """Where the slots start in a rank's `Post`."""
+    with patch.multiple(cells, **SMALLER):
+        mail = cells._mail_bytes(size)
+        whole = cells._post_bytes(size, mail)
+        slot = INBOX // (LANES * size * cells._SLOTS) // cells._SLOT_UNIT * cells._SLOT_UNIT
+    return whole - 16 - LANES * size * cells._SLOTS * slot
+
+
 def tables(size):
     """Parts as packets, in chunks, in chunks through slots that were used before, and none."""
     rng = np.random.default_rng(size)
@@ -238,6 +284,29 @@ def test_every_part_comes_to_its_place(kernel, width, shift, told):
     assert [rank.noted for rank in exchanges.ranks] == [[0] * exchanges.size] * exchanges.size
 
 
+@pytest.mark.parametrize(
+    ("width", "shift", "told"), [(16, 0, True), (1, 8, False), (1, 1, True), (6, 2, False)]
+)
+@pytest.mark.parametrize(
+    "heap",
+    [lambda rank: 0, lambda rank: rank % 2 or None, lambda rank: rank % 2],
+    ids=["all reached", "some on the heap", "some reached"],
+)
+def test_parts_are_written_straight_into_results_on_heaps(kernel, heap, width, shift, told):
+    """Where the senders know the segment; else they come as to any other memory."""
+    exchanges, size = Exchanges(kernel, [(rank, 0) for rank in range(kernel[0])]), kernel[0]
+    for table in (*tables(size), np.full((size, size), 1000)):
+        exchanges.put(
+            (table // (1 + width // 4)).tolist(), width, told=told, shift=shift, heap=heap
+        )
+    exchanges.run()
+    assert exchanges.wrong() == []
+    assert [rank.noted for rank in exchanges.ranks] == [[0] * size] * size
+    start = cells._words_end(size) + slots_start(size)
+    used = [bool((rank.memory[start:-16] != 0xFF).any()) for rank in exchanges.ranks]
+    assert used == [heap(rank) != 0 for rank in range(size)], "others came through slots"
+
+
 @pytest.mark.parametrize("width", [1, 8, 40, 300])
 def test_some_take_counts_for_equal_that_are_not(kernel, width):
     """Four, three and five: the first rank's count, times the ranks, is what it has room for."""
@@ -250,14 +319,16 @@ def test_some_take_counts_for_equal_that_are_not(kernel, width):
     assert exchanges.wrong() == []
 
 
+@pytest.mark.parametrize("segment", [None, 0], ids=["ordinary", "heap"])
 @pytest.mark.parametrize("count", [5, 3000])
-def test_nothing_is_written_where_one_has_other_room(kernel, count):
+def test_nothing_is_written_where_one_has_other_room(kernel, count, segment):
     """All ranks report it, and what comes after writes nothing either."""
-    exchanges, size = Exchanges(kernel), kernel[0]
-    table = np.full((size, size), count).tolist()
-    exchanges.put(table)
-    exchanges.put(table, rooms=[count * size] * (size - 1) + [count * size - 1])
-    exchanges.put(table)
+    exchanges, size = Exchanges(kernel, [(rank, 0) for rank in range(kernel[0])]), kernel[0]
+    table, heap = np.full((size, size), count).tolist(), lambda rank: segment
+    exchanges.put(table, heap=heap)
+    rooms = [count * size] * (size - 1) + [count * size - 1]
+    exchanges.put(table, rooms=rooms, heap=heap)
+    exchanges.put(table, heap=heap)
     exchanges.run()
     assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
     for rank in exchanges.ranks:
@@ -269,15 +340,16 @@ def test_nothing_is_written_where_one_has_other_room(kernel, count):
         assert [row[-1] for row in rows] == [count * size] * (size - 1) + [count * size - 1]
 
 
+@pytest.mark.parametrize("segment", [None, 0], ids=["ordinary", "heap"])
 @pytest.mark.parametrize("count", [5, 3000])
 @pytest.mark.parametrize("late", [NONE, *range(THREADS)], ids=["none", *map(str, range(THREADS))])
-def test_nothing_is_written_where_one_makes_another_call(kernel, count, late):
+def test_nothing_is_written_where_one_makes_another_call(kernel, count, late, segment):
     """One thread of a block may start late, when others have seen that the exchange fails."""
-    exchanges, size = Exchanges(kernel), kernel[0]
-    table = np.full((size, size), count).tolist()
-    exchanges.put(table)
-    exchanges.put(table, tags=[OURS] * (size - 1) + [OTHER])
-    exchanges.put(table)
+    exchanges, size = Exchanges(kernel, [(rank, 0) for rank in range(kernel[0])]), kernel[0]
+    table, heap = np.full((size, size), count).tolist(), lambda rank: segment
+    exchanges.put(table, heap=heap)
+    exchanges.put(table, tags=[OURS] * (size - 1) + [OTHER], heap=heap)
+    exchanges.put(table, heap=heap)
     exchanges.run(late)
     assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
     for rank in exchanges.ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +15,7 @@ from shardmath.handles.allocation import empty_on_heap, free_symmetric_memory
 
 N = 24
 TURNS = 4
+GROWTH = 256 << 20  # bytes, more than the heap's first segment has left
 
 
 def maker(context, library):
@@ -154,12 +157,34 @@ def test_large_sums_into_arrays_that_some_ranks_give(gpus, size):
     assert gpus.run(check_pushed, ranks=size) == [[]] * size
 
 
-def check_moved(context):
+def outs(context, make, where):
+    """What makes an `out` like an array: in ordinary memory, on the heap where all ranks reach it,
+    by turns, or where no rank does before the next call that is new.
+    """
+    turns, torch = itertools.count(), library_named("torch")
+    grown = empty_on_heap(context, torch, (GROWTH,), "uint8") if where == "unknown" else None
+
+    def out(like):
+        if where == "ordinary" or (where == "mixed" and (next(turns) + context.rank) % 2):
+            return make(np.full_like(like, 3))
+        if where == "unknown":
+            array = grown[: like.nbytes].view(
+                dtype=getattr(importlib.import_module("torch"), str(like.dtype))
+            )
+            return array.reshape(like.shape).fill_(3)
+        return empty_on_heap(context, torch, like.shape, str(like.dtype)).fill_(3)
+
+    return out
+
+
+def check_moved(context, where):
     """Large moves, in one call after another, where no rank, the last one or all give an `out`."""
     make, host = maker(context, "torch")
     rank, size = context.rank, context.size
     wrong = []
-    with patch("shardmath.collectives.cells._MAIL_BYTES", 8192), context.split(0):
+    small = {"_MAIL_BYTES": 8192, "_WRITTEN_BYTES": 2048}
+    with patch.multiple("shardmath.collectives.cells", **small), context.split(0) as group:
+        out_like = outs(group, make, where)
         for turn, unit in enumerate((16, 7, 1, 48)):
             for given_by in ((), (size - 1,), range(size)):
                 ranks = range(size)
@@ -170,17 +195,18 @@ def check_moved(context):
                 wanted = np.concatenate(
                     [parts[r][cuts[r][rank] : cuts[r][rank + 1]] for r in ranks]
                 )
-                out = make(np.full_like(wanted, 3)) if rank in given_by else None
+                out = out_like(wanted) if rank in given_by else None
                 found = all_to_all(make(parts[rank]), send_counts=counts[rank], out=out)
                 if not np.array_equal(host(found), wanted):
                     wrong.append(("all_to_all", turn, given_by))
                 whole = np.concatenate(parts)
-                out = make(np.full_like(whole, 3)) if rank in given_by else None
+                out = out_like(whole) if rank in given_by else None
                 if not np.array_equal(host(all_gather(make(parts[rank]), out=out)), whole):
                     wrong.append(("all_gather", turn, given_by))
     context.barrier()
     return wrong
 
 
-def test_large_moves_into_arrays_that_some_ranks_give(gpus, size):
-    assert gpus.run(check_moved, ranks=size) == [[]] * size
+@pytest.mark.parametrize("where", ["ordinary", "heap", "mixed", "unknown"])
+def test_large_moves_into_arrays_that_some_ranks_give(gpus, size, where):
+    assert gpus.run(check_moved, where, ranks=size) == [[]] * size

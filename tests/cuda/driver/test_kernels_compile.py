@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.collectives.cells import _post_bytes
+from shardmath.collectives.heaps import SEGMENTS
 from shardmath.cuda import compile as compiling
 
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
@@ -12,6 +13,7 @@ PRODUCT = ("A_ALONG_K=1", "B_ALONG_K=0", "CLUSTER=2", "STAGES=4")
 PUSH = ("COPY_BYTES=16384", "STAGES=12", "PREFETCH=10")
 
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
+EXCHANGE = f"POST_BYTES={_post_bytes(8, 4096)}", f"SEGMENTS={SEGMENTS}"
 CASES = [
     (
         "all_gather_gemm",
@@ -34,7 +36,7 @@ CASES = [
         ),
         "sm_90",
     ),
-    ("exchange", (*RANKS, "MAIL_BYTES=4096", f"POST_BYTES={_post_bytes(8, 4096)}"), "sm_90"),
+    ("exchange", (*RANKS, "MAIL_BYTES=4096", *EXCHANGE), "sm_90"),
     *(("factors", (f"ELEMENT={name}",), "sm_90") for name in ("complex128", "float32", "float64")),
     ("far_signals", RANKS, "sm_90"),
     ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),

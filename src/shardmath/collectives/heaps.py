@@ -1,0 +1,65 @@
+"""Where a rank's kernels find the heaps of all ranks: a table in its GPU's memory.
+
+A kernel that is sent to a place on a peer's heap is told a segment and an offset by that peer's
+kernel, not an address by its host: no hosts need to meet. The table has the segments that were
+announced when it was last renewed; it only ever grows, while kernels that read it may run. To what
+is not in it, nothing is written straight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shardmath.context.context import Context
+
+SEGMENTS = 16  # of each rank's heap, the first ones; each is as large as all before it, to 1 GiB
+
+
+def table_bytes(size: int) -> int:
+    """The bytes of the struct `Heaps` of kernels/exchange.cu, for so many ranks."""
+    return 8 * SEGMENTS * (2 + size)
+
+
+class Heaps:
+    """The table of one context, at `address` of its GPU's memory."""
+
+    def __init__(self, context: Context, address: int) -> None:
+        self.address = address
+        self._context = weakref.ref(context)  # it keeps this
+        self._own: list[tuple[int, int]] = []  # where segments start and end
+        self._known: object = None
+        self.renew()
+
+    @staticmethod
+    def announce(context: Context) -> None:
+        """Let every peer reach what this rank's heap has now. Local; precedes an exchange."""
+        for segment in context.heap.segments:
+            context.announce_segment(segment)
+
+    def renew(self) -> None:
+        """Add what the peers have announced, as far as it has come, and this rank's own. Local."""
+        context = self._context()
+        assert context is not None, "it is in use"
+        own, peers = context.heap.segments, context.announced_segments()
+        if (own, peers) == self._known:
+            return
+        table = np.zeros(SEGMENTS * (2 + context.size), np.uint64)
+        starts, reached = table[: 2 * SEGMENTS].reshape(SEGMENTS, 2), table[2 * SEGMENTS :]
+        for segment, place in own.items():
+            if segment < SEGMENTS:
+                starts[segment] = place
+        for (rank, segment), address in peers.items():
+            if segment < SEGMENTS:
+                reached[rank * SEGMENTS + segment] = address
+        assert context.team is not None, "a context of GPUs"
+        context.team.device.write(self.address, table.tobytes())
+        self._own = [(start, start + nbytes) for start, nbytes in own.values()]
+        self._known = own, peers
+
+    def holds(self, address: int) -> bool:
+        """Whether this rank's own heap is there, as far as the table has it."""
+        return any(start <= address < end for start, end in self._own)
