@@ -9,6 +9,7 @@ is not in it, nothing is written straight.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,25 @@ SEGMENTS = 16  # of each rank's heap, the first ones; each is as large as all be
 
 def table_bytes(size: int) -> int:
     """The bytes of the struct `Heaps` of kernels/exchange.cu, for so many ranks."""
-    return 8 * SEGMENTS * (2 + size)
+    return 8 * (2 * SEGMENTS + size + size * SEGMENTS)
+
+
+def table_of(
+    size: int, own: Mapping[int, tuple[int, int]], peers: Mapping[tuple[int, int], int]
+) -> bytes:
+    """That struct: where this rank's `own` segments lie, and their bytes, by number; and where its
+    peers' lie here, by rank and number.
+    """
+    table = np.zeros(table_bytes(size) // 8, np.uint64)
+    starts, reached, places = np.split(table, [2 * SEGMENTS, 2 * SEGMENTS + size])
+    for segment, place in own.items():
+        if segment < SEGMENTS:
+            starts[2 * segment : 2 * segment + 2] = place
+    for (rank, segment), address in peers.items():
+        if segment < SEGMENTS:
+            reached[rank] |= np.uint64(1 << segment)
+            places[rank * SEGMENTS + segment] = address
+    return table.tobytes()
 
 
 class Heaps:
@@ -47,16 +66,8 @@ class Heaps:
         own, peers = context.heap.segments, context.announced_segments()
         if (own, peers) == self._known:
             return
-        table = np.zeros(SEGMENTS * (2 + context.size), np.uint64)
-        starts, reached = table[: 2 * SEGMENTS].reshape(SEGMENTS, 2), table[2 * SEGMENTS :]
-        for segment, place in own.items():
-            if segment < SEGMENTS:
-                starts[segment] = place
-        for (rank, segment), address in peers.items():
-            if segment < SEGMENTS:
-                reached[rank * SEGMENTS + segment] = address
         assert context.team is not None, "a context of GPUs"
-        context.team.device.write(self.address, table.tobytes())
+        context.team.device.write(self.address, table_of(context.size, own, peers))
         self._own = [(start, start + nbytes) for start, nbytes in own.values()]
         self._known = own, peers
 

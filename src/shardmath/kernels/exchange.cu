@@ -35,7 +35,7 @@ constexpr u64 kInbox = 16 << 20;      // bytes of all slots of a rank
 constexpr u64 kUnknown = ~0ull;       // a number that a rank does not know
 constexpr u64 kSpread = 0x9e3779b97f4a7c15;  // odd: other guesses of one call are other words
 constexpr u32 kPatience = 1 << 12;    // polls for guesses, before rows are waited for
-constexpr u32 kSegments = SEGMENTS;   // of a rank's heap that others may reach
+constexpr u32 kSegments = SEGMENTS;   // of a rank's heap that others may reach; no more than a block has threads
 // A row: counts to each rank and from each, and of the result; then how the rank sends, where its result lies, and of
 // each rank's heap the segments that it reaches, a bit for each.
 constexpr u32 kCounts = 2 * kRanks + 1, kHow = kCounts, kPlace = kCounts + 1, kReach = kCounts + 2;
@@ -64,6 +64,7 @@ static_assert(sizeof(Post) == POST_BYTES, "as the host has it");
 // reach. The host adds to it while kernels run: so what a launch goes by is what it has put in its row.
 struct Heaps {
     ulonglong2 own[kSegments];  // start, and bytes
+    u64 reached[kRanks];        // a bit for each segment that is in `peer`
     u64 peer[kRanks][kSegments];
 };
 
@@ -175,6 +176,7 @@ struct Table {
     u64 row[kRanks][kRow];
     u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
     char* there[kRanks];  // where this rank's part lies in the result of each that it writes to; null for others
+    u64 own[kSegments];  // where the result lies in each segment of this rank's heap, or kUnknown; of the first block
     u64 counted[2];     // the chunks that a peer has counted, as was seen last: in turn, since who reads may be late
 };
 
@@ -212,21 +214,17 @@ struct Exchange {
         for (u32 i = kCounts + blockDim.x - 1 - threadIdx.x; i < kRow; i += blockDim.x) send(i, told(i));
     }
 
-    // What a row says behind its counts. Looking places up takes 1.4 us: not for parts that are all sent as packets.
-    __device__ __noinline__ u64 told(u32 i) const {
+    // Whether places are looked up: not where all parts are packets, which have come by then.
+    __device__ static bool looks_up() { return gridDim.x >= 2 * kLanes; }
+
+    // What a row says behind its counts.
+    __device__ u64 told(u32 i) const {
         if (i == kHow) return a.packed << 16 | gridDim.x;
-        u64 found = i == kPlace ? kUnknown : 0;
-        if (gridDim.x < 2 * kLanes) return found;
-#pragma unroll
-        for (u32 segment = 0; segment < kSegments; ++segment) {
-            if (i == kPlace) {
-                const ulonglong2 own = a.heaps->own[segment];
-                if ((u64)a.output - own.x < own.y) found = (u64)segment << kPlaceBits | ((u64)a.output - own.x);
-            } else {
-                found |= (u64)(a.heaps->peer[i - kReach][segment] != 0) << segment;
-            }
-        }
-        return found;
+        if (i != kPlace) return looks_up() ? load_relaxed(&a.heaps->reached[i - kReach]) : 0;
+        u64 place = kUnknown;
+        for (u32 segment = 0; looks_up() && segment < kSegments; ++segment)
+            if (table.own[segment] != kUnknown) place = (u64)segment << kPlaceBits | table.own[segment];
+        return place;
     }
 
     __device__ void send_mail(u64 me, u64 all) const {
@@ -663,7 +661,11 @@ __device__ inline void count(const ExchangeArgument& a, const Launch& launch, u6
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
     __shared__ Table table;
+    const u32 segment = threadIdx.x;
+    const bool looks = segment < kSegments && blockIdx.x == 0 && Exchange::looks_up();
+    const ulonglong2 own = looks ? a.heaps->own[segment] : make_ulonglong2(0, 0);  // on its way with the launch's number
     const Launch launch(a.cells, 0);
+    if (looks) table.own[segment] = (u64)a.output - own.x < own.y ? (u64)a.output - own.x : kUnknown;
     Exchange{a, launch, table}.run();
     __syncthreads();
     if (threadIdx.x == 0) count(a, launch, pass(a));

@@ -19,9 +19,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from shardmath.collectives import cells
+from shardmath.collectives import cells, heaps
 from shardmath.collectives.cells import DeviceCollectives, Parts
-from shardmath.collectives.heaps import SEGMENTS, Heaps, table_bytes
+from shardmath.collectives.heaps import Heaps
 from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 
@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 LANES, INBOX, MAIL, THREADS = 2, 48 << 10, 3 * 256, 3
 SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
 SMALLER |= {"_FEW_BYTES": 64, "_FEW_THREADS": THREADS, "_WRITTEN_BYTES": 3 * 128}
+SEGMENTS = 3  # of a heap, as many as threads
 HEAP = 1 << 20  # bytes of each of a rank's two segments
 SECONDS = 3600  # nobody waits in vain here
 NONE = 0xFFFFFFFF  # no thread is late
@@ -102,18 +103,15 @@ class Table(Heaps):
     """One rank's table of heaps of two segments each; of a rank's it knows those in `reached`."""
 
     def __init__(self, rank, ranks, reached):
-        heaps = [each.heap for each in ranks]
-        self.words = aligned(table_bytes(len(ranks)))
-        self.address = self.words.ctypes.data
-        table = self.words.view(np.uint64)
-        self._own = []
-        for segment, memory in enumerate(heaps[rank]):
-            start = memory.ctypes.data
-            table[2 * segment : 2 * segment + 2] = start, memory.size
-            self._own.append((start, start + memory.size))
-        for peer, segment in reached:
-            place = 2 * SEGMENTS + peer * SEGMENTS + segment
-            table[place] = heaps[peer][segment].ctypes.data
+        starts = [[memory.ctypes.data for memory in each.heap] for each in ranks]
+        own = {segment: (start, HEAP) for segment, start in enumerate(starts[rank])}
+        peers = {(peer, segment): starts[peer][segment] for peer, segment in reached}
+        with patch.object(heaps, "SEGMENTS", SEGMENTS):
+            table = heaps.table_of(len(ranks), own, peers)
+        self.table = aligned(len(table))
+        self.table[:] = np.frombuffer(table, np.uint8)
+        self.address = self.table.ctypes.data
+        self._own = [(start, start + nbytes) for start, nbytes in own.values()]
 
 
 class Rank(DeviceCollectives):
