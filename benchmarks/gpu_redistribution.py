@@ -11,7 +11,6 @@ NCCL torch's own memory: it registers what it finds in a graph, and hangs on the
 from __future__ import annotations
 
 import itertools
-import json
 
 from on_gpus import command, run
 
@@ -180,12 +179,12 @@ def measured(ranks, case):
         row[f"{name}_us"] = micros
         row[f"{name}_GBps"] = sent / micros / 1e3
     row["ratio_to_nccl"] = packed / ours
-    row["target_GBps"] = TARGETS.get(case["what"])
+    row["target_GBps"] = TARGETS.get(case["what"], "")
     return row
 
 
 def measure(ranks):
-    """The rows, each printed when it is there, small arrays before large ones."""
+    """The rows, small arrays before large ones."""
     wrong, count = checked(ranks)
     if wrong or ranks.rank == 0:
         print(f"checked {count} redistributions: {wrong or 'all right'}", flush=True)
@@ -199,22 +198,9 @@ def measure(ranks):
         cyclic(ranks, 16384),
         slabs(ranks, (1024, 1024, 1024)),
     ]
-    rows = []
     for case in cases:
-        rows.append(measured(ranks, case))
-        if ranks.rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def main() -> None:
-    rows = run("gpu_redistribution", measure, command(__doc__).parse_args())
-    columns = ("ours_us", "ours_GBps", "nccl_us", "nccl_GBps", "wire_GBps", "ratio_to_nccl")
-    print(f"{'':48}" + "".join(f"{name:>14}" for name in (*columns, "target_GBps")))
-    for row in rows:
-        figures = "".join(f"{row[name]:14.2f}" for name in columns)
-        print(f"{row['what']:48}{figures}{row['target_GBps'] or '':>14}")
+        yield measured(ranks, case)
 
 
 if __name__ == "__main__":
-    main()
+    run("gpu_redistribution", measure, command(__doc__).parse_args())
