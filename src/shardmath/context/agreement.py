@@ -54,14 +54,37 @@ def agree(
     return checked(board, check, [wire.decode(text) for text in texts])
 
 
+def agree_keeping(
+    board: Board,
+    operation: str,
+    describe: Callable[[], tuple[T, Any]],
+    check: Callable[[list[Any]], Agreed],
+) -> tuple[T, Agreed]:
+    """As `agree`, where `describe()` returns what this rank keeps, too, and the description second:
+    that, and what was agreed. Collective.
+    """
+
+    def packed() -> tuple[T, bytes]:
+        kept, description = describe()
+        return kept, wire.encode(description)
+
+    kept, text = described(board, operation, packed)
+    texts = _exchanged(board, operation, text)
+    return kept, checked(board, check, [wire.decode(text) for text in texts])
+
+
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
     """Every rank's `describe()`, in rank order: agreement on what is packed already. Collective.
 
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    text = beginning(operation) + described(board, operation, describe)
-    texts, _ = board.exchange_raw(operation, text)
+    return _exchanged(board, operation, described(board, operation, describe))
+
+
+def _exchanged(board: Board, operation: str, text: bytes) -> list[bytes]:
+    """All ranks' descriptions, of which this rank's is `text`. Raises as `gather`."""
+    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
     return require_accepted(board, operation, texts)
 
 

@@ -288,23 +288,22 @@ def allocate_on_all_ranks(
     `allocate` initializes it. `check(notes)`, given those of all ranks, is pure. Raises on all
     ranks what `allocate` raised on one, HeapExhausted for example, or what `check` raises.
     """
-    made: list[Buffer] = []
 
-    def describe() -> tuple[int, int, int, Any]:
+    def describe() -> tuple[Buffer, tuple[int, int, int, Any]]:
         buffer, note = allocate()
-        made.append(buffer)
         context.announce(buffer.block)
         location = buffer.block.location
-        return location.segment, location.offset, buffer.block.nbytes, note
+        return buffer, (location.segment, location.offset, buffer.block.nbytes, note)
 
     def checked(places: list[tuple[int, int, int, Any]]) -> list[tuple[int, int, int, Any]]:
         check([note for *_, note in places])
         return places
 
-    segments, offsets, sizes, notes = zip(*context.agree(operation, describe, checked), strict=True)
+    buffer, places = context.agree_keeping(operation, describe, checked)
     if context.heaps is not None:
         context.heaps.renew()
-    return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
+    segments, offsets, sizes, notes = zip(*places, strict=True)
+    return SharedMemory(buffer, tuple(map(Location, segments, offsets)), sizes, notes)
 
 
 class _Request(Immutable):
@@ -337,12 +336,12 @@ def _allocate_together(
     context: Context, request: Callable[[], _Request], make_symmetric: bool
 ) -> tuple[_Request, Any]:
     """The request and its array, allocated before the ranks agree: what fails, fails on all."""
-    made: list[tuple[_Request, Any]] = []
 
-    def describe() -> tuple[int, bool, list[int]]:
+    def describe() -> tuple[tuple[_Request, Any], tuple[int, bool, list[int]]]:
         asked = request()
-        made.append((asked, asked.array(context.heap.allocate(asked.nbytes))))
-        return asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
+        array = asked.array(context.heap.allocate(asked.nbytes))
+        description = asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
+        return (asked, array), description
 
     def check(specs: list[tuple[int, bool, list[int]]]) -> tuple[list[int], list[list[int]]]:
         sizes, flags, marks = map(list, zip(*specs, strict=True))
@@ -351,15 +350,15 @@ def _allocate_together(
             _require_equal_bytes(sizes)
         return sizes, marks
 
-    sizes, marks = context.agree("allocate_symmetric_memory", describe, check)
+    (asked, array), (sizes, marks) = context.agree_keeping(
+        "allocate_symmetric_memory", describe, check
+    )
     context.heap.apply_marks(context.number, marks)
-    asked, array = made.pop()
     if len(set(sizes)) > 1:
         del array
-        array = context.agree(
+        array = context.on_all_ranks(
             "allocate_symmetric_memory, padded",
-            lambda: made.append((asked, asked.array(context.heap.allocate(max(sizes))))),
-            lambda _: made.pop()[1],
+            lambda: asked.array(context.heap.allocate(max(sizes))),
         )
     return asked, array
 
