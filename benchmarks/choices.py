@@ -70,8 +70,8 @@ class Case:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        letters = ("R" if isinstance(x, Replicated) else x.name for x in self.distributions)
-        return f"{self.m} x {self.k} times {self.k} x {self.n} {self.dtype}, {' '.join(letters)}"
+        letters = letters_of(self.distributions)
+        return f"{self.m} x {self.k} times {self.k} x {self.n} {self.dtype}, {letters}"
 
 
 ON_CORES = (
@@ -152,6 +152,27 @@ def row(case: Case, machine: Machine, times: dict[str, float]) -> dict[str, Any]
     return {"case": str(case), "strategies": strategies, "ratio": ratio}
 
 
+def letters_of(distributions: Sequence[Distribution]) -> str:
+    """The letters of slabs, and R for what all ranks have."""
+    return " ".join("R" if isinstance(x, Replicated) else x.name for x in distributions)
+
+
+def filled(
+    context: DistributedContext, distribution: Distribution, shape: tuple[int, ...], dtype: str
+) -> Any:
+    """This rank's part of an array of random numbers, on the heap."""
+    own = distribution.shape(context.rank, shape)
+    array = allocate_symmetric_memory(own, np, dtype=dtype, skip_symmetric_check=True)
+    array[...] = np.random.default_rng(context.rank).random(own)
+    return array
+
+
+def operands_of(case: Case, context: DistributedContext) -> list[Any]:
+    """A and B of a case, on cores."""
+    pairs = zip(case.distributions, case.operands, strict=False)
+    return [filled(context, distribution, shape, case.dtype) for distribution, shape in pairs]
+
+
 def products(case: Case, context: DistributedContext, operands: Sequence[Any]) -> dict[str, Matmul]:
     """A planned product by each strategy that is compared, by label."""
     machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
@@ -168,13 +189,7 @@ def on_cores(context: DistributedContext) -> list[dict[str, Any]]:
     """The rows, as this rank measures them."""
     rows = []
     for case in ON_CORES:
-        operands = []
-        for each, shape in zip(case.distributions[:2], case.operands, strict=True):
-            own = each.shape(context.rank, shape)
-            x = allocate_symmetric_memory(own, np, dtype=case.dtype, skip_symmetric_check=True)
-            x[...] = np.random.default_rng(context.rank).random(own)
-            operands.append(x)
-        systems = products(case, context, operands)
+        systems = products(case, context, operands_of(case, context))
         calls = {label: product.execute for label, product in systems.items()}
         rows.append(row(case, Machine("cpu", context.hosts), least_seconds(context, calls)))
         for product in systems.values():

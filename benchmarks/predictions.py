@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import choices
+from choices import filled, letters_of
 from on_cores import run, together, turns_within
 from threadpoolctl import threadpool_limits
 
 from shardmath.context.context import DistributedContext
 from shardmath.distribution import Distribution, Redistribute, Replicated, Slab
 from shardmath.fft import FFT
-from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.linalg.advanced import Matmul
 
 RANKS = 2
@@ -33,26 +33,13 @@ X, Y, R = Slab.X, Slab.Y, Replicated()
 
 
 @dataclass(frozen=True)
-class Product:
-    """op(A) of m x k times op(B) of k x n: how these and the result are distributed."""
-
-    shape: tuple[int, int, int]
-    distributions: tuple[Distribution, Distribution, Distribution]
-    dtype: str = "float64"
+class Product(choices.Case):
+    """A of m x k times B of k x n: how these and the result are distributed."""
 
     def operator(self, context: DistributedContext) -> Matmul:
         """A product of random operands."""
-        m, n, k = self.shape
-        shapes = (m, k), (k, n)
-        operands = [
-            filled(context, distribution, shape, self.dtype)
-            for distribution, shape in zip(self.distributions, shapes, strict=False)
-        ]
+        operands = choices.operands_of(self, context)
         return Matmul(*operands, distributions=self.distributions)
-
-    def __str__(self) -> str:
-        m, n, k = self.shape
-        return f"{m} x {k} times {k} x {n} {self.dtype}, {names(self.distributions)}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Transform:
         return FFT(operand, distribution=self.distributions)
 
     def __str__(self) -> str:
-        return f"FFT {by(self.shape)} {self.dtype}, {names(self.distributions)}"
+        return f"FFT {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
 
 
 @dataclass(frozen=True)
@@ -86,39 +73,39 @@ class Moving:
         return Redistribute(operand, *self.distributions)
 
     def __str__(self) -> str:
-        return f"redistribute {by(self.shape)} {self.dtype}, {names(self.distributions)}"
+        return f"redistribute {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
 
 
 Case = Product | Transform | Moving
 
 CASES: tuple[Case, ...] = (
     # Matrix times vector: a rank reads 9, 34 and 134 MB.
-    Product((2200, 1, 1024), (X, R, X)),
-    Product((8192, 1, 1024), (X, R, X)),
-    Product((16384, 1, 2048), (X, R, X)),
-    Product((4400, 1, 1024), (X, R, X), "float32"),
-    Product((32768, 1, 2048), (X, R, X), "float32"),
-    Product((1, 2048, 1024), (R, Y, Y)),
+    Product(2200, 1, 1024, (X, R, X)),
+    Product(8192, 1, 1024, (X, R, X)),
+    Product(16384, 1, 2048, (X, R, X)),
+    Product(4400, 1, 1024, (X, R, X), "float32"),
+    Product(32768, 1, 2048, (X, R, X), "float32"),
+    Product(1, 2048, 1024, (R, Y, Y)),
     # Few columns, few rows, little of k.
-    Product((8192, 4, 1024), (X, R, X)),
-    Product((8192, 16, 1024), (X, R, X)),
-    Product((8192, 16, 1024), (X, R, X), "float32"),
-    Product((4, 8192, 1024), (R, Y, Y)),
-    Product((4096, 4096, 8), (X, R, X)),
-    Product((4096, 4096, 32), (X, R, X)),
-    Product((4096, 4096, 32), (X, R, X), "float32"),
+    Product(8192, 4, 1024, (X, R, X)),
+    Product(8192, 16, 1024, (X, R, X)),
+    Product(8192, 16, 1024, (X, R, X), "float32"),
+    Product(4, 8192, 1024, (R, Y, Y)),
+    Product(4096, 4096, 8, (X, R, X)),
+    Product(4096, 4096, 32, (X, R, X)),
+    Product(4096, 4096, 32, (X, R, X), "float32"),
     # Bound by arithmetic.
-    Product((1024, 1024, 1024), (X, R, X)),
-    Product((2048, 2048, 2048), (X, X, X)),
-    Product((2048, 2048, 2048), (X, X, X), "float32"),
+    Product(1024, 1024, 1024, (X, R, X)),
+    Product(2048, 2048, 2048, (X, X, X)),
+    Product(2048, 2048, 2048, (X, X, X), "float32"),
     # Operands come, results are added up.
-    Product((4096, 64, 1024), (X, X, X)),
-    Product((64, 64, 65536), (Y, X, X)),
-    Product((1024, 1024, 1024), (Y, X, X)),
-    Product((1024, 1024, 256), (Y, X, R)),
-    Product((1, 4096, 4096), (R, X, Y)),
-    Product((1024, 1024, 512), (X, R, X), "complex64"),
-    Product((1024, 1024, 512), (X, R, X), "float16"),
+    Product(4096, 64, 1024, (X, X, X)),
+    Product(64, 64, 65536, (Y, X, X)),
+    Product(1024, 1024, 1024, (Y, X, X)),
+    Product(1024, 1024, 256, (Y, X, R)),
+    Product(1, 4096, 4096, (R, X, Y)),
+    Product(1024, 1024, 512, (X, R, X), "complex64"),
+    Product(1024, 1024, 512, (X, R, X), "float16"),
     Transform((128, 128, 128), (X, Y)),
     Transform((256, 256, 256), (X, Y)),
     Transform((256, 256, 256), (X, X)),
@@ -132,23 +119,8 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def filled(
-    context: DistributedContext, distribution: Distribution, shape: tuple[int, ...], dtype: str
-) -> Any:
-    """This rank's part of an array, on the heap."""
-    own = distribution.shape(context.rank, shape)
-    array = allocate_symmetric_memory(own, np, dtype=dtype, skip_symmetric_check=True)
-    array[...] = np.random.default_rng(context.rank).random(own)
-    return array
-
-
 def by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
-
-
-def names(distributions: tuple[Distribution, ...]) -> str:
-    """Letters of the slabs."""
-    return " ".join("R" if isinstance(each, Replicated) else each.name for each in distributions)
 
 
 def measure(context: DistributedContext) -> list[dict[str, Any]]:
