@@ -207,29 +207,14 @@ class Torch(Library):
         return x.detach().resolve_conj().resolve_neg() if self.is_lazy(x) else x
 
     def transform(
-        self,
-        x: HostArray,
-        axes: Sequence[int],
-        *,
-        kind: str,
-        forward: bool,
-        scale: str,
-        sizes: Sequence[int] | None,
+        self, x: HostArray, axes: Sequence[int], function: str, norm: str, s: Sequence[int] | None
     ) -> HostArray:
         import torch
 
         if any(stride < 0 for stride in x.strides) or not x.flags.writeable:
             x = x.copy()
-        tensor, axes = torch.from_numpy(x), list(axes)
-        if kind == "R2C":
-            made = torch.fft.rfftn(tensor, dim=axes, norm=scale)
-        elif kind == "C2R":
-            made = torch.fft.irfftn(tensor, s=sizes, dim=axes, norm=scale)
-        elif forward:
-            made = torch.fft.fftn(tensor, dim=axes, norm=scale)
-        else:
-            made = torch.fft.ifftn(tensor, dim=axes, norm=scale)
-        return np.asarray(made.numpy())
+        result = getattr(torch.fft, function)(torch.from_numpy(x), s=s, dim=list(axes), norm=norm)
+        return np.asarray(result.numpy())
 
     def stream(self, ordinal: int) -> int:
         try:
