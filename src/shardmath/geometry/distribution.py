@@ -230,8 +230,8 @@ class Distribution(Immutable, ABC):
         if not (isinstance(cls, type) and issubclass(cls, Distribution)):
             raise ValueError(f"{cls!r} is not a class of distributions")
         wide = self if ndim is None else self._promoted(integer(ndim, "ndim", least=0))
-        made = wide if isinstance(wide, cls) else _convert(wide, cls)
-        return made.copy() if copy and made is self else made
+        converted = wide if isinstance(wide, cls) else _convert(wide, cls)
+        return converted.copy() if copy and converted is self else converted
 
     def copy(self) -> Self:
         """An equal distribution that is another object."""
@@ -279,7 +279,7 @@ class Distribution(Immutable, ABC):
 
     @classmethod
     def _made_of(cls, *values: Any) -> Self:
-        """One of its arguments, in their order. Raises as the class does."""
+        """The distribution of these arguments, in their order. Raises as the class does."""
         pairs = list(zip(cls._arguments, values, strict=True))
         named = {argument.name: value for argument, value in pairs if argument.keyword}
         return cls(*(value for argument, value in pairs if not argument.keyword), **named)

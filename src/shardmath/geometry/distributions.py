@@ -370,14 +370,14 @@ _KINDS = {kind.__name__: kind for kind in (Slab, Box, BlockCyclic, BlockNonCycli
 def decode(data: Any) -> Distribution:
     """The distribution that was encoded. Raises ValueError for data of another form."""
     try:
-        made = _decode(data)
-        plain = made.encode()
+        distribution = _decode(data)
+        plain = distribution.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"malformed distribution: {error}") from None
     # What decodes to a value that encodes otherwise was not written by a rank of ours.
     if plain != data or not _plain(data):
         raise ValueError(f"malformed distribution: {data!r}")
-    return made
+    return distribution
 
 
 def _decode(data: Any) -> Distribution:
@@ -391,11 +391,11 @@ def _decode(data: Any) -> Distribution:
         _decode_grid(x) if argument.name == "process_grid" else x
         for argument, x in zip(kind._arguments, fields, strict=True)
     )
-    made: Distribution = kind._made_of(*values)
+    distribution: Distribution = kind._made_of(*values)
     if binding is None:
-        return made
+        return distribution
     shape, size, rank = binding
-    return made.bind(shape, size=size, rank=rank)
+    return distribution.bind(shape, size=size, rank=rank)
 
 
 def _decode_grid(data: Any) -> ProcessGrid:

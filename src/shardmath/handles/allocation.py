@@ -269,7 +269,7 @@ class SharedMemory(Immutable):
     notes: tuple[Any, ...]
 
     def addresses(self, context: Context) -> list[int]:
-        """Where each rank's lies for this rank's cores or GPU; 0 where it has no address."""
+        """The address of each rank's buffer for this rank's cores or GPU; 0 where it has none."""
         return [
             context.peer_address(rank, location, nbytes) or 0
             for rank, (location, nbytes) in enumerate(zip(self.locations, self.sizes, strict=True))

@@ -296,6 +296,9 @@ def _handle_of(
 
             kind = DeviceSymmetricMemory
         handle = kind(context, state, buffer, library)
-        made = state.handles[library.name] = weakref.ref(handle)
-        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
+        reference = state.handles[library.name] = weakref.ref(handle)
+        buffer.block.handles = [
+            *(one for one in buffer.block.handles if one() is not None),
+            reference,
+        ]
     return handle

@@ -195,7 +195,7 @@ def apply(
     `row_sums` and `column_sums`.
     """
     m, n = acc.shape
-    made = requirements(epilog, m, n, dtype)
+    extras = requirements(epilog, m, n, dtype)
     if out is None:
         out = np.empty_like(acc, dtypes.to_numpy(dtype))
     if not epilog.changes_d:
@@ -206,7 +206,7 @@ def apply(
         extra.name: np.empty(extra.shape, acc.dtype)
         if extra.name == epilog.makes_bgrad
         else np.empty(extra.shape, dtypes.to_numpy(extra.dtype), "F")
-        for extra in made.outputs
+        for extra in extras.outputs
     }
     for output in aux.values():
         output[...] = 0

@@ -157,8 +157,8 @@ def _reduce_piece(
     outputs: Sequence[HostArray],
     partial: HostArray,
 ) -> None:
-    """As `reduce_local`. `partial` is memory for partial results: an output may be an input that is
-    still to be read.
+    """Combine one piece, as `reduce_local` does. `partial` is memory for partial results: an output
+    may be an input that is still to be read.
     """
     combine = OPERATIONS[reduction.op]
     first, *rest = inputs

@@ -155,8 +155,8 @@ class Torch(Library):
             return view(owner, address)
         carrier = kind.carrier or kind.name
         part = _Part(owner, carrier, shape, strides, address)
-        made = torch.as_tensor(part, device=owner.device)
-        return made if carrier == kind.name else made.view(native)
+        tensor = torch.as_tensor(part, device=owner.device)
+        return tensor if carrier == kind.name else tensor.view(native)
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
@@ -291,10 +291,10 @@ def _viewer(
     ordinal = -1 if device == "cpu" else int(device.removeprefix("cuda:"))
     passed = _INTEGERS if code is None else code
     capsule = partial(built.capsule, passed, 8 * dtype.itemsize, ordinal, shape, strides)
-    made: Callable[[Any], Any] = torch.utils.dlpack.from_dlpack
+    from_capsule: Callable[[Any], Any] = torch.utils.dlpack.from_dlpack
     if code is None:
-        return lambda owner, address: made(capsule(owner, address)).view(native)
-    return lambda owner, address: made(capsule(owner, address))
+        return lambda owner, address: from_capsule(capsule(owner, address)).view(native)
+    return lambda owner, address: from_capsule(capsule(owner, address))
 
 
 @lru_cache(maxsize=1)

@@ -122,12 +122,12 @@ class Strategy(Immutable):
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted."""
+        """The predicted time."""
         return sum(self.step_seconds)
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """Predicted for each step."""
+        """The predicted time of each step."""
         last = len(self.steps) - 1
         return tuple(
             self.model.seconds(step, itemsize, first=index == 0, last=index == last)

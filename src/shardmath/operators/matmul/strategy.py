@@ -105,7 +105,7 @@ class Strategy(Immutable):
 
     @cached_property
     def reduced(self) -> Layout:
-        """Where the complete sums stand before they move to where the caller wants them."""
+        """The layout of the complete sums, before they move to where the caller wants them."""
         if not self.reduces:
             return self.sums
         d = self.problem.d

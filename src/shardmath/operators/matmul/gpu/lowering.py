@@ -292,10 +292,10 @@ def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> Rank
 
 
 class Lowering(ProgramBuilder):
-    """Puts the steps together."""
+    """Lowers a product of numbers, or of elements that become numbers first, to steps."""
 
     def program(self) -> RankProgram:
-        """The whole program."""
+        """The program of the rank, from publishing its operands to the result."""
         self._dequantize()
         for index in (0, 1):
             self._publish_factor(index)
@@ -476,8 +476,8 @@ class Lowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """One interval's product after the other, each added to those before it. With `ends`, they
-        are D.
+        """Multiply interval after interval of k, each product added to those before it. With `ends`
+        their sum is D.
         """
         overlaps = len(self.intervals) > 1
         scales = self._scales()
@@ -517,7 +517,7 @@ class Lowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """One product, added to the target, which has others by then, or to beta times C."""
+        """Multiply two factors into the target; `addend`, the target itself or C, is added."""
         step = Gemm(
             *factors,
             target,
@@ -547,7 +547,7 @@ class Lowering(ProgramBuilder):
         return [None] * len(self.intervals)
 
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
-        """Behind the last index of k that is multiplied of an operand which is here."""
+        """The end of an interval of k in an operand that this rank holds, with what pads it."""
         return interval.hi
 
     # -- factors -----------------------------------------------------------------------------------
@@ -803,7 +803,7 @@ class ScaledLowering(Lowering):
 
     @property
     def _ends(self) -> bool:
-        """Whether products are D."""
+        """Whether products are written to D itself, and nothing follows them."""
         return self._gives_result and self._is_direct
 
     @cached_property
@@ -864,7 +864,7 @@ class ScaledLowering(Lowering):
         return (self._target,)
 
     def _scale_of_result(self) -> Name:
-        """Where the scale of an eight-bit D can be read; "" where it is 1."""
+        """An array of the scale of an eight-bit D; "" where it is 1."""
         name = SCALES[3]
         if name not in self.arrays and name in self.lying.ones:
             return ""
@@ -950,7 +950,7 @@ class ScaledLowering(Lowering):
         return packed
 
     def _copy_own(self, index: int, moves: tuple[Move, ...], target: Name) -> None:
-        """This rank's own elements of an operand, to where they are wanted."""
+        """Copy this rank's own elements of an operand, which `moves` say, to the target."""
         moves = tuple(move for move in moves if move.elements)
         if moves:
             factor = self.factors[index]
@@ -1093,7 +1093,7 @@ class ScaledLowering(Lowering):
         return up(self.k, GRAIN)
 
     def _send_lines(self, rounds: Rounds) -> None:
-        """This rank's lines and their scales, to all ranks."""
+        """Send this rank's lines and their scales to all ranks."""
         ranks = range(len(rounds.lines))
         places = [self._place(rounds, rank) for rank in ranks]
         if not rounds.cuts:
@@ -1124,7 +1124,7 @@ class ScaledLowering(Lowering):
             self.emit(Await(f"come {number}"))
 
     def _place(self, rounds: Rounds, rank: int) -> Name:
-        """Where this rank's lines lie at another."""
+        """The place of this rank's lines in the memory of another."""
         lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
         name, box = f"lines at {rank}", ((0, self._deep), lines)
         dtype = self._scaling.given[rounds.index]
@@ -1138,14 +1138,14 @@ class ScaledLowering(Lowering):
         return self.lay(name, _LINES, self._columns(index, part))
 
     def _come_scale(self, index: int, stage: Stage) -> ScaleOf:
-        """Their scales, which have come; those of tensors all ranks know."""
+        """The scales of a stage's lines, which have come; all ranks know those of tensors."""
         mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
         layout = scale_layout(mode, stage.hi - stage.lo, self.k)
         x = layout._replace(address=4 * self._offset(index, stage.lo))
         return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
 
     def _offset(self, index: int, line: int) -> int:
-        """Where the scales of a stage begin whose first line is this one."""
+        """The first element of the scales of a stage that begins with this line."""
         mode = self.rank_plan.modes[index]
         if mode == "outer":
             return line
@@ -1153,7 +1153,7 @@ class ScaledLowering(Lowering):
         return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
 
     def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
-        """This rank's own scales of the lines, as products want them, to these ranks."""
+        """Send this rank's own scales of the lines to these ranks, laid out for their products."""
         index = rounds.index
         mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
         if mode == "tensor" or not lines or not ranks:
@@ -1170,7 +1170,7 @@ class ScaledLowering(Lowering):
         self.emit(LayOut(source, SCALES[index], blocks, tuple(targets), rows), stream=stream)
 
     def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
-        """Where the scales of this rank's lines lie at another: within those of their stage."""
+        """The place of the scales of this rank's lines at another, within those of their stage."""
         index, first = rounds.index, rounds.starts[self.rank]
         if self.rank_plan.modes[index] == "squares":
             layout = scale_layout("squares", BLOCK, self.k)

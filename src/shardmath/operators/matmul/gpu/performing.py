@@ -68,11 +68,11 @@ class Products(GPUPerformer):
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         rank_plan = rank_plan_of(self._context, plan)
-        forms = [each.form for each in facts if each.form != _UNKNOWN]
+        forms = [rank_facts.form for rank_facts in facts if rank_facts.form != _UNKNOWN]
         is_fused = rank_plan.one_kernel and all(forms) and len({form[0] for form in forms}) <= 1
-        orders = {each.order for each in facts}
+        orders = {rank_facts.order for rank_facts in facts}
         order = rank_plan.addition_order(orders.pop()) if len(orders) == 1 else ""
-        in_different_lanes = len({each.lane for each in facts}) > 1
+        in_different_lanes = len({rank_facts.lane for rank_facts in facts}) > 1
         return 1 + _DECISIONS.index((is_fused, order, in_different_lanes))
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
@@ -219,8 +219,8 @@ def tuning_notes(timings: Timings, chosen: Mapping[bytes, int]) -> list[str]:
 
 
 def fastest(ranks: Sequence[Timings]) -> dict[bytes, int]:
-    """By signature, the number of the algorithm to use, on all ranks that have this product: the
-    one whose slowest rank is fastest, so that replicas of a result keep the same bits.
+    """The number of the algorithm that all ranks with a product use, by its signature: the one
+    whose slowest rank is fastest, so that replicas of a result keep the same bits.
     """
     chosen = {}
     for signature in dict.fromkeys(signature for timings in ranks for signature in timings):

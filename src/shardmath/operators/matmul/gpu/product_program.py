@@ -132,7 +132,7 @@ class ProductProgram(GPUProgram):
         return self._matrix(name, memories) if name else None
 
     def _address(self, name: Name, memories: Memories) -> int:
-        """Where a matrix begins; 0 if there is none."""
+        """The address of a matrix; 0 if there is none."""
         return self._matrix(name, memories).address if name else 0
 
     def _given(self, name: Name, memories: Memories) -> Matrix | None:
@@ -284,7 +284,7 @@ class ProductProgram(GPUProgram):
         return run
 
     def _multiply_panels(self, step: Fused, memories: Memories) -> Launch:
-        """By the kernel for it; where copy engines do not suit, one interval after the other."""
+        """Multiply by `PanelGemm`; where copy engines do not suit, one interval after another."""
         a, b, d = (self._matrix(name, memories) for name in "abd")
         panel_gemm = PanelGemm(self._rank_plan, a, b, d, self.lane)
         places = [

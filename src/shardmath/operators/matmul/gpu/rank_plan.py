@@ -140,7 +140,7 @@ class RankPlan(OnHosts, Immutable):
         return transfer.into(self.rank)
 
     def added(self, name: str) -> list[tuple[Move, ...]]:
-        """By source rank in order: the moves of what this rank adds up."""
+        """The moves of what this rank adds up, for each source rank in order."""
         step, moves = self.strategy.passed[name], self.moves(name)
         assert isinstance(step, Combine), name
         sources = step.sources(self.rank)
@@ -203,7 +203,7 @@ class RankPlan(OnHosts, Immutable):
 
     @cached_property
     def modes(self) -> tuple[str, str]:
-        """The modes of a product of float8 operands."""
+        """The modes of the scales of a and b, in a product of float8 operands."""
         return modes(self.strategy)
 
     @property
@@ -218,7 +218,7 @@ class RankPlan(OnHosts, Immutable):
 
     @cached_property
     def algorithms(self) -> Algorithms:
-        """Those of cuBLASLt's that have been chosen for this rank's products."""
+        """The algorithms of cuBLASLt that were chosen for this rank's products by timing them."""
         return Algorithms()
 
     @cached_property
