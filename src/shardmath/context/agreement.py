@@ -69,8 +69,9 @@ def agree_keeping(
         return kept, wire.encode(description)
 
     kept, text = described(board, operation, packed)
-    texts = _exchanged(board, operation, text)
-    return kept, checked(board, check, [wire.decode(text) for text in texts])
+    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
+    accepted = require_accepted(board, operation, texts)
+    return kept, checked(board, check, [wire.decode(text) for text in accepted])
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
@@ -79,12 +80,8 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    return _exchanged(board, operation, described(board, operation, describe))
-
-
-def _exchanged(board: Board, operation: str, text: bytes) -> list[bytes]:
-    """All ranks' descriptions, of which this rank's is `text`. Raises as `gather`."""
-    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
+    text = beginning(operation) + described(board, operation, describe)
+    texts, _ = board.exchange_raw(operation, text)
     return require_accepted(board, operation, texts)
 
 
