@@ -23,7 +23,7 @@ from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu.fused import FusedProduct
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
-from shardmath.operators.matmul.gpu.rank_plan import RankPlan, lying, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of, placement_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
@@ -55,14 +55,14 @@ class Products(GPUPerformer):
         form = b""
         if rank_plan.one_kernel:
             form = self._by_one_kernel(execution).form
-        return self._said(execution.stream, matrix_of(out).by_columns, form)
+        return self._facts_of(execution.stream, matrix_of(out).by_columns, form)
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
         arrays = turn.known.arrays.operands
         like = [arrays[name] for name in (["c"] if "c" in arrays else ["a", "b"])]
-        return self._said(stream, all(x.order == "F" for x in like), _UNKNOWN)
+        return self._facts_of(stream, all(x.order == "F" for x in like), _UNKNOWN)
 
-    def _said(self, stream: int, by_columns: bool, form: bytes) -> Facts:
+    def _facts_of(self, stream: int, by_columns: bool, form: bytes) -> Facts:
         lane = Lane.of(self._context, stream).number
         return Facts(False, False, False, "F" if by_columns else "C", lane, form)
 
@@ -89,7 +89,7 @@ class Products(GPUPerformer):
 
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan
-        rank_plan, arrays = rank_plan_of(context, plan), lying(given.arrays, given.numbers)
+        rank_plan, arrays = rank_plan_of(context, plan), placement_of(given.arrays, given.numbers)
         _, order, _ = _DECISIONS[decision - 1]
 
         def make() -> GPUProgram:
