@@ -164,6 +164,11 @@ class Layout(Immutable):
             if any(part[axis].length != extent for part in self.parts)
         )
 
+    def is_whole(self, axis: int) -> bool:
+        """True when every rank that owns anything owns all of `axis`."""
+        extent = self.global_shape[axis]
+        return all(part[axis].length == extent or _empty(part) for part in self.parts)
+
     @property
     def is_replicated(self) -> bool:
         """True when every rank owns everything (always so for one rank that covers)."""

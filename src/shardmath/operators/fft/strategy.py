@@ -295,7 +295,7 @@ class _Search:
 
     def _ready(self, layout: Layout, done: frozenset[int]) -> tuple[int, ...]:
         """The axes that can be transformed there, the real one first."""
-        whole = {axis for axis in self._axes if axis not in done and _is_whole(layout, axis)}
+        whole = {axis for axis in self._axes if axis not in done and layout.is_whole(axis)}
         if self._real is not None and self._real not in done:
             if self._real not in whole:
                 return ()
@@ -306,7 +306,7 @@ class _Search:
         """`layout` of an array of `shape`, other along the real axis; None if it splits that."""
         if self._real is None:
             return layout
-        if not _is_whole(layout, self._real):
+        if not layout.is_whole(self._real):
             return None
         axis, extent = self._real, layout.global_shape[self._real]
         whole, nothing = Spans.interval(0, shape[axis]), Spans.interval(0, 0)
@@ -353,12 +353,3 @@ def _columns(
             Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
         )
     return columns
-
-
-def _is_whole(layout: Layout, axis: int) -> bool:
-    """Whether every rank that holds anything holds all of `axis`."""
-    extent = layout.global_shape[axis]
-    return all(
-        part[axis].length == extent or any(spans.length == 0 for spans in part)
-        for part in layout.parts
-    )

@@ -176,19 +176,9 @@ def agree_granularities(
                 f"{' or '.join(by_rank[0][index])}, rank {odd} has "
                 f"{' or '.join(by_rank[odd][index])}"
             )
-        whole = _has_whole_k(layouts[index], 1 - index)
-        order = [OUTER] * whole + [VECTORS, SQUARES, OUTER, TENSOR]
+        order = [OUTER] * layouts[index].is_whole(1 - index) + [VECTORS, SQUARES, OUTER, TENSOR]
         chosen.append(next(kind for kind in order if kind in common))
     return chosen[0], chosen[1]
-
-
-def _has_whole_k(layout: Layout, axis: int) -> bool:
-    """Whether no row of op(A), no column of op(B), is split over ranks."""
-    k = layout.global_shape[axis]
-    return all(
-        part.length == k or 0 in layout.local_shape(rank)
-        for rank, part in enumerate(layout.column(axis))
-    )
 
 
 def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
