@@ -132,6 +132,11 @@ class Layout(Immutable):
         """The shape of `rank`'s part."""
         return tuple(map(_length, self.parts[rank]))
 
+    @cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """The number of elements of every rank's part."""
+        return tuple(prod(map(_length, part)) for part in self.parts)
+
     def owners(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that own the element at a global index, ascending.
 
