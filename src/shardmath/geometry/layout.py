@@ -13,7 +13,7 @@ from operator import attrgetter, gt
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError
-from shardmath.geometry.coverage import owner_sets
+from shardmath.geometry.coverage import bits, owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
 from shardmath.geometry.drawing import draw
 from shardmath.geometry.integers import index_within, integers
@@ -262,7 +262,7 @@ class Layout(Immutable):
                     f"no rank owns index {index} of the global shape {self.global_shape}"
                 )
             if mask.bit_count() > 1:
-                ranks = [rank for rank in range(self.size) if mask >> rank & 1]
+                ranks = list(bits(mask))
                 names = " and ".join(str(rank) for rank in ranks)
                 held = "; ".join(f"rank {r}: {_show(self.parts[r])}" for r in ranks[:2])
                 raise BindDistributionError(

@@ -14,9 +14,9 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from shardmath.geometry.coverage import Atom, atoms
+from shardmath.geometry.coverage import Atom, atoms, bits
 from shardmath.geometry.layout import Layout
-from shardmath.geometry.spans import Run, Spans
+from shardmath.geometry.spans import Run, Spans, run_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,22 +271,20 @@ def _overlapping_sources(
         mask = -1
         for _, held in cell:
             mask &= held
-        owners = [rank for rank in range(src.size) if mask >> rank & 1]
+        owners = list(bits(mask))
         if not owners:
             index = tuple(atom.start for atom, _ in cell)
             raise ValueError(f"rank {d} needs index {index}, which has no owner")
         s = d if d in owners else owners[d % len(owners)]
         if only is None or s == only:
             columns = zip(cell, src.spans(s), dst.spans(d), strict=True)
-            yield s, [(_run(atom, one, two),) for (atom, _), one, two in columns]
-
-
-def _run(atom: Atom, src: Spans, dst: Spans) -> Run:
-    """The run that copies an atom from the local axis of `src` to that of `dst`."""
-    src_start, dst_start = src.before(atom.start), dst.before(atom.start)
-    src_step = src.before(atom.start + atom.step) - src_start
-    dst_step = dst.before(atom.start + atom.step) - dst_start
-    return Run(atom.count, atom.length, src_start, src_step, dst_start, dst_step)
+            yield (
+                s,
+                [
+                    (run_between(one, two, atom.start, atom.length, atom.count, atom.step),)
+                    for (atom, _), one, two in columns
+                ],
+            )
 
 
 def _holds(src: Sequence[Spans], dst: Sequence[Spans]) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.arrays.spec import packed_strides
+from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.base.log import LOGGER
@@ -252,9 +252,7 @@ def persistent_array(
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements an array spans from its first to its last, gaps included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return byte_span(shape, strides, 1)[1]
 
 
 class SharedMemory(Immutable):
@@ -404,20 +402,18 @@ def _extents(shape: Any) -> tuple[int, ...]:
 
 def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
     """The strides in elements; `axis_order` lists the axes from the fastest on."""
-    ndim = len(shape)
     if isinstance(axis_order, str):
         if axis_order not in ("C", "F"):
             raise ValueError(f'axis_order is "C", "F" or a permutation, not {axis_order!r}')
-        axes = list(range(ndim)) if axis_order == "F" else list(range(ndim))[::-1]
-    else:
-        try:
-            axes = [operator.index(axis) for axis in axis_order]
-        except TypeError:
-            axes = []
-        if sorted(axes) != list(range(ndim)):
-            raise ValueError(
-                f"axis_order is a permutation of the axes 0 to {ndim - 1}, not {axis_order!r}"
-            )
+        return packed_strides(shape, axes="F" if axis_order == "F" else "C")
+    try:
+        axes = [operator.index(axis) for axis in axis_order]
+    except TypeError:
+        axes = []
+    if sorted(axes) != list(range(len(shape))):
+        raise ValueError(
+            f"axis_order is a permutation of the axes 0 to {len(shape) - 1}, not {axis_order!r}"
+        )
     return packed_strides(shape, axes=axes)
 
 

@@ -459,7 +459,7 @@ def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ra
     """The ranges of all ranks, for each part of the first transform. There are as many parts as the
     shortest extent has.
     """
-    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
+    extents = [part.length for part in layout.column(axis)]
     ranges = [first_parts(extent, weights) for extent in extents]
     least = min(map(len, ranges))
     if least < len(weights):
@@ -469,10 +469,10 @@ def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ra
 
 def _second_ranges(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
     """The ranges of all ranks, for each part of the second transform."""
-    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
-    return list(zip(*(second_parts(extent, parts) for extent in extents), strict=True))
+    ranges = (second_parts(part.length, parts) for part in layout.column(axis))
+    return list(zip(*ranges, strict=True))
 
 
 def _full_ranges(layout: Layout, axis: int) -> _Ranges:
     """All indices of every rank."""
-    return tuple((0, layout.local_shape(rank)[axis]) for rank in range(layout.size))
+    return tuple((0, part.length) for part in layout.column(axis))

@@ -27,6 +27,8 @@ from shardmath.arrays.dtypes import HALVES
 from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import BOX_BYTES
 from shardmath.geometry import Move, Run
+from shardmath.geometry.integers import bounds as even_bounds
+from shardmath.geometry.spans import joined
 
 OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
 _SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
@@ -144,11 +146,9 @@ class OperandSteps(Immutable, eq=False):
         cuts = np.flatnonzero(np.diff(starts) != step) + 1
         firsts = starts[np.concatenate([[0], cuts])]
         lasts = starts[np.concatenate([cuts, [len(starts)]]) - 1]
-        return _merged(
-            [
-                Run(1, min(last + step, end) - first, first, 0, first + base, 0)
-                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
-            ]
+        return joined(
+            Run(1, min(last + step, end) - first, first, 0, first + base, 0)
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
         )
 
 
@@ -261,22 +261,6 @@ def _ring_distance(steps: OperandSteps) -> Integers:
     """How far the source of each step is behind this rank: no two begin with the same peer."""
     size = max(int(steps.sources.max()), steps.rank, 0) + 1
     return (steps.sources - steps.rank) % size
-
-
-def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one block each, those of equal length at equal distances as one."""
-    merged: list[Run] = []
-    for run in runs:
-        last = merged[-1] if merged else None
-        if last is not None and last.length == run.length:
-            distance = run.src_start - last.src_start - (last.count - 1) * last.src_step
-            if last.count == 1 or distance == last.src_step:
-                merged[-1] = replace(
-                    last, count=last.count + 1, src_step=distance, dst_step=distance
-                )
-                continue
-        merged.append(run)
-    return merged
 
 
 def _shifted(run: Run, distance: int) -> Run:
@@ -450,8 +434,8 @@ def make_schedule(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -
             operand = max(waiting, key=lambda s: _unlocks(tiles, bounds, loaded, s))
             part = loaded[operand]
             lo, hi = _extent(bounds[operand], part, tiles.units[operand], extents[operand])
-            cuts = sorted({steps * cut // _K_PIECES for cut in range(_K_PIECES + 1)})
-            fetches += [Fetch(operand, part, lo, hi, *cut) for cut in pairwise(cuts)]
+            pieces_of_k = pairwise(sorted({*even_bounds(steps, _K_PIECES)}))
+            fetches += [Fetch(operand, part, lo, hi, *piece) for piece in pieces_of_k]
             others = range(loaded[1 - operand])
             ready = [(part, other) if operand == 0 else (other, part) for other in others]
             loaded[operand] += 1

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.base.immutable import Immutable
+from shardmath.geometry.integers import bounds
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
@@ -167,5 +168,4 @@ def _filled_up(tiles: Integers, cluster: int) -> Integers:
 
 def _cut(count: int, parts: int) -> Sequence[range]:
     """0 ... `count` in so many ranges, of sizes that differ by one at most."""
-    cuts = [count * part // parts for part in range(parts + 1)]
-    return [range(low, high) for low, high in pairwise(cuts)]
+    return [range(low, high) for low, high in pairwise(bounds(count, parts))]
