@@ -59,11 +59,15 @@ class Scaling(Immutable):
 
     def __str__(self) -> str:
         extra = ["c a number"] * self.c + ["d a number"] * self.d
-        names = [f"a by {_SAID[self.a]}", f"b by {_SAID[self.b].replace('row', 'column')}", *extra]
+        names = [
+            f"a by {_IN_WORDS[self.a]}",
+            f"b by {_IN_WORDS[self.b].replace('row', 'column')}",
+            *extra,
+        ]
         return f"scales: {', '.join(names)}" + "; amax of d" * self.amax
 
 
-_SAID = {TENSOR: "tensor", OUTER: "row", VECTORS: "1 x 128 along k", SQUARES: "128 x 128"}
+_IN_WORDS = {TENSOR: "tensor", OUTER: "row", VECTORS: "1 x 128 along k", SQUARES: "128 x 128"}
 
 
 def blocks_of(granularity: str, index: int) -> Blocks:
