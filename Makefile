@@ -11,7 +11,8 @@ RUN := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 
 # Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
-BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_gpus.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_%.py benchmarks/gpu% benchmarks/scalapack.py \
+    benchmarks/navier_stokes_peers.py,$(wildcard benchmarks/*.py))
 
 .PHONY: help demo test torture check docs bench release clean
 .DELETE_ON_ERROR:

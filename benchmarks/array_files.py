@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
+from on_cores import alone, run
 
 import shardmath
 from shardmath.collectives import all_reduce
 from shardmath.distribution import Slab
-from shardmath.launch import spawn
 
 RANKS, REPEATS, GOAL = 2, 5, 0.8
 SPLITS = {"slab X": Slab.X, "slab Y": Slab.Y}
@@ -33,17 +32,12 @@ SPLITS = {"slab X": Slab.X, "slab Y": Slab.Y}
 def main() -> None:
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
     with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else ".") as folder:
-        rows = spawn(run, RANKS, folder, mib, timeout=900)[0]
-    for row in rows:
-        print(f"{row['case']:>20} {row['operation']}: {row['gib_per_s']:.2f} GiB/s; "
-              f"NumPy {row['numpy_gib_per_s']:.2f}, {row['ratio']:.2f} x")  # fmt: skip
-    goal = {"save and load over NumPy's speed": GOAL}
-    print(record.write("array_files", rows, ranks=RANKS, mib=mib, goals=goal))
+        goal = {"save and load over NumPy's speed": GOAL}
+        run("array_files", measure, RANKS, folder, mib, timeout=900, mib=mib, goals=goal)
 
 
-def run(folder: str, mib: int) -> list[dict[str, Any]]:
+def measure(context: Any, folder: str, mib: int) -> list[dict[str, Any]]:
     """A row for each split and way, as all ranks measure them."""
-    context = shardmath.initialize("cpu")
     n = int((mib * 2**20 / 8) ** 0.5)
     whole = np.ones((n, n)) if context.rank == 0 else None
     numpys, ours = f"{folder}/numpy.npy", f"{folder}/ours.npy"
@@ -65,7 +59,7 @@ def run(folder: str, mib: int) -> list[dict[str, Any]]:
             # What came before may have left memory that is quicker to take: no way follows always
             # the same other.
             for name in random.Random(repeat).sample(list(ways), len(ways)):
-                times[name].append(seconds(context, ways[name]))
+                times[name].append(seconds(ways[name]))
         for name in ("save", "load"):
             for baseline in (way for way in ways if way.startswith(f"numpy {name}")):
                 own, other = (statistics.median(times[way]) for way in (name, baseline))
@@ -73,13 +67,7 @@ def run(folder: str, mib: int) -> list[dict[str, Any]]:
                 rows.append({"case": case, "operation": f"{name}, beside {baseline}",
                              "gib_per_s": gib / own, "numpy_gib_per_s": gib / other,
                              "ratio": other / own})  # fmt: skip
-    shardmath.finalize()
     return rows
-
-
-def alone(context: Any, call: Callable[[], object]) -> Callable[[], object]:
-    """`call` on rank 0, for which the others wait."""
-    return call if context.rank == 0 else lambda: None
 
 
 def synced(path: str, whole: Any) -> None:
@@ -93,7 +81,7 @@ def renamed(path: str, whole: Any) -> None:
     Path(path + ".npy").replace(path)
 
 
-def seconds(context: Any, call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object]) -> float:
     """The time of the slowest rank."""
     os.sync()
     all_reduce(0)

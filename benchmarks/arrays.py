@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import record
+from on_cores import in_turn, on_ranks, row_of_calls, slowest_us
 
 import shardmath
 from shardmath.collectives import all_reduce
@@ -30,39 +31,28 @@ from shardmath.distribution import Slab
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import matmul
 
-RANKS, TURNS, CALLS = 2, 40, 50
+RANKS, TURNS, CALLS = 2, 39, 50
 POINTS, SHORT, LONG, RUNS = 64, 1, 4, 3
 GOALS = {"x + y": 5.0, "np.sin(x)": 5.0, "x @ y": 3.0, "x.sum(axis=0)": 10.0}  # microseconds more
 
 
 def main() -> None:
-    rows = spawn(measure, RANKS, timeout=300)[0]
-    for row in rows:
-        print(f"{row['what']:16} {row['us']:8.1f} us, on parts {row['us_of_parts']:8.1f}; "
-              f"undisturbed {row['more_us']:+6.1f}   goal {GOALS[row['what']]}")  # fmt: skip
+    rows = on_ranks(measure, RANKS, timeout=300)
     rows += navier_stokes(sys.argv[1] if len(sys.argv) > 1 else sys.executable)
-    print(record.write("arrays", rows, ranks=RANKS, goals=GOALS))
+    record.write("arrays", rows, ranks=RANKS, goals=GOALS)
 
 
-def measure() -> list[dict[str, Any]]:
+def measure(context: Any) -> list[dict[str, Any]]:
     """A row for each pair of ways."""
-    context = shardmath.initialize("cpu")
-    pairs = ways()
-    times: dict[str, tuple[list[float], list[float]]] = {what: ([], []) for what in pairs}
-    for turn in range(TURNS):
-        for what, pair in pairs.items():
-            for call, spent in zip(pair, times[what], strict=True):
-                context.barrier()
-                taken = record.timed(call, CALLS)
-                spent.extend(taken if turn else [])
-    own = np.percentile(list(times.values()), [50, 0], axis=2)  # of rows and ways
-    (medians, least) = 1e6 * all_reduce(own, op="max")
-    shardmath.finalize()
-    return [
-        {"what": what, "us": float(one[0]), "us_of_parts": float(one[1]),
-         "us_undisturbed": float(low[0]), "more_us": float(low[0] - low[1])}
-        for what, one, low in zip(pairs, medians, least, strict=True)
-    ]  # fmt: skip
+    calls = {(what, way): call for what, pair in ways().items() for way, call in enumerate(pair)}
+    times = in_turn(calls, TURNS, lambda way: row_of_calls(context, calls[way], CALLS))
+    found = slowest_us(times, 50, 0)
+    rows = []
+    for what, goal in GOALS.items():
+        (us, least), (us_of_parts, least_of_parts) = found[what, 0], found[what, 1]
+        row = {"what": what, "us": us, "us_of_parts": us_of_parts, "us_undisturbed": least}
+        rows.append({**row, "more_us": least - least_of_parts, "goal": goal})
+    return rows
 
 
 def ways() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -109,11 +99,8 @@ def navier_stokes(python: str) -> list[dict[str, Any]]:
         if spent:
             least = [1e3 * min(column) for column in zip(*spent, strict=True)]
             row |= {"ms": least[0], "processor_ms": least[1]}
-            found = f"{least[0]:.0f} ms, {least[1]:.0f} ms of processors"
         else:
             row["missing"] = missing[who]
-            found = f"not measured: {missing[who]}"
-        print(f"Navier-Stokes step, {POINTS}^3, {who}: {found}")
         rows.append(row)
     return rows
 

@@ -10,68 +10,46 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import record
+from on_cores import gloo, in_turn, row_of_calls, run, slowest_us
 
 from shardmath.arrays import library_named
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives import all_gather, all_reduce
-from shardmath.context.startup import finalize, initialize
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, fft
 from shardmath.handles.allocation import empty_on_heap
-from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
 
-RANKS, TURNS, CALLS = 2, 20, 50
+RANKS, TURNS, CALLS = 2, 19, 50
 SMALL, N = 256, 64
 GOALS = {"agreement on a known plan": 20.0}  # microseconds
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        rows = spawn(measure, RANKS, str(Path(folder) / "store"), timeout=300)[0]
-    for row in rows:
-        goal = GOALS.get(row["what"])
-        figures = f"{row['us']:8.1f} us, tenth percentile {row['us_undisturbed']:8.1f}"
-        print(f"{row['what']:36} {figures}" + f"   goal {goal}" * (goal is not None))
-    print(record.write("calls", rows, ranks=RANKS, goals=GOALS))
+        run("calls", measure, RANKS, f"file://{folder}/store", timeout=300, goals=GOALS)
 
 
-def measure(store: str) -> list[dict[str, Any]]:
-    """A row for each call. They take turns, so that what else the machine does falls on all."""
+def measure(context: Any, address: str) -> list[dict[str, Any]]:
+    """A row for each call."""
     import torch
-    import torch.distributed as gloo
 
-    context = initialize("cpu")
-    torch.set_num_threads(1)
-    gloo.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=context.rank, world_size=context.size
-    )
     ways, kept = calls(context)
-    tensor = torch.ones(SMALL)
-    ways["gloo, all_reduce 1 KiB"] = lambda: gloo.all_reduce(tensor)
-    ways["gloo, barrier"] = gloo.barrier
-    times: dict[str, list[float]] = {what: [] for what in ways}
-    for turn in range(TURNS):
-        for what, call in ways.items():
-            context.barrier()
-            found = record.timed(call, CALLS)
-            times[what] += found if turn else []
-    own = np.percentile(list(times.values()), [50, 10], axis=1)
-    slowest = 1e6 * all_reduce(own, op="max")
-    for plan in kept:
-        plan.free()
-    gloo.barrier()
-    gloo.destroy_process_group()
-    finalize()
+    with gloo(context, address) as dist:
+        tensor = torch.ones(SMALL)
+        ways["gloo, all_reduce 1 KiB"] = lambda: dist.all_reduce(tensor)
+        ways["gloo, barrier"] = dist.barrier
+        times = in_turn(ways, TURNS, lambda what: row_of_calls(context, ways[what], CALLS))
+        slowest = slowest_us(times, 50, 10)
+        for plan in kept:
+            plan.free()
     return [
-        {"what": what, "us": float(median), "us_undisturbed": float(least)}
-        for what, median, least in zip(ways, *slowest, strict=True)
+        {"what": what, "us": median, "us_undisturbed": least, "goal": GOALS.get(what, "")}
+        for what, (median, least) in slowest.items()
     ]
 
 

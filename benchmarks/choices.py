@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import record
+from on_cores import in_turn, on_ranks, together, turns_within
 
-from shardmath.context import startup
-from shardmath.context.context import Context
+from shardmath.context.context import DistributedContext
 from shardmath.distribution import Distribution, Replicated, Slab
 from shardmath.geometry import Layout
 from shardmath.handles.allocation import allocate_symmetric_memory
-from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, MatmulOptions
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import Machine
@@ -72,8 +70,8 @@ class Case:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        letters = ("R" if isinstance(x, Replicated) else x.name for x in self.distributions)
-        return f"{self.m} x {self.k} times {self.k} x {self.n} {self.dtype}, {' '.join(letters)}"
+        letters = letters_of(self.distributions)
+        return f"{self.m} x {self.k} times {self.k} x {self.n} {self.dtype}, {letters}"
 
 
 ON_CORES = (
@@ -154,7 +152,28 @@ def row(case: Case, machine: Machine, times: dict[str, float]) -> dict[str, Any]
     return {"case": str(case), "strategies": strategies, "ratio": ratio}
 
 
-def products(case: Case, context: Context, operands: Sequence[Any]) -> dict[str, Matmul]:
+def letters_of(distributions: Sequence[Distribution]) -> str:
+    """The letters of slabs, and R for what all ranks have."""
+    return " ".join("R" if isinstance(x, Replicated) else x.name for x in distributions)
+
+
+def filled(
+    context: DistributedContext, distribution: Distribution, shape: tuple[int, ...], dtype: str
+) -> Any:
+    """This rank's part of an array of random numbers, on the heap."""
+    own = distribution.shape(context.rank, shape)
+    array = allocate_symmetric_memory(own, np, dtype=dtype, skip_symmetric_check=True)
+    array[...] = np.random.default_rng(context.rank).random(own)
+    return array
+
+
+def operands_of(case: Case, context: DistributedContext) -> list[Any]:
+    """A and B of a case, on cores."""
+    pairs = zip(case.distributions, case.operands, strict=False)
+    return [filled(context, distribution, shape, case.dtype) for distribution, shape in pairs]
+
+
+def products(case: Case, context: DistributedContext, operands: Sequence[Any]) -> dict[str, Matmul]:
     """A planned product by each strategy that is compared, by label."""
     machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
     found = {}
@@ -166,50 +185,32 @@ def products(case: Case, context: Context, operands: Sequence[Any]) -> dict[str,
     return found
 
 
-def on_cores() -> list[dict[str, Any]]:
+def on_cores(context: DistributedContext) -> list[dict[str, Any]]:
     """The rows, as this rank measures them."""
-    context = startup.initialize("cpu")
     rows = []
     for case in ON_CORES:
-        operands = []
-        for each, shape in zip(case.distributions[:2], case.operands, strict=True):
-            own = each.shape(context.rank, shape)
-            x = allocate_symmetric_memory(own, np, dtype=case.dtype, skip_symmetric_check=True)
-            x[...] = np.random.default_rng(context.rank).random(own)
-            operands.append(x)
-        systems = products(case, context, operands)
-        rows.append(row(case, Machine("cpu", context.hosts), in_turn(context, systems)))
+        systems = products(case, context, operands_of(case, context))
+        calls = {label: product.execute for label, product in systems.items()}
+        rows.append(row(case, Machine("cpu", context.hosts), least_seconds(context, calls)))
         for product in systems.values():
             product.free()
-    startup.finalize()
     return rows
 
 
-def in_turn(context: Context, systems: dict[str, Matmul]) -> dict[str, float]:
-    """The least seconds of each, barrier to barrier, as long as rank 0 has found that there is time
-    for.
-    """
-    found: dict[str, list[float]] = {label: [] for label in systems}
-    repeats, done = 4, 0
-    while done < repeats:
-        for label, product in systems.items():
-            context.barrier()
-            start = time.perf_counter()
-            product.execute()
-            context.barrier()
-            found[label].append(time.perf_counter() - start)
-        done += 1
-        if done == 3:
-            each = sum(times[-1] for times in found.values())
-            fit = min(1000, max(11, int(SECONDS / each)))
-            told = context.board.exchange("repeats", fit.to_bytes(8, "little"))
-            repeats = int.from_bytes(told[0], "little")
-    return {label: min(times) for label, times in found.items()}
+def least_seconds(context: DistributedContext, calls: dict[str, Any]) -> dict[str, float]:
+    """The least seconds of each call, in as many turns as there is time for."""
+
+    def seconds(label: str) -> float:
+        return together(context, calls[label])[0]
+
+    turn = sum(times[-1] for times in in_turn(calls, 2, seconds).values())
+    turns = turns_within(context, SECONDS, turn, least=11, most=1000)
+    return {label: min(times) for label, times in in_turn(calls, turns, seconds).items()}
 
 
-def on_gpus(ranks: Any) -> list[dict[str, Any]]:
+def on_gpus(ranks: Any) -> Iterator[dict[str, Any]]:
     """The rows of `ON_GPUS`."""
-    torch, context, rows = ranks.torch, ranks.context, []
+    torch, context = ranks.torch, ranks.context
     for case in ON_GPUS:
         operands = []
         for each, shape in zip(case.distributions[:2], case.operands, strict=True):
@@ -219,10 +220,9 @@ def on_gpus(ranks: Any) -> list[dict[str, Any]]:
         systems = products(case, context, operands)
         calls = {label: product.execute for label, product in systems.items()}
         times = {label: us * 1e-6 for label, us in ranks.times(calls, CALLS).items()}
-        rows.append(row(case, Machine("cuda", context.hosts), times))
+        yield row(case, Machine("cuda", context.hosts), times)
         for product in systems.values():
             product.free()
-    return rows
 
 
 def main() -> None:
@@ -234,18 +234,10 @@ def main() -> None:
     if options.gpus:
         from on_gpus import run
 
-        rows = run("choices", on_gpus, options)
+        run("choices", on_gpus, options)
     else:
         os.environ["SHARDMATH_THREADS"] = "1"
-        rows = spawn(on_cores, RANKS)[0]
-        record.keep("choices", rows, options.commit, ranks=RANKS)
-    for each in rows:
-        wrong = each["ratio"] is not None and each["ratio"] < 0.95
-        print(each["case"], each["ratio"], "<--" * wrong)
-        for one in each["strategies"]:
-            print(
-                f"    {one['strategy']:36}{one['us']:10.1f} us, predicted {one['predicted us']:.1f}"
-            )
+        record.keep("choices", on_ranks(on_cores, RANKS), options.commit, ranks=RANKS)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import record
+from on_cores import on_ranks
 from scalapack import Scalapack
 
 import shardmath
 from shardmath.collectives import all_reduce
 from shardmath.distribution import Slab
-from shardmath.launch import spawn
 from shardmath.linalg import norm, qr, svd_lowrank
 
 RANKS, TURNS, CALLS = 2, 1, 2
@@ -79,7 +79,7 @@ def compare(folder: str) -> None:
     seconds: dict[tuple[str, str], list[list[float]]] = {}
     for turn in range(TURNS):
         for what, case in CASES.items():
-            ours = spawn(measure, RANKS, what, case["shape"], timeout=900)[0]
+            ours = on_ranks(measure, RANKS, what, case["shape"], timeout=900)
             seconds.setdefault((what, "shardmath"), []).extend(ours)
             for peer in case["peers"]:
                 if (peer == "dask" and has_dask.returncode) or (turn and (what, peer) in SLOW):
@@ -97,27 +97,23 @@ def compare(folder: str) -> None:
         own, busy = min(seconds[what, "shardmath"])
         row: dict[str, Any] = {"what": what, "shape": case["shape"]}
         row |= {"seconds": own, "cpu_seconds": busy}
-        print(f"{what:12} {own:8.3f} s, {busy:8.3f} of processors", end="")
         for peer in case["peers"]:
             if (what, peer) in seconds:
                 (other, worked), goal = min(seconds[what, peer]), case["goals"][peer]
                 row |= {f"seconds_{peer}": other, f"cpu_seconds_{peer}": worked}
                 row |= {f"x_{peer}": other / own, f"goal_{peer}": goal}
-                print(f"; {peer} {other:8.3f} s, {worked:8.3f}: {other / own:5.2f} x", end="")
-        print()
         rows.append(row)
     every = {f"{what}, {way}": taken for (what, way), taken in seconds.items()}
     load = os.getloadavg()[0]
     facts = {"ranks": RANKS, "rank": RANK, "load": load, "turns": every, **scalapack.facts}
-    print(record.write("decompositions", rows, **facts))
+    record.write("decompositions", rows, **facts)
 
 
 SLOW = {("QR", "scipy"), ("svd_lowrank", "numpy")}  # called once
 
 
-def measure(what: str, shape: tuple[int, int]) -> list[list[float]]:
+def measure(context: Any, what: str, shape: tuple[int, int]) -> list[list[float]]:
     """Seconds of calls of ours, of the slower rank each, and those of both ranks' processors."""
-    context = shardmath.initialize("cpu")
     x = shardmath.standard_normal(shape, seed=0, distribution=Slab.X)
     times, busy = [], []
     for _ in range(CALLS):
@@ -132,7 +128,6 @@ def measure(what: str, shape: tuple[int, int]) -> list[list[float]]:
         assert float(norm(q @ r - x) / norm(x)) < 1e-13
     slowest = all_reduce(np.asarray(times), op="max")
     taken: list[list[float]] = np.stack([slowest, all_reduce(np.asarray(busy))], axis=1).tolist()
-    shardmath.finalize()
     return taken
 
 

@@ -59,8 +59,7 @@ def main() -> None:
             row["of 2-D"] = round(own / grid, 3) if grid else 0.0
             row["of I/O optimal"] = round(own / optimal, 3) if optimal else 0.0
             rows.append(row)
-            print(*(f"{key} {value}" for key, value in row.items()), sep="  ")
-    print(record.write("factorisation_volumes", rows, block=BLOCK, goal=GOAL))
+    record.write("factorisation_volumes", rows, block=BLOCK, goal=GOAL)
 
 
 if __name__ == "__main__":

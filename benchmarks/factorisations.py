@@ -17,21 +17,19 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import record
 import scipy.linalg
+from on_cores import alone, in_turn, on_ranks, together
 from scalapack import Scalapack
 from threadpoolctl import threadpool_limits
 
 from shardmath.collectives import all_reduce
-from shardmath.context import startup
 from shardmath.context.context import DistributedContext
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
-from shardmath.launch import spawn
 from shardmath.linalg import cholesky, lu_factor, solve
 
 RANKS = 2
@@ -88,13 +86,11 @@ def calls_of(
     return calls
 
 
-def run(n: int, scalapack: Scalapack) -> Any:
+def run(context: DistributedContext, n: int, scalapack: Scalapack) -> Any:
     """All rows, as this rank measures them, and facts of the peers."""
-    context = startup.initialize("cpu")
     with threadpool_limits(1):
         calls = calls_of(context, n, scalapack)
     rows = [row for name, cases in calls.items() for row in measured(context, n, name, cases)]
-    startup.finalize()
     return rows, scalapack.facts
 
 
@@ -102,25 +98,23 @@ def measured(
     context: DistributedContext, n: int, operation: str, cases: dict[str, Callable[[], object]]
 ) -> list[dict[str, Any]]:
     """GFLOP/s of every case of an operation; peers are rank 0's, and have both cores meanwhile."""
-    wall: dict[str, list[float]] = {name: [] for name in cases}
-    busy: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(REPEATS + 1):
-        for name, call in cases.items():
-            with threadpool_limits(RANKS if name == THREADS else 1):
-                context.barrier()
-                start, used = time.perf_counter(), time.process_time()
-                made: Any = None
-                if context.rank == 0 or name not in (THREADS, ONE_THREAD, SCALAPACK):
-                    made = call()
-                used = time.process_time() - used
-                context.barrier()
-                taken = time.perf_counter() - start
-                if name == SCALAPACK:  # in processes of its own, which say what it took
-                    used = made * RANKS if made else 0.0
-                    taken = float(all_reduce(np.array([made or 0.0]))[0])
-                if turn:  # the first plans, and touches pages
-                    wall[name].append(taken)
-                    busy[name].append(float(all_reduce(np.array([used]))[0]))
+
+    def spent_on(name: str) -> tuple[float, float]:
+        """Seconds from when all ranks begin until all are done, and those of processors."""
+        is_peer, results = name in (THREADS, ONE_THREAD, SCALAPACK), list[Any]()
+
+        def call() -> None:
+            results.append(cases[name]())
+
+        with threadpool_limits(RANKS if name == THREADS else 1):
+            taken, used = together(context, alone(context, call) if is_peer else call)
+        if name == SCALAPACK:  # in processes of its own, which say what it took
+            used = sum(results) * RANKS
+            taken = float(all_reduce(np.array([sum(results, 0.0)]))[0])
+        return taken, float(all_reduce(np.array([used]))[0])
+
+    found = in_turn(cases, REPEATS, spent_on)
+    wall, busy = ({name: [pair[i] for pair in found[name]] for name in cases} for i in (0, 1))
     rows = []
     for name, spent in wall.items():
         pairs = zip(wall[THREADS], spent, strict=True)
@@ -156,19 +150,11 @@ def main() -> None:
     """Measure, print a table, write results/factorisations.json."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
     with tempfile.TemporaryDirectory() as folder:
-        rows, peers = spawn(run, RANKS, n, Scalapack(folder, RANKS))[0]
-    print(f"{n} x {n} float64 on {RANKS} ranks of one thread; SciPy has {RANKS} threads")
-    for row in rows:
-        print(
-            f"{row['case']:28}{row['GFLOP/s']:8} GFLOP/s {row['of SciPy']:8.3f} of SciPy, "
-            f"{row.get('of ScaLAPACK', float('nan')):8.3f} of ScaLAPACK, "
-            f"{row['processor s']:8.3f} s of processors, {row[OF_ONE]:.3f} of SciPy's with 1 thread"
-        )
+        rows, peers = on_ranks(run, RANKS, n, Scalapack(folder, RANKS))
     facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "right-hand sides": RIGHT_SIDES}
     facts |= peers
     facts["load average"] = os.getloadavg()[1]  # of 5 minutes: other work than this is about 2 less
-    path = record.write("factorisations", rows, **facts)
-    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+    record.write("factorisations", rows, **facts)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import record
+from on_cores import in_turn, together
 
 from shardmath.local.fft import engine_for
 
@@ -95,9 +95,9 @@ def row(context: Any, n: int, dtype: str, back: bool) -> dict[str, Any]:
         if other is not None:
             calls["mpi4py-fft"] = other
     calls["one process"] = one_process(context, n, dtype)
-    if engine_for("numpy") == "ducc0":
+    if engine_for("numpy", "C2C") == "ducc0":
         calls["one process, ducc0"] = one_process(context, n, dtype, ducc0=True)
-    times = measure(context, calls)
+    times = in_turn(calls, REPEATS, lambda name: together(context, calls[name]))
     best = {name: min(taken for taken, _ in pairs) for name, pairs in times.items()}
     peers = {name: taken / best["shardmath"] for name, taken in best.items() if name != "shardmath"}
     return {
@@ -219,23 +219,6 @@ def shape_of(n: int, dtype: str) -> tuple[int, int, int]:
     return (n, n, n // 2 + 1 if dtype in REAL_RESULTS else n)
 
 
-def measure(
-    context: Any, calls: dict[str, Callable[[], object]]
-) -> dict[str, list[tuple[float, float]]]:
-    """(seconds until all ranks are done, seconds of this processor), the calls in turn."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(REPEATS + 1):
-        for name, call in calls.items():
-            context.barrier()
-            start, worked = time.perf_counter(), time.process_time()
-            call()
-            worked = time.process_time() - worked
-            context.barrier()
-            if turn:  # the first touches pages
-                times[name].append((time.perf_counter() - start, worked))
-    return times
-
-
 def main() -> None:
     """Start the ranks, print a table, write results/fft.json."""
     arguments = sys.argv[1:]
@@ -253,15 +236,9 @@ def main() -> None:
             command, check=True, stdout=subprocess.PIPE, text=True, env=environment
         )
         rows += json.loads(done.stdout.splitlines()[-1])
-    for entry in rows:
-        print(entry["case"], f"(difference {entry['relative difference']:.1e})")
-        for name, spent in entry["ms"].items():
-            ratio = entry["times as fast as"].get(name, "")
-            print(f"  {name:18} " + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
-    engine = engine_for("numpy")
+    engine = engine_for("numpy", "C2C")
     engine += f" {importlib.metadata.version(engine)}"
-    path = record.write("fft", rows, sizes=sizes, repeats=REPEATS, engine=engine)
-    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+    record.write("fft", rows, sizes=sizes, repeats=REPEATS, engine=engine)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ sleeps 1 ms before every fourth.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 
 from on_gpus import command, run
@@ -33,17 +32,11 @@ def hosts(ranks, systems):
     """Microseconds until a call of each system returns. The systems take turns, row by row."""
     found = {name: [] for name in systems}
     for call in systems.values():
-        for _ in range(WARM):
-            call()
+        ranks.host_times(call, WARM)
     for _ in range(ROWS):
         for name, call in systems.items():
-            ranks.torch.cuda.synchronize()
-            ranks.context.barrier()
-            for _ in range(ROW):
-                begun = time.perf_counter()
-                call()
-                found[name].append(time.perf_counter() - begun)
-    return {name: 1e6 * ranks.largest(statistics.median(times)) for name, times in found.items()}
+            found[name] += ranks.host_times(call, ROW)
+    return {name: ranks.slowest_us(times) for name, times in found.items()}
 
 
 def reductions(ranks, count):
@@ -107,16 +100,7 @@ def uneven(ranks):
 
 def elapsed(ranks, call):
     """Microseconds of one of many calls, until all are done."""
-    torch, found = ranks.torch, []
-    for _ in range(RUNS):
-        torch.cuda.synchronize()
-        ranks.context.barrier()
-        start = time.perf_counter()
-        for _ in range(40):
-            call()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) / 40)
-    return 1e6 * ranks.largest(statistics.median(found))
+    return ranks.slowest_us(ranks.seconds_until_done(call, 40) for _ in range(RUNS))
 
 
 def steps(ranks):
@@ -168,21 +152,20 @@ def steps(ranks):
         {
             "what": f"step: {what}",
             "late_hosts": late,
-            "step_us": 1e6 * ranks.largest(statistics.median(found[1:])),
+            "step_us": ranks.slowest_us(found[1:]),
         }
         for (late, what), found in times.items()
     ]
 
 
 def measure(ranks):
-    rows = []
     with ranks.context:
         for name, count in SIZES.items():
             systems = reductions(ranks, count)
             graphs, host = ranks.times(systems, GRAPH), hosts(ranks, systems)
             for what in systems:
                 us = {"host_us": host[what], "graph_us": graphs[what]}
-                rows.append({"what": what, "size": name, **us})
+                yield {"what": what, "size": name, **us}
         for name, count in MOVES.items():
             systems = moves(ranks, count)
             given = {k: v for k, v in systems.items() if "(out)" in k or k.startswith("NCCL")}
@@ -191,23 +174,14 @@ def measure(ranks):
             for what, call in systems.items():
                 us = {"host_us": host[what], "done_us": elapsed(ranks, call)}
                 us |= {"graph_us": graphs[what]} if what in graphs else {}
-                rows.append({"what": what, "size": name, **us})
+                yield {"what": what, "size": name, **us}
         systems = uneven(ranks)
         host = hosts(ranks, systems)
         for what, call in systems.items():
             us = {"host_us": host[what], "done_us": elapsed(ranks, call)}
-            rows.append({"what": what, "size": "16 MiB", **us})
-        rows += steps(ranks)
-    return rows
-
-
-def main() -> None:
-    options = command(__doc__).parse_args()
-    for row in run("gpu_ahead", measure, options):
-        figures = {k: f"{v:.1f}" for k, v in row.items() if k.endswith("_us")}
-        where = row.get("size", "late hosts" if row.get("late_hosts") else "")
-        print(f"{row['what']:32} {where:12}", *(f"{k} {v:>7}" for k, v in figures.items()))
+            yield {"what": what, "size": "16 MiB", **us}
+        yield from steps(ranks)
 
 
 if __name__ == "__main__":
-    main()
+    run("gpu_ahead", measure, command(__doc__).parse_args())

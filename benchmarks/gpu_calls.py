@@ -13,8 +13,8 @@ with new results that are kept. `done` is the time of one of many until all are 
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections import deque
 from importlib.util import find_spec
 
 from on_gpus import command, run
@@ -127,31 +127,9 @@ def peers(ranks):
 
 def timed(ranks, call):
     """Microseconds: of the call until it returns, and of a call and the wait for it."""
-    finish = ranks.torch.cuda.synchronize
-    warm(ranks, call)
-    hosts, latencies = [], []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        hosts.append(time.perf_counter() - start)
-    for _ in range(LATENCIES):
-        finish()
-        ranks.context.barrier()
-        start = time.perf_counter()
-        call()
-        finish()
-        latencies.append(time.perf_counter() - start)
-    return {
-        name: 1e6 * ranks.largest(statistics.median(times))
-        for name, times in (("host_us", hosts), ("latency_us", latencies))
-    }
-
-
-def warm(ranks, call):
-    for _ in range(WARM):
-        call()
-    ranks.torch.cuda.synchronize()
-    ranks.context.barrier()
+    hosts = ranks.host_times(call, WARM + CALLS)[WARM:]
+    latencies = [ranks.seconds_until_done(call, 1) for _ in range(LATENCIES)]
+    return {"host_us": ranks.slowest_us(hosts), "latency_us": ranks.slowest_us(latencies)}
 
 
 def large(ranks):
@@ -205,49 +183,40 @@ def large(ranks):
 
 def in_a_row(ranks, call, keep):
     """Microseconds until the call returns, and until all of a row are done, of the slowest rank."""
-    torch, hosts, rows, kept = ranks.torch, [], [], []
-    for turn in range(7):
-        torch.cuda.synchronize()
-        ranks.context.barrier()
-        start = time.perf_counter()
-        for _ in range(ROW):
-            begun = time.perf_counter()
-            made = call()
-            hosts.append(time.perf_counter() - begun)
-            if keep:
-                kept = [*kept[-KEPT:], made]
-            del made
-        torch.cuda.synchronize()
-        rows.append((time.perf_counter() - start) / ROW)
-        if turn < 2:
-            hosts.clear()
-            rows.clear()
+    hosts, kept = [], deque(maxlen=KEPT)
+
+    def timed_call():
+        begun = time.perf_counter()
+        made = call()
+        hosts.append(time.perf_counter() - begun)
+        if keep:
+            kept.append(made)
+
+    rows = [ranks.seconds_until_done(timed_call, ROW) for _ in range(7)]
     return {
-        "host_us": 1e6 * ranks.largest(statistics.median(hosts)),
-        "done_us": 1e6 * ranks.largest(statistics.median(rows)),
+        "host_us": ranks.slowest_us(hosts[2 * ROW :]),
+        "done_us": ranks.slowest_us(rows[2:]),
     }
 
 
 def measure_large(ranks):
     with ranks.context:
         found, made = large(ranks)
-        rows = []
         for what, ways in found.items():
             for way, call in ways.items():
                 for keep in (False, True) if way == "new" else (False,):
                     result = f"{way}, {'kept' if keep else 'dropped'}" if way == "new" else way
-                    figures = in_a_row(ranks, call, keep)
-                    rows.append({"what": what, "result": result, **figures})
+                    yield {"what": what, "result": result, **in_a_row(ranks, call, keep)}
         for each in made:
             each.free()
-    return rows
 
 
 def measure(ranks, with_alone):
-    rows = measure_large(ranks)
+    yield from measure_large(ranks)
 
-    def note(what, call, **where):
-        rows.append({"what": what, **where, **timed(ranks, call)})
+    def row(what, call, **where):
+        goal = GOALS.get(what, "") if where["memory"] == "heap" else ""
+        return {"what": what, **where, **timed(ranks, call), "goal_host_us": goal}
 
     contexts = [ranks.context.split(ranks.rank)] if with_alone else []
     for context in (*contexts, ranks.context):
@@ -256,41 +225,18 @@ def measure(ranks, with_alone):
                 with context:
                     found, made = calls(context, library, place)
                     for what, call in found.items():
-                        note(what, call, gpus=context.size, library=library, memory=place)
+                        yield row(what, call, gpus=context.size, library=library, memory=place)
                     for each in made:
                         each.free()
     for what, call in peers(ranks).items():
-        note(what, call, gpus=ranks.size, library="torch", memory="ordinary")
-    for row in rows:
-        row["goal_host_us"] = GOALS.get(row["what"]) if row.get("memory") == "heap" else None
-    return rows
-
-
-def show(rows):
-    """A line for each call: host time and latency by library and memory."""
-    for row in (row for row in rows if "result" in row):
-        figures = f"{row['host_us']:7.1f} us until return {row['done_us']:7.1f} until done"
-        print(f"{row['what']:36} {row['result']:24}" + figures)
-    rows = [row for row in rows if "result" not in row]
-    columns = list(dict.fromkeys((r["library"], r["memory"]) for r in rows))
-    for gpus in dict.fromkeys(row["gpus"] for row in rows):
-        title = f"us until return (until done), {gpus} GPUs"
-        print(f"{title:36}" + "".join(f"{' '.join(c):>18}" for c in columns))
-        for what in dict.fromkeys(row["what"] for row in rows if row["gpus"] == gpus):
-            cells = {
-                (r["library"], r["memory"]): f"{r['host_us']:.0f} ({r['latency_us']:.0f})"
-                for r in rows
-                if r["what"] == what and r["gpus"] == gpus
-            }
-            line = "".join(f"{cells.get(c, ''):>18}" for c in columns)
-            print(f"{what:36}{line}" + f"   goal {GOALS.get(what)}" * (what in GOALS))
+        yield row(what, call, gpus=ranks.size, library="torch", memory="ordinary")
 
 
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--alone", type=int, default=1, help="contexts of one GPU, and CuPy")
     options = parser.parse_args()
-    show(run("gpu_calls", measure, options, options.alone))
+    run("gpu_calls", measure, options, options.alone)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ slowest rank's. Results are checked before they are timed.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 from on_gpus import command, run
@@ -73,7 +72,7 @@ def all_reduces(ranks, nbytes, dtype="bfloat16", name="bf16"):
     x = values(ranks, count, kind)
     pushed = ranks.moves.reduction_pushes(nbytes, known) is not None
     if pushed:  # as the call does
-        buffer, places = ranks.shared(nbytes)
+        buffer, places = ranks.symmetric_memory(nbytes)
         y = torch.as_tensor(buffer, device=ranks.device).view(kind)
     else:
         y = torch.empty_like(x)
@@ -163,14 +162,13 @@ def moves(ranks, nbytes):
     torch, dist, size = ranks.torch, ranks.dist, ranks.size
     data = torch.randint(0, 255, (nbytes * size,), device=ranks.device, dtype=torch.uint8)
     theirs, shard, moves = torch.empty_like(data), data[:nbytes], ranks.moves
-    buffer, _ = ranks.shared(nbytes * size)
+    buffer, _ = ranks.symmetric_memory(nbytes * size)
     moves.heaps.renew()
     results = {
         "ours_us": torch.empty_like(data),
         "heap_us": torch.as_tensor(buffer, device=ranks.device),
     }
     table = [[1] * size] * size
-    rows = []
     for what, whole, nccl in (
         ("all_gather", True, lambda: dist.all_gather_into_tensor(theirs, shard)),
         ("all_to_all", False, lambda: dist.all_to_all_single(theirs, data)),
@@ -190,31 +188,31 @@ def moves(ranks, nbytes):
         row |= ranks.times(systems | {"nccl_us": nccl}, calls_for(nbytes * size))
         for name in ("ours", "heap", "nccl"):
             row[f"{name}_GBps"] = nbytes * (size - 1) / row[f"{name}_us"] / 1e3
-        rows.append(row)
-    return rows
+        yield row
 
 
 def measure(ranks):
-    rows = [barriers(ranks)]
-    rows += [all_reduces(ranks, nbytes) for nbytes in ALL_REDUCE]
-    for dtype, name in OTHER_TYPES.items():
-        rows += [all_reduces(ranks, nbytes, dtype, name) for nbytes in (32 * MIB, 256 * MIB)]
-    rows += [reduce_scatters(ranks, nbytes) for nbytes in REDUCE_SCATTER]
-    for nbytes in MOVES:
-        rows += moves(ranks, nbytes)
-    for row in rows:
+    for row in cases(ranks):
         row["target"] = TARGETS.get((row["what"], row["bytes"]), "")
         if "nccl_us" in row:
             row["ratio_to_nccl"] = row["nccl_us"] / row["ours_us"]
         if "heap_us" in row:
             row["heap_to_nccl"] = row["nccl_us"] / row["heap_us"]
-    return rows
+        yield row
 
 
-def main() -> None:
-    for row in run("gpu_collectives", measure, command(__doc__).parse_args()):
-        print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}))
+def cases(ranks):
+    yield barriers(ranks)
+    for nbytes in ALL_REDUCE:
+        yield all_reduces(ranks, nbytes)
+    for dtype, name in OTHER_TYPES.items():
+        for nbytes in (32 * MIB, 256 * MIB):
+            yield all_reduces(ranks, nbytes, dtype, name)
+    for nbytes in REDUCE_SCATTER:
+        yield reduce_scatters(ranks, nbytes)
+    for nbytes in MOVES:
+        yield from moves(ranks, nbytes)
 
 
 if __name__ == "__main__":
-    main()
+    run("gpu_collectives", measure, command(__doc__).parse_args())

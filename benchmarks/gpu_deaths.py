@@ -42,13 +42,6 @@ def measured(how: str, where: str, size: int) -> dict[str, object]:
         return {**row, "ms": round(1e3 * late, 1), "raised": kinds, "usable": usable}
 
 
-def show(row: dict[str, object]) -> None:
-    """One line of the table."""
-    told = "failed" if "failed" in row else " ".join(row["raised"])
-    usable = "" if row.get("usable") else "NOT USABLE"
-    print(f"{row['how']:10} {row['where']:12} {row.get('ms', '-'):>9} ms  {told} {usable}")
-
-
 def main(options: argparse.Namespace) -> None:
     jobs = [(how, where) for how, where in departing.JOBS if options.all or how in FEW]
     rows = []
@@ -56,9 +49,6 @@ def main(options: argparse.Namespace) -> None:
         rows.append(measured(how, where, options.gpus))
         if "failed" in rows[-1]:
             print(rows[-1]["failed"], file=sys.stderr)
-    print(f"{options.gpus} ranks: from the end of one to the exception in the last of the others")
-    for row in rows:
-        show(row)
     record.keep(f"gpu_deaths_{options.gpus}", rows, options.commit, **on_gpus.facts(options.gpus))
 
 

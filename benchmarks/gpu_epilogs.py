@@ -11,7 +11,8 @@ Microseconds. Results are checked against torch's.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from itertools import product
 
 from on_gpus import Ranks, command, in_turn, run
 
@@ -129,19 +130,15 @@ class Case:
             assert off < LIMIT, f"{self.epilog.name}: off by {off}"
 
 
-def measure(ranks: Ranks) -> list[dict]:
+def measure(ranks: Ranks) -> Iterator[dict]:
     """All shapes and epilogs."""
-    rows = []
-    for shape in SHAPES:
-        for name in EPILOGS:
-            case = Case(ranks, MatmulEpilog[name], *shape)
-            case.check()
-            systems = {way: in_turn(call, SETS) for way, call in case.ways.items()}
-            times = ranks.times(systems, CALLS)
-            row = {"epilog": name, **dict(zip("mnk", shape, strict=True))}
-            rows.append({**row, **{f"{way}_us": round(t, 1) for way, t in times.items()}})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+    for shape, name in product(SHAPES, EPILOGS):
+        case = Case(ranks, MatmulEpilog[name], *shape)
+        case.check()
+        systems = {way: in_turn(call, SETS) for way, call in case.ways.items()}
+        times = ranks.times(systems, CALLS)
+        row = {"epilog": name, **dict(zip("mnk", shape, strict=True))}
+        yield {**row, **{f"{way}_us": us for way, us in times.items()}}
 
 
 if __name__ == "__main__":

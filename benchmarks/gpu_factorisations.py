@@ -240,9 +240,11 @@ class Exactness:
         return x if self.alone else all_reduce(x)
 
 
-def measure(ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float) -> list[dict]:
+def measure(
+    ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float
+) -> Iterator[dict[str, Any]]:
     """A row for each size, operation and system; those not begun after `seconds` say so."""
-    begun, rows = time.monotonic(), []
+    begun = time.monotonic()
     cases = [("lu_factor", False), ("cholesky", True), ("solve", False), ("solve, dominant", True)]
     for n in sizes:
         for operation, dominant in cases:
@@ -252,17 +254,14 @@ def measure(ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float) -
                 row: dict[str, Any] = {"n": n, "operation": operation}
                 if ranks.largest(time.monotonic() - begun) > seconds:
                     row["left out"] = f"{seconds} s have passed"
-                    rows.append(row)
+                    yield row
                     break
                 try:
                     row |= measured(ranks, matrix, operation, make, times)
                 except Exception as error:  # all ranks': of a library that is not there, or memory
                     row["left out"] = f"{type(error).__name__}: {error}"[:300]
-                rows.append(row)
+                yield row
                 ranks.torch.cuda.empty_cache()
-                if ranks.rank == 0:
-                    print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
-    return rows
 
 
 def measured(

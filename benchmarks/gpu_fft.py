@@ -11,7 +11,6 @@ A row that fails is told, and the next begins.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import traceback
@@ -154,7 +153,7 @@ def compare(ranks, baseline, result, ours, dtype):
 
 
 def measure(ranks, seconds):
-    started, rows = time.monotonic(), []
+    started = time.monotonic()
     for n, dtype in CASES:
         if ranks.largest(time.monotonic() - started) > seconds:
             break
@@ -170,29 +169,10 @@ def measure(ranks, seconds):
             if ranks.largest(bool(failure)):
                 print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)
                 continue
-            rows.append(rounded(row))
-            if ranks.rank == 0:
-                print(json.dumps(rows[-1]), flush=True)
+            yield row
         del x
         give_back(ranks.context)
         ranks.context.barrier()
-    return rows
-
-
-def table(rows):
-    """The rows as lines of text."""
-    names = ("ours_ms", "steps_ms", "called_ms", "nccl_ms", "local_ms", "wire_ms", "target_ms",
-             "cufftmp_seen_elsewhere_ms")  # fmt: skip
-    heads = " ".join(f"{name.removesuffix('_ms')[:12]:>12}" for name in names)
-    lines = [f"{'size':>6} {'dtype':10} {'result':10} {heads}"]
-    for row in rows:
-        figures = " ".join(f"{row[n]:12.4g}" if n in row else 12 * " " for n in names)
-        lines.append(f"{row['n']:4}^3 {row['dtype']:10} {row['result']:10} {figures}")
-    return "\n".join(lines)
-
-
-def rounded(row):
-    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def main() -> None:
@@ -200,7 +180,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="begin no size after so long")
     options = parser.parse_args()
     os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # what hangs costs no more
-    print(table(run("gpu_fft", measure, options, options.seconds)))
+    run("gpu_fft", measure, options, options.seconds)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ TIMELINES it prints when each part of one execution ended, in microseconds.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 from on_gpus import command, run
@@ -113,7 +112,7 @@ class Share:
         self.block_bytes = [buffers["receive 0"], buffers["out"]]
         self.shared, self.held = {}, []
         for place, block_bytes in buffers.items():
-            buffer, addresses = ranks.shared(nbytes)
+            buffer, addresses = ranks.symmetric_memory(nbytes)
             self.held.append(buffer)
             mine = ranks.rank
             self.shared[place] = ([*addresses[mine:], *addresses[:mine]], block_bytes)
@@ -146,8 +145,7 @@ class Share:
         """Milliseconds."""
         graph = Graph(self.ranks.context.team.device, launches)
         calls = CALLS[self.problem.source.global_shape[0]]
-        micros = self.ranks.time(lambda: graph.launch(self.ranks.stream()), calls, graph=False)
-        return float(f"{micros / 1e3:.4g}")
+        return self.ranks.time(lambda: graph.launch(self.ranks.stream()), calls, graph=False) / 1e3
 
 
 def starts(step):
@@ -219,14 +217,10 @@ def measured(ranks, n, dtype, back, size):
 
 
 def measure(ranks, size):
-    rows = []
     for n, dtype, back in CASES:
-        rows.append(measured(ranks, n, dtype, back, size))
+        yield measured(ranks, n, dtype, back, size)
         ranks.torch.cuda.empty_cache()
         ranks.context.barrier()
-        if ranks.rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
 
 
 def main() -> None:

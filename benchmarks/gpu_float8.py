@@ -12,6 +12,8 @@ slowest rank's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.distribution import Slab
@@ -134,9 +136,8 @@ class Case:
         return x.double() * full
 
 
-def measure(ranks: Ranks, most: int) -> list[dict]:
-    """The table's rows."""
-    rows = []
+def measure(ranks: Ranks, most: int) -> Iterator[dict]:
+    """A row for each case."""
     for m, n, k, *kinds in CASES:
         if max(m, n, k) > most:
             continue
@@ -155,33 +156,19 @@ def measure(ranks: Ranks, most: int) -> list[dict]:
             else:
                 row[name] = f"wrong by {error:.2g}"
         times = ranks.times(systems, 10)
-        row |= {name: round(time, 1) for name, time in times.items()}
-        row |= {
-            f"{name} TFLOP/s": round(2 * m * (n // ranks.size) * k / time / 1e6)
-            for name, time in times.items()
+        flops = 2 * m * (n // ranks.size) * k
+        yield {
+            **row,
+            **times,
+            **{f"{name} TFLOP/s": flops / us / 1e6 for name, us in times.items()},
         }
-        rows.append(row)
-        if ranks.rank == 0:
-            print(row, flush=True)
-    return rows
 
 
 def main() -> None:
-    """Print the table, in microseconds."""
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="leave out larger extents")
     options = parser.parse_args()
-    rows = run("gpu_float8", measure, options, options.most)
-    print(f"{'m, n, k':>20} {'a':>9} {'b':>9} {'result':>14} {'ours us':>9} {'torch us':>9}  ratio")
-    for row in rows:
-        ours, peer = row.get("ours"), row.get("torch")
-        both = isinstance(ours, float) and isinstance(peer, float)
-        shape = f"{row['m']}, {row['n']}, {row['k']}"
-        ratio = f"{peer / ours:.2f}" if both else "-"
-        print(
-            f"{shape:>20} {row['a']:>9} {row['b']:>9} {row['result']:>14} {ours!s:>9} {peer!s:>9}"
-            f"  {ratio}"
-        )
+    run("gpu_float8", measure, options, options.most)
 
 
 if __name__ == "__main__":

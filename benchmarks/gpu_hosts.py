@@ -10,9 +10,6 @@ rank receives in the time on two hosts.
 
 from __future__ import annotations
 
-import statistics
-import time
-
 from on_gpus import command, run
 
 from shardmath.base import config
@@ -50,59 +47,32 @@ def calls(ranks, context):
     ]
 
 
-def host_time(ranks, call):
-    """Microseconds until a call returns: the median, of the slowest rank."""
-    found = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    ranks.torch.cuda.synchronize()
-    return 1e6 * ranks.largest(statistics.median(found))
-
-
 def measure(ranks, transport):
     near = ranks.context
     config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": transport})
     far = startup.new_context(ranks.rank, near.process_group)
-    rows = []
     with near:
         on_one = calls(ranks, near)
     with far:
         on_two = calls(ranks, far)
     for (what, one, nbytes), (_, two, _) in zip(on_one, on_two, strict=True):
         found = ranks.times({"one": one, "two": two}, GRAPHED)
-        rows.append(
-            {
-                "what": what,
-                "transport": far.heap.transport.name,
-                "one_host_ms": found["one"] / 1e3,
-                "two_hosts_ms": found["two"] / 1e3,
-                "gb_per_s": nbytes / found["two"] / 1e3,
-                "one_host_us": host_time(ranks, one),
-                "two_hosts_us": host_time(ranks, two),
-            }
-        )
-    return rows
-
-
-def show(rows):
-    """A line for each call."""
-    print(f"{'through ' + rows[0]['transport']:40}{'one host':>16}{'two hosts':>16}{'GB/s':>8}")
-    for row in rows:
-        times = (
-            f"{row[f'{hosts}_ms']:.3f} ms {row[f'{hosts}_us']:5.0f} us"
-            for hosts in ("one_host", "two_hosts")
-        )
-        print(f"{row['what']:40}" + "".join(f"{each:>20}" for each in times), end="")
-        print(f"{row['gb_per_s']:8.0f}")
+        yield {
+            "what": what,
+            "transport": far.heap.transport.name,
+            "one_host_ms": found["one"] / 1e3,
+            "two_hosts_ms": found["two"] / 1e3,
+            "gb_per_s": nbytes / found["two"] / 1e3,
+            "one_host_us": ranks.slowest_us(ranks.host_times(one, CALLS)),
+            "two_hosts_us": ranks.slowest_us(ranks.host_times(two, CALLS)),
+        }
 
 
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--transport", choices=["cuda", "nvshmem"], default="cuda")
     options = parser.parse_args()
-    show(run(f"gpu_hosts_{options.transport}", measure, options, options.transport))
+    run(f"gpu_hosts_{options.transport}", measure, options, options.transport)
 
 
 if __name__ == "__main__":

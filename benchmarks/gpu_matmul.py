@@ -15,7 +15,7 @@ many columns as a rank of 8, in as many tiles. Of A it has more itself, and less
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 
 from on_gpus import Ranks, command, in_turn, run
 
@@ -178,19 +178,15 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
     peers = [row[f"{name}_ms"] for name in work.systems if name not in ("local", "ours")]
     row["to_best_peer"] = min(peers) / row["ours_ms"]
     work.free()
-    if ranks.rank == 0:
-        print(
-            json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}),
-            flush=True,
-        )
     return row
 
 
-def measure(ranks: Ranks, cases: list) -> list[dict]:
+def measure(ranks: Ranks, cases: list) -> Iterator[dict]:
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the fused operators)
 
     compile_all(ranks, cases)
-    return [measure_case(ranks, *case) for case in cases]
+    for case in cases:
+        yield measure_case(ranks, *case)
 
 
 def main() -> None:

@@ -12,10 +12,11 @@ rank's result is checked against float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
-import on_gpus
-from on_gpus import Ranks, in_turn
+from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.distribution import BlockCyclic, ProcessGrid
 from shardmath.handles.allocation import allocate_symmetric_memory
@@ -95,7 +96,7 @@ class Product:
         return float((d[chosen[0]][:, chosen[1]].double() - a @ b).abs().max())
 
 
-def measure(ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str) -> dict[str, Any]:
+def measured(ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str) -> dict[str, Any]:
     """One row: the times of the local product and of ours, and the greatest error of a sample."""
     product, torch = Product(ranks, grid, dtype, n, order), ranks.torch
     share = product.share()
@@ -107,43 +108,26 @@ def measure(ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str)
     times = ranks.times(systems, CALLS, eager=("eager",))
     row = {"dtype": dtype, "n": n, "grid": list(grid), "shape": list(product.shape), "order": order}
     row |= {f"{name}_ms": time / 1e3 for name, time in times.items()}
-    row |= {"fraction": times["local"] / times["ours"], "target": CASES.get((dtype, n))}
+    row |= {"fraction": times["local"] / times["ours"], "target": CASES.get((dtype, n), "")}
     row |= {"chosen": planned[0].explain().splitlines()[1]}
     row |= {"error": ranks.largest(product.error(planned[1].execute()))}
     assert row["error"] <= TOLERANCE[dtype] * n**0.5, row
     for each in planned:
         each.free()
-    if ranks.rank == 0:
-        print(line(row), row["chosen"], f"error {row['error']:.2g}", flush=True)
     return row
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row in words."""
-    goal = "" if row["target"] is None else f"  (goal on 8: {row['target']:.2f})"
-    m, n, k = row["shape"]
-    return (
-        f"{row['dtype']:>9} {m} x {n} x {k} {row['order']} on {row['grid'][0]} x {row['grid'][1]}: "
-        f"local {row['local_ms']:.3f} ms, ours {row['ours_ms']:.3f} ms = {row['fraction']:.3f} of "
-        f"it{goal}; eager {row['eager_ms']:.3f}"
-    )
-
-
-def run(
+def measure(
     ranks: Ranks, grids: list[tuple[int, int]], cases: list[tuple[str, int]], orders: str
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """All rows."""
-    found = []
-    for grid in grids:
-        for dtype, n in cases:
-            for order in orders:
-                found.append(measure(ranks, grid, dtype, n, order))
-                ranks.torch.cuda.empty_cache()
-    return found
+    for grid, (dtype, n), order in product(grids, cases, orders):
+        yield measured(ranks, grid, dtype, n, order)
+        ranks.torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = on_gpus.command(__doc__)
+    parser = command(__doc__)
     parser.add_argument("--cases", default="", help="such as bfloat16:16384,float64:8192")
     parser.add_argument("--orders", default="C", help="of the matrices: C, F, or CF")
     options = parser.parse_args()
@@ -154,9 +138,7 @@ def main() -> None:
     ] or list(CASES)
     size = options.gpus
     grids = GRIDS.get(size, [(2, size // 2) if size % 2 == 0 else (1, size)])
-    rows = on_gpus.run("gpu_matmul_grid", run, options, grids, cases, options.orders)
-    for row in rows:
-        print(line(row))
+    run("gpu_matmul_grid", measure, options, grids, cases, options.orders)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ which is what `as_on` says: k is smaller. Of the sums a rank keeps more itself, 
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 
 from on_gpus import Ranks, command, in_turn, run
 
@@ -193,23 +193,19 @@ def measured(ranks: Ranks, what: str, m: int, n: int, k: int, as_on: int, target
     times = ranks.times(systems, calls, eager=() if captured else ("torch",))
     product.close()
     row = {"what": what, "m": m, "n": n, "k": k, "as_on": as_on, "chosen": str(product.choice)}
-    row |= {f"{name}_us": round(value, 1) for name, value in times.items()}
-    row["of_local"] = round(times["local"] / times["execute"], 3)
+    row |= {f"{name}_us": us for name, us in times.items()}
+    row["of_local"] = times["local"] / times["execute"]
     return {**row, "target": target}
 
 
-def measure(ranks: Ranks, most: int, only: str) -> list[dict]:
+def measure(ranks: Ranks, most: int, only: str) -> Iterator[dict]:
     """All cases."""
-    rows = []
     for what, m, n, k, target in CASES:
         if m > most or only not in what:
             continue
         for as_on in (ranks.size, 8) if target and ranks.size < 8 else (ranks.size,):
             depth = k // as_on * ranks.size
-            rows.append(measured(ranks, what, m, n, depth, as_on, target))
-            if ranks.rank == 0:
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield measured(ranks, what, m, n, depth, as_on, target)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ figure is the median of several launches, and of these the slowest rank's.
 
 from __future__ import annotations
 
-import json
 import statistics
 import warnings
 from pathlib import Path
@@ -169,10 +168,5 @@ def measure(ranks):
     return [*rows, on_streams(ranks)]
 
 
-def main() -> None:
-    for row in run("gpu_signals", measure, command(__doc__).parse_args()):
-        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
-
-
 if __name__ == "__main__":
-    main()
+    run("gpu_signals", measure, command(__doc__).parse_args())

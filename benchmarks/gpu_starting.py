@@ -122,8 +122,6 @@ def main() -> None:
     options = command(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows, told = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
     record.keep(f"gpu_starting_{options.gpus}", rows, options.commit, **told)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import record
+from on_cores import gloo
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src"
@@ -63,12 +64,7 @@ def main() -> None:
                     places = [rank * spread // ranks for rank in range(ranks)]
                     found = job(hosts, namespaces.ADDRESSES[0], places, folder)
                     rows += [with_goal({**facts, **row}) for row in found]
-    for row in rows:
-        figures = f"{row['us']:9.1f} us, tenth percentile {row['us_undisturbed']:9.1f}"
-        who = f"{row['by']} {row['source']}".strip()
-        where = f"{row['ranks']} ranks, {row['hosts']} hosts"
-        print(f"{where}  {row['what']:16} {who:17} {figures}  {row.get('goal', '')}")
-    print(record.write("hosts", rows))
+    record.write("hosts", rows)
 
 
 def with_goal(row: dict[str, Any]) -> dict[str, Any]:
@@ -107,58 +103,46 @@ def measure(found: Path) -> None:
     """One rank's part of a job: rank 0 writes the rows."""
     import numpy as np
     import torch
-    import torch.distributed as gloo
 
     import shardmath
     from shardmath.collectives import all_reduce
 
     context = shardmath.initialize("cpu")
-    gloo.init_process_group(
-        "gloo",
-        init_method=f"tcp://{os.environ['MASTER_ADDR']}:{int(PORT) + 1}",
-        rank=context.rank,
-        world_size=context.size,
-    )
-    ways, repeats = {}, {}
-    ways["barrier", "shardmath"] = lambda: context.board.barrier("barrier")
-    ways["barrier", "gloo"] = gloo.barrier
-    for name, count in (("24 B", 3), ("8 MB", 1_000_000)):
-        x, into = np.ones(count), np.empty(count)
-        tensor, what = torch.ones(count, dtype=torch.float64), f"all_reduce {name}"
-        ways[what, "shardmath"] = lambda x=x, into=into: all_reduce(x, out=into)
-        ways[what, "gloo"] = lambda tensor=tensor: gloo.all_reduce(tensor)
-        repeats[what] = 3 if count > 3 else 50
-    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-    sent = dict.fromkeys(ways, 0)
-    for turn in range(TURNS):
-        for way, call in ways.items():
-            context.barrier()
-            call()
-            context.barrier()
-            before = on_the_link()
-            taken = record.timed(call, repeats.get(way[0], 50))
-            context.barrier()
-            sent[way] = (on_the_link() - before) // len(taken)
-            times[way] += taken if turn else []
-    for way, taken in times.items():
-        own = [*np.percentile(taken, [50, 10]), np.mean(taken)]
-        times[way] = all_reduce(1e6 * np.array(own), op="max").tolist()
-    if context.rank == 0:
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{int(PORT) + 1}"
+    with gloo(context, address) as dist:
+        ways, repeats = {}, {}
+        ways["barrier", "shardmath"] = lambda: context.board.barrier("barrier")
+        ways["barrier", "gloo"] = dist.barrier
+        for name, count in (("24 B", 3), ("8 MB", 1_000_000)):
+            x, into = np.ones(count), np.empty(count)
+            tensor, what = torch.ones(count, dtype=torch.float64), f"all_reduce {name}"
+            ways[what, "shardmath"] = lambda x=x, into=into: all_reduce(x, out=into)
+            ways[what, "gloo"] = lambda tensor=tensor: dist.all_reduce(tensor)
+            repeats[what] = 3 if count > 3 else 50
+        times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        sent = dict.fromkeys(ways, 0)
+        for turn in range(TURNS):
+            for way, call in ways.items():
+                context.barrier()
+                call()
+                context.barrier()
+                before = on_the_link()
+                taken = record.timed(call, repeats.get(way[0], 50))
+                context.barrier()
+                sent[way] = (on_the_link() - before) // len(taken)
+                times[way] += taken if turn else []
+        for way, taken in times.items():
+            own = [*np.percentile(taken, [50, 10]), np.mean(taken)]
+            times[way] = all_reduce(1e6 * np.array(own), op="max").tolist()
+        names = ("us", "us_undisturbed", "us_mean")
         rows = [
-            {
-                "ranks": context.size,
-                "what": what,
-                "by": by,
-                "us": times[what, by][0],
-                "us_undisturbed": times[what, by][1],
-                "us_mean": times[what, by][2],
-                "link_bytes": sent[what, by],
-            }
+            {"ranks": context.size, "what": what, "by": by}
+            | dict(zip(names, times[what, by], strict=True))
+            | {"link_bytes": sent[what, by]}
             for what, by in ways
         ]
-        found.write_text(json.dumps(rows))
-    context.barrier()
-    gloo.destroy_process_group()
+        if context.rank == 0:
+            found.write_text(json.dumps(rows))
     shardmath.finalize()
 
 

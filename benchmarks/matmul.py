@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import record
+from on_cores import alone, in_turn, row_of_calls, run, together
 from threadpoolctl import threadpool_limits
 
-from shardmath.context import startup
-from shardmath.context.context import Context
+from shardmath.context.context import DistributedContext
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.handles.allocation import allocate_symmetric_memory
-from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
 
 RANKS = 2
@@ -50,33 +47,25 @@ CASES = (
 DTYPES = ("float64", "float32")
 
 
-def run(n: int) -> dict[str, list[dict[str, Any]]]:
+def measure(context: DistributedContext, n: int) -> list[dict[str, Any]]:
     """All rows, as this rank measures them."""
-    context = startup.initialize("cpu")
     large = [row for dtype in DTYPES for row in large_products(context, n, dtype)]
-    small = small_products(context)
-    startup.finalize()
-    return {"large": large, "small": small}
+    return large + small_products(context)
 
 
-def large_products(context: Context, n: int, dtype: str) -> list[dict[str, Any]]:
+def large_products(context: DistributedContext, n: int, dtype: str) -> list[dict[str, Any]]:
     """GFLOP/s of every case and of NumPy on rank 0, which has both cores meanwhile."""
     rng = np.random.default_rng(context.rank)
-    whole = [rng.random((n, n)).astype(dtype) for _ in "abc"] if context.rank == 0 else []
+    whole = [rng.random((n, n)).astype(dtype) for _ in "ab"] if context.rank == 0 else []
     plans = {case.name: planned(context, case, n, dtype) for case in CASES}
-    times: dict[str, list[float]] = {"NumPy": [], **{name: [] for name in plans}}
-    for turn in range(REPEATS + 1):
-        for name, spent in times.items():
-            with threadpool_limits(RANKS if name == "NumPy" else 1):
-                context.barrier()
-                start = time.perf_counter()
-                if name != "NumPy":
-                    plans[name].execute()
-                elif whole:
-                    np.matmul(*whole)
-                context.barrier()
-                if turn:  # the first touches pages, and peers' pages
-                    spent.append(time.perf_counter() - start)
+    calls = {"NumPy": alone(context, lambda: np.matmul(*whole))}
+    calls |= {name: plan.execute for name, plan in plans.items()}
+
+    def seconds(name: str) -> float:
+        with threadpool_limits(RANKS if name == "NumPy" else 1):
+            return together(context, calls[name])[0]
+
+    times = in_turn(calls, REPEATS, seconds)
     rows = []
     for name, spent in times.items():
         pairs = zip(times["NumPy"], spent, strict=True)
@@ -93,7 +82,7 @@ def large_products(context: Context, n: int, dtype: str) -> list[dict[str, Any]]
     return rows
 
 
-def planned(context: Context, case: Case, n: int, dtype: str) -> Matmul:
+def planned(context: DistributedContext, case: Case, n: int, dtype: str) -> Matmul:
     """A plan on random operands."""
     rng = np.random.default_rng(context.rank)
     operands = []
@@ -109,7 +98,7 @@ def planned(context: Context, case: Case, n: int, dtype: str) -> Matmul:
     return plan
 
 
-def small_products(context: Context) -> list[dict[str, Any]]:
+def small_products(context: DistributedContext) -> list[dict[str, Any]]:
     """Microseconds of agreement, and of whole calls, on 8 x 8 matrices."""
     distributions = [Slab.X, Slab.X, Slab.X]
     a, b, whole = np.ones((4, 8)), np.ones((4, 8)), np.ones((8, 8))
@@ -124,12 +113,7 @@ def small_products(context: Context) -> list[dict[str, Any]]:
     rows = []
     with threadpool_limits(1):
         for name, call in calls.items():
-            context.barrier()
-            spent = []
-            for _ in range(SMALL_REPEATS):
-                start = time.perf_counter()
-                call()
-                spent.append((time.perf_counter() - start) * 1e6)
+            spent = [1e6 * seconds for seconds in row_of_calls(context, call, SMALL_REPEATS)]
             tenth = statistics.quantiles(spent, n=10)[0]
             median = statistics.median(spent)
             rows.append({"case": name, "us": round(median, 1), "tenth us": round(tenth, 1)})
@@ -139,15 +123,7 @@ def small_products(context: Context) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print tables, write results/matmul.json."""
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
-    rows = spawn(run, RANKS, n)[0]
-    print(f"{n} x {n} x {n} on {RANKS} ranks of one thread; NumPy has {RANKS} threads")
-    for row in rows["large"]:
-        print(f"{row['case']:32}{row['GFLOP/s']:10} GFLOP/s {row['of NumPy']:8.3f} of NumPy")
-    for row in rows["small"]:
-        print(f"{row['case']:32}{row['us']:10} us, {row['tenth us']} us in the fastest tenth")
-    facts = {"n": n, "ranks": RANKS, "repeats": REPEATS}
-    path = record.write("matmul", rows["large"] + rows["small"], **facts)
-    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+    run("matmul", measure, RANKS, n, n=n, repeats=REPEATS)
 
 
 if __name__ == "__main__":

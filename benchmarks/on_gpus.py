@@ -1,18 +1,19 @@
 """What every benchmark on GPUs needs: ranks beside NCCL, a clock, one command line, one record.
 
-A benchmark is a function of `Ranks` that returns rows; `run` starts it on as many ranks as the
-command line says, and keeps what rank 0 returns.
+A benchmark is a function of `Ranks` that yields rows; `run` starts it on as many ranks as the
+command line says. Rank 0 prints each row when it is there, and its rows are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -117,7 +118,29 @@ class Ranks:
         captured.replay()
         return captured.replay
 
-    def shared(self, nbytes: int) -> tuple[Any, list[int]]:
+    def host_times(self, call: Callable[[], object], calls: int) -> list[float]:
+        """Seconds until each of so many calls in a row returns, for whose kernels nobody waits. All
+        ranks begin when their GPUs are idle.
+        """
+        self.torch.cuda.synchronize()
+        self.context.barrier()
+        return record.timed(call, calls)
+
+    def seconds_until_done(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of each of so many calls in a row, until all of them are done."""
+
+        def row() -> None:
+            for _ in range(calls):
+                call()
+            self.torch.cuda.synchronize()
+
+        return self.host_times(row, 1)[0] / calls
+
+    def slowest_us(self, seconds: Iterable[float]) -> float:
+        """The median in microseconds, of the slowest rank."""
+        return 1e6 * self.largest(statistics.median(seconds))
+
+    def symmetric_memory(self, nbytes: int) -> tuple[Any, list[int]]:
         """Symmetric memory of so many bytes: the buffer, and where every rank's lies."""
         context, buffer = self.context, self.context.heap.allocate(nbytes)
         context.announce(buffer.block)
@@ -168,9 +191,9 @@ def command(text: str | None) -> argparse.ArgumentParser:
 
 
 def run(
-    name: str, measure: Callable[..., list[dict]], options: argparse.Namespace, *args: Any
-) -> list[dict]:
-    """`measure(ranks, *args)` on `options.gpus` ranks: its rows.
+    name: str, measure: Callable[..., Iterable[dict]], options: argparse.Namespace, *args: Any
+) -> None:
+    """Print and keep the rows of `measure(ranks, *args)` on `options.gpus` ranks.
 
     They are kept in `results/<name>_<how many GPUs>.json`, or `..._<ranks>_on_<GPUs>.json`.
     """
@@ -180,12 +203,18 @@ def run(
     rows, told = found[0]
     name += f"_{options.gpus}" + (f"_on_{told['gpus']}" if told["gpus"] < options.gpus else "")
     record.keep(name, rows, options.commit, **told)
-    return rows
 
 
-def _measured(measure: Callable[..., list[dict]], store: str, size: int, args: Any) -> list:
-    ranks = Ranks(store, size)
-    rows = measure(ranks, *args)
+def _measured(measure: Callable[..., Iterable[dict]], store: str, size: int, args: Any) -> list:
+    ranks, rows = Ranks(store, size), list[dict]()
+    for row in measure(ranks, *args):
+        rows.append(row)
+        if ranks.rank == 0:
+            print(json.dumps({k: _short(v) for k, v in row.items()}), flush=True)
     found = [rows, facts(size)]
     ranks.close()
     return found
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value

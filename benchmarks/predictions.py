@@ -12,21 +12,18 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import record
+import choices
+from choices import filled, letters_of
+from on_cores import run, together, turns_within
 from threadpoolctl import threadpool_limits
 
-from shardmath.context import startup
-from shardmath.context.context import Context
+from shardmath.context.context import DistributedContext
 from shardmath.distribution import Distribution, Redistribute, Replicated, Slab
 from shardmath.fft import FFT
-from shardmath.handles.allocation import allocate_symmetric_memory
-from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul
 
 RANKS = 2
@@ -36,26 +33,13 @@ X, Y, R = Slab.X, Slab.Y, Replicated()
 
 
 @dataclass(frozen=True)
-class Product:
-    """op(A) of m x k times op(B) of k x n: how these and the result are distributed."""
+class Product(choices.Case):
+    """A of m x k times B of k x n: how these and the result are distributed."""
 
-    shape: tuple[int, int, int]
-    distributions: tuple[Distribution, Distribution, Distribution]
-    dtype: str = "float64"
-
-    def operator(self, context: Context) -> Matmul:
+    def operator(self, context: DistributedContext) -> Matmul:
         """A product of random operands."""
-        m, n, k = self.shape
-        shapes = (m, k), (k, n)
-        operands = [
-            filled(context, distribution, shape, self.dtype)
-            for distribution, shape in zip(self.distributions, shapes, strict=False)
-        ]
+        operands = choices.operands_of(self, context)
         return Matmul(*operands, distributions=self.distributions)
-
-    def __str__(self) -> str:
-        m, n, k = self.shape
-        return f"{m} x {k} times {k} x {n} {self.dtype}, {names(self.distributions)}"
 
 
 @dataclass(frozen=True)
@@ -66,13 +50,13 @@ class Transform:
     distributions: tuple[Distribution, Distribution]
     dtype: str = "complex128"
 
-    def operator(self, context: Context) -> FFT:
+    def operator(self, context: DistributedContext) -> FFT:
         """A transform of a random operand."""
         operand = filled(context, self.distributions[0], self.shape, self.dtype)
         return FFT(operand, distribution=self.distributions)
 
     def __str__(self) -> str:
-        return f"FFT {by(self.shape)} {self.dtype}, {names(self.distributions)}"
+        return f"FFT {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
 
 
 @dataclass(frozen=True)
@@ -83,45 +67,45 @@ class Moving:
     distributions: tuple[Distribution, Distribution]
     dtype: str = "float64"
 
-    def operator(self, context: Context) -> Redistribute:
+    def operator(self, context: DistributedContext) -> Redistribute:
         """A redistribution of a random operand."""
         operand = filled(context, self.distributions[0], self.shape, self.dtype)
         return Redistribute(operand, *self.distributions)
 
     def __str__(self) -> str:
-        return f"redistribute {by(self.shape)} {self.dtype}, {names(self.distributions)}"
+        return f"redistribute {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
 
 
 Case = Product | Transform | Moving
 
 CASES: tuple[Case, ...] = (
     # Matrix times vector: a rank reads 9, 34 and 134 MB.
-    Product((2200, 1, 1024), (X, R, X)),
-    Product((8192, 1, 1024), (X, R, X)),
-    Product((16384, 1, 2048), (X, R, X)),
-    Product((4400, 1, 1024), (X, R, X), "float32"),
-    Product((32768, 1, 2048), (X, R, X), "float32"),
-    Product((1, 2048, 1024), (R, Y, Y)),
+    Product(2200, 1, 1024, (X, R, X)),
+    Product(8192, 1, 1024, (X, R, X)),
+    Product(16384, 1, 2048, (X, R, X)),
+    Product(4400, 1, 1024, (X, R, X), "float32"),
+    Product(32768, 1, 2048, (X, R, X), "float32"),
+    Product(1, 2048, 1024, (R, Y, Y)),
     # Few columns, few rows, little of k.
-    Product((8192, 4, 1024), (X, R, X)),
-    Product((8192, 16, 1024), (X, R, X)),
-    Product((8192, 16, 1024), (X, R, X), "float32"),
-    Product((4, 8192, 1024), (R, Y, Y)),
-    Product((4096, 4096, 8), (X, R, X)),
-    Product((4096, 4096, 32), (X, R, X)),
-    Product((4096, 4096, 32), (X, R, X), "float32"),
+    Product(8192, 4, 1024, (X, R, X)),
+    Product(8192, 16, 1024, (X, R, X)),
+    Product(8192, 16, 1024, (X, R, X), "float32"),
+    Product(4, 8192, 1024, (R, Y, Y)),
+    Product(4096, 4096, 8, (X, R, X)),
+    Product(4096, 4096, 32, (X, R, X)),
+    Product(4096, 4096, 32, (X, R, X), "float32"),
     # Bound by arithmetic.
-    Product((1024, 1024, 1024), (X, R, X)),
-    Product((2048, 2048, 2048), (X, X, X)),
-    Product((2048, 2048, 2048), (X, X, X), "float32"),
+    Product(1024, 1024, 1024, (X, R, X)),
+    Product(2048, 2048, 2048, (X, X, X)),
+    Product(2048, 2048, 2048, (X, X, X), "float32"),
     # Operands come, results are added up.
-    Product((4096, 64, 1024), (X, X, X)),
-    Product((64, 64, 65536), (Y, X, X)),
-    Product((1024, 1024, 1024), (Y, X, X)),
-    Product((1024, 1024, 256), (Y, X, R)),
-    Product((1, 4096, 4096), (R, X, Y)),
-    Product((1024, 1024, 512), (X, R, X), "complex64"),
-    Product((1024, 1024, 512), (X, R, X), "float16"),
+    Product(4096, 64, 1024, (X, X, X)),
+    Product(64, 64, 65536, (Y, X, X)),
+    Product(1024, 1024, 1024, (Y, X, X)),
+    Product(1024, 1024, 256, (Y, X, R)),
+    Product(1, 4096, 4096, (R, X, Y)),
+    Product(1024, 1024, 512, (X, R, X), "complex64"),
+    Product(1024, 1024, 512, (X, R, X), "float16"),
     Transform((128, 128, 128), (X, Y)),
     Transform((256, 256, 256), (X, Y)),
     Transform((256, 256, 256), (X, X)),
@@ -135,37 +119,22 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def filled(context: Context, distribution: Distribution, shape: tuple[int, ...], dtype: str) -> Any:
-    """This rank's part of an array, on the heap."""
-    own = distribution.shape(context.rank, shape)
-    array = allocate_symmetric_memory(own, np, dtype=dtype, skip_symmetric_check=True)
-    array[...] = np.random.default_rng(context.rank).random(own)
-    return array
-
-
 def by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def names(distributions: tuple[Distribution, ...]) -> str:
-    """Letters of the slabs."""
-    return " ".join("R" if isinstance(each, Replicated) else each.name for each in distributions)
-
-
-def run() -> list[dict[str, Any]]:
+def measure(context: DistributedContext) -> list[dict[str, Any]]:
     """The rows, as this rank measures them."""
-    context = startup.initialize("cpu")
     with threadpool_limits(1):
-        rows = [row(context, case) for case in CASES]
-    startup.finalize()
-    return rows
+        return [row(context, case) for case in CASES]
 
 
-def row(context: Context, case: Case) -> dict[str, Any]:
+def row(context: DistributedContext, case: Case) -> dict[str, Any]:
     with case.operator(context) as operator:
         operator.plan()
         predicted = predicted_seconds(operator.explain())
-        seconds, worked = measured(context, operator.execute)
+        found = measured(context, operator.execute)
+    seconds, worked = zip(*found, strict=True)
     return {
         "case": str(case),
         "predicted us": round(predicted * 1e6, 1),
@@ -184,38 +153,16 @@ def predicted_seconds(explained: str) -> float:
     return float(found[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[found[2]]
 
 
-def measured(context: Context, call: Callable[[], object]) -> tuple[list[float], list[float]]:
-    """Seconds that each call takes, and that this rank's thread works meanwhile.
-
-    All ranks call as often as rank 0 has found that there is time for.
-    """
-    seconds: list[float] = []
-    worked: list[float] = []
-    repeats = 6
-    while len(seconds) < repeats:
-        context.barrier()
-        start, cpu = time.perf_counter(), time.thread_time()
-        call()
-        worked.append(time.thread_time() - cpu)
-        context.barrier()
-        seconds.append(time.perf_counter() - start)
-        if len(seconds) == 3:
-            fit = min(2000, max(10, int(SECONDS / seconds[-1])))
-            told = context.board.exchange("repeats", fit.to_bytes(8, "little"))
-            repeats = int.from_bytes(told[0], "little")
-    return seconds[2:], worked[2:]  # the first touch pages, and peers' pages
+def measured(context: DistributedContext, call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Seconds that each call takes, and that this rank's threads work meanwhile."""
+    first = [together(context, call)[0] for _ in range(3)]  # these touch pages, and peers' pages
+    turns = turns_within(context, SECONDS, first[-1], least=10, most=2000)
+    return [together(context, call) for _ in range(turns)]
 
 
 def main() -> None:
     """Measure, print a table, write results/predictions.json."""
-    rows = spawn(run, RANKS)[0]
-    print(f"{'':56}{'predicted':>11}{'median':>11}{'best':>11}{'cpu':>11} us  ratio")
-    for each in rows:
-        times = [each[name] for name in ("predicted us", "us", "best us", "cpu us")]
-        far = "" if 1 / LIMIT <= each["ratio"] <= LIMIT else "  <--"
-        print(f"{each['case']:56}{''.join(f'{us:11}' for us in times)}{each['ratio']:10}{far}")
-    path = record.write("predictions", rows, ranks=RANKS, limit=LIMIT)
-    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+    run("predictions", measure, RANKS, limit=LIMIT)
 
 
 if __name__ == "__main__":

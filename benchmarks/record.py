@@ -1,6 +1,7 @@
-"""What every benchmark needs: medians, and a JSON file that says where and when they were taken.
+"""What every benchmark needs: medians, and a table and a JSON file of them, with where and when.
 
-BENCHMARK_RESULTS names another folder for it, which is how `shardmath bench` gets the user's.
+BENCHMARK_RESULTS names another folder for the file, which is how `shardmath bench` gets the user's;
+it shows the table itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from shardmath.tools.bench import table
+from shardmath.tools.tables import show
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
@@ -42,11 +46,16 @@ def median_seconds(
 
 
 def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
-    """Write `<name>.json` into RESULTS: the rows, the facts, and where they were measured."""
+    """Write `<name>.json` into RESULTS: the rows, the facts, and where they were measured. Shows
+    the rows.
+    """
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    record = {"benchmark": name, **circumstances(), **facts, "rows": list(rows)}
+    path, rows = RESULTS / f"{name}.json", list(rows)
+    record = {"benchmark": name, **circumstances(), **facts, "rows": rows}
     path.write_text(json.dumps(record, indent=1) + "\n")
+    if "BENCHMARK_RESULTS" not in os.environ:
+        show(name, *table(rows))
+        print(f"written: {path}")
     return path
 
 

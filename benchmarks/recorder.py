@@ -13,26 +13,16 @@ import time
 from typing import Any
 
 import numpy as np
-import record
+from on_cores import run
 
 from shardmath.base.recorder import this_process
 from shardmath.collectives import all_reduce
-from shardmath.context.startup import finalize, initialize
-from shardmath.launch import spawn
 
 RANKS, TURNS, CALLS = 2, 400, 50
 GOAL = 0.3  # microseconds a call
 
 
-def main() -> None:
-    rows = spawn(measure, RANKS, timeout=300)[0]
-    for row in rows:
-        print(f"{row['what']:30} {row['us']:6.2f} us, undisturbed {row['us_undisturbed']:6.2f}")
-    print(record.write("recorder", rows, ranks=RANKS, goal=GOAL))
-
-
-def measure() -> list[dict[str, Any]]:
-    context = initialize("cpu")
+def measure(context: Any) -> list[dict[str, Any]]:
     x, out, memory = np.ones(256, "f4"), np.ones(256, "f4"), this_process.memory
     assert memory is not None, "this process records"
 
@@ -62,7 +52,6 @@ def measure() -> list[dict[str, Any]]:
     own = np.percentile(times, [50, 10], axis=0)
     own = np.hstack([own, own[:, [0]] - own[:, [1]], own[:, [2]] - own[:, [3]]])
     slowest = all_reduce(own, op="max")
-    finalize()
     names = {
         "all_reduce 1 KiB, recorded": 0,
         "all_reduce 1 KiB, not recorded": 1,
@@ -81,4 +70,4 @@ def record_one(*arrays: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run("recorder", measure, RANKS, timeout=300, goal=GOAL)

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import record
 from numpy.lib.stride_tricks import as_strided
+from on_cores import in_turn, run, together
 
 from shardmath.arrays import library_of
 from shardmath.base.compiled import is_built
-from shardmath.context import startup
-from shardmath.context.context import Context
+from shardmath.context.context import DistributedContext
 from shardmath.distribution import (
     BlockCyclic,
     Distribution,
@@ -38,7 +36,6 @@ from shardmath.distribution import (
     Slab,
 )
 from shardmath.handles.allocation import empty_on_heap
-from shardmath.launch import spawn
 from shardmath.redistribution import TransferPlan
 
 RANKS = 2
@@ -69,20 +66,17 @@ CASES = (
 )
 
 
-def run(n: int) -> list[dict[str, Any]]:
+def measure_all(context: DistributedContext, n: int) -> list[dict[str, Any]]:
     """The rows of all cases for an n x n array of float64, as this rank measures them."""
-    context = startup.initialize("cpu")
     rows = [row(context, case, n) for case in CASES]
-    rows += [
+    return rows + [
         row_at_offset(context, extent, offset)
         for extent in (n, *SMALLER)
         for offset in PAGE_OFFSETS
     ]
-    startup.finalize()
-    return rows
 
 
-def row(context: Context, case: Case, n: int) -> dict[str, Any]:
+def row(context: DistributedContext, case: Case, n: int) -> dict[str, Any]:
     """Rates in GB/s."""
     layouts = [Layout.bind([each] * RANKS, (n, n)) for each in (case.source, case.target)]
     transfer = TransferPlan(*layouts, 8)
@@ -123,7 +117,7 @@ def row(context: Context, case: Case, n: int) -> dict[str, Any]:
     }
 
 
-def row_at_offset(context: Context, n: int, offset: int) -> dict[str, Any]:
+def row_at_offset(context: DistributedContext, n: int, offset: int) -> dict[str, Any]:
     """Rates in GB/s, of a contiguous copy and of a redistribution to the same memory."""
     before, after = ((n // RANKS, n), (n, n // RANKS))
     operand = empty_on_heap(context, library_of(np.empty(0)), before, "float64")
@@ -170,18 +164,11 @@ def boxes(transfer: TransferPlan, rank: int, operand: Any, out: Any) -> list[tup
     return pairs
 
 
-def measure(context: Context, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """The times of each call until both ranks are done. The calls take turns, for fairness."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(REPEATS + 1):
-        for name, call in calls.items():
-            context.barrier()
-            start = time.perf_counter()
-            call()
-            context.barrier()
-            if turn:  # the first touches pages, and peers' pages
-                times[name].append(time.perf_counter() - start)
-    return times
+def measure(
+    context: DistributedContext, calls: dict[str, Callable[[], object]]
+) -> dict[str, list[float]]:
+    """Seconds of each call until both ranks are done."""
+    return in_turn(calls, REPEATS, lambda name: together(context, calls[name])[0])
 
 
 def ratio(times: dict[str, list[float]], baseline: str) -> float:
@@ -194,21 +181,8 @@ def main() -> None:
     """Measure, print a table, write results/redistribution.json."""
     mebibytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
     n = int((mebibytes * (1 << 20) / 8) ** 0.5)
-    rows = spawn(run, RANKS, n)[0]
-    names = list(rows[0]["GB/s"])
-    print(f"{n} x {n} float64, {RANKS} ranks, GB/s of a rank's result")
-    print(f"{'':64}" + "".join(f"{name:>16}" for name in names) + "   heap, out / contiguous")
-    for entry in rows:
-        cells = "".join(f"{entry['GB/s'].get(name, ''):>16}" for name in names)
-        print(f"{entry['case']:64}{cells}{entry['heap, out / contiguous']:25.2f}")
-    facts = {
-        "n": n,
-        "ranks": RANKS,
-        "repeats": REPEATS,
-        "compiled": is_built("shardmath.redistribution._box"),
-    }
-    path = record.write("redistribution", rows, **facts)
-    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+    compiled = is_built("shardmath.redistribution._box")
+    run("redistribution", measure_all, RANKS, n, n=n, repeats=REPEATS, compiled=compiled)
 
 
 if __name__ == "__main__":

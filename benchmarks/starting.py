@@ -52,9 +52,7 @@ def main() -> None:
                 "ready, s": statistics.median(readies),
             }
         )
-        row = rows[-1]
-        print(f"{name:>14}: first line {row['first line, s']:.3f} s, ready {row['ready, s']:.3f} s")
-    print(record.write("starting", rows, ranks=RANKS, goal={"first line, s": GOAL}))
+    record.write("starting", rows, ranks=RANKS, goal={"first line, s": GOAL})
 
 
 def started(command: list[str], then: str) -> tuple[float, float]:

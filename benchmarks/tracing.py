@@ -16,13 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import record
+from on_cores import run
 
 from shardmath.base.recorder import OPERATIONS, bytes_for, this_process
 from shardmath.collectives import all_reduce
-from shardmath.context.startup import finalize, initialize
 from shardmath.distribution import Slab
-from shardmath.launch import spawn
 from shardmath.linalg.advanced import matmul
 from shardmath.tools.trace import KEPT, touch
 
@@ -31,17 +29,7 @@ CALLS = {"all_reduce 1 KiB": 50, "matmul 64^3 float32": 20}
 GOAL = 1.05  # times as long
 
 
-def main() -> None:
-    rows = spawn(measure, RANKS, timeout=600)[0]
-    for row in rows:
-        print(f"{row['what']:22} {row['untraced, us']:8.2f} us, traced {row['traced, us']:8.2f}, "
-              f"undisturbed {row['untraced, us undisturbed']:8.2f} and "
-              f"{row['traced, us undisturbed']:8.2f}: {row['ratio, undisturbed']:.3f}")  # fmt: skip
-    print(record.write("tracing", rows, ranks=RANKS, turns=TURNS, goal={"ratio": GOAL}))
-
-
-def measure() -> list[dict[str, Any]]:
-    context = initialize("cpu")
+def measure(context: Any) -> list[dict[str, Any]]:
     x, out = np.ones(256, "f4"), np.ones(256, "f4")
     a = np.ones(Slab.X.shape(context.rank, (64, 64)), "f4")
     calls: list[Callable[[], Any]] = [
@@ -76,7 +64,6 @@ def measure() -> list[dict[str, Any]]:
                 "ratio, undisturbed": float(least_traced / least),
             }
         )
-    finalize()
     return rows
 
 
@@ -90,4 +77,4 @@ def seconds(call: Callable[[], Any], count: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run("tracing", measure, RANKS, timeout=600, turns=TURNS, goal={"ratio": GOAL})

@@ -129,7 +129,9 @@ def test_cosines_and_sines(name, dtype, how):
 
 @pytest.mark.parametrize("engine", ["ducc0", "scipy"])
 def test_written_where_they_are_told(monkeypatch, engine):
-    monkeypatch.setattr(local._Transform, "_made", lambda _: pytest.fail("a result of its own"))
+    monkeypatch.setattr(
+        local._Transform, "_in_new_memory", lambda _: pytest.fail("a result of its own")
+    )
     x, real = numbers("complex64", "padded"), numbers("float32", "F")
     how = {"norm": None, "engine": engine}
     transform(x, (0, 2), out=x, kind="C2C", forward=True, **how)

@@ -30,6 +30,10 @@ def test_against_the_table(case):
         assert turned.owners(index[::-1]) == case.table[index]
     sizes = {layout.local_shape(rank) for rank in range(case.size)}
     assert layout.uniform == (len(sizes) == 1)
+    for axis, extent in enumerate(case.shape):
+        parts = [owned(case, rank) for rank in range(case.size)]
+        held = [len({index[axis] for index in part}) for part in parts if part]
+        assert layout.is_whole(axis) == all(count == extent for count in held)
     if layout.is_replicated:
         assert all(owned(case, rank) == list(indices(case.shape)) for rank in range(case.size))
 

@@ -13,7 +13,7 @@ from gpu_arithmetic import ALIGNMENT, address_of, move_bytes, view
 from rank_interpreter import Rank, interpret_ranks
 
 from shardmath.operators.matmul.gpu.lowering import lowered
-from shardmath.operators.matmul.gpu.rank_plan import lying
+from shardmath.operators.matmul.gpu.rank_plan import placement_of
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     Clear,
@@ -31,7 +31,7 @@ __all__ = ["interpret_products", "program_of"]
 
 def program_of(rank_plan, given, addition_order=""):
     """`lowered`, once for the interpreter and for what performs programs on GPUs."""
-    arrays = lying(given.arrays, given.numbers)
+    arrays = placement_of(given.arrays, given.numbers)
     key = "as lowered", arrays, addition_order
     if key not in rank_plan.cache:
         rank_plan.cache[key] = lowered(rank_plan, arrays, addition_order)

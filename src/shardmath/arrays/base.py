@@ -168,18 +168,10 @@ class Library(ABC):
         return x
 
     def transform(
-        self,
-        x: HostArray,
-        axes: Sequence[int],
-        *,
-        kind: str,
-        forward: bool,
-        scale: str,
-        sizes: Sequence[int] | None,
+        self, x: HostArray, axes: Sequence[int], function: str, norm: str, s: Sequence[int] | None
     ) -> HostArray:
-        """The Fourier transform of `x`, "C2C", "R2C" or "C2R", in new memory.
-
-        `scale` is NumPy's `norm`; `sizes` are the extents along `axes` of what C2R gives.
+        """What the function of numpy.fft of that name gives of `x`, in new memory: fftn, ifftn,
+        rfftn or irfftn, whose arguments the others are.
         """
         raise NotImplementedError(f"{self.name} has no Fourier transforms")
 

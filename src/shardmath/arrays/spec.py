@@ -6,8 +6,9 @@ for every library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from shardmath.base.immutable import Immutable
@@ -144,6 +145,15 @@ def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
         else:
             kept.append((extent, one, two))
     return kept
+
+
+def offsets(dimensions: Sequence[Dimension]) -> Iterator[tuple[int, int]]:
+    """How far each element of some dimensions lies from the first, in one array and in another. The
+    last dimension is the fastest.
+    """
+    for index in product(*(range(extent) for extent, _, _ in dimensions)):
+        pairs = list(zip(index, dimensions, strict=True))
+        yield sum(i * one for i, (_, one, _) in pairs), sum(i * two for i, (_, _, two) in pairs)
 
 
 def _packed(axes: Iterable[tuple[int, int]]) -> bool:

@@ -54,6 +54,26 @@ def agree(
     return checked(board, check, [wire.decode(text) for text in texts])
 
 
+def agree_keeping(
+    board: Board,
+    operation: str,
+    describe: Callable[[], tuple[T, Any]],
+    check: Callable[[list[Any]], Agreed],
+) -> tuple[T, Agreed]:
+    """As `agree`, where `describe()` returns what this rank keeps, too, and the description second:
+    that, and what was agreed. Collective.
+    """
+
+    def packed() -> tuple[T, bytes]:
+        kept, description = describe()
+        return kept, wire.encode(description)
+
+    kept, text = described(board, operation, packed)
+    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
+    accepted = require_accepted(board, operation, texts)
+    return kept, checked(board, check, [wire.decode(text) for text in accepted])
+
+
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
     """Every rank's `describe()`, in rank order: agreement on what is packed already. Collective.
 

@@ -126,6 +126,23 @@ class Context(OnHosts):
         self.require_open()
         return agreement.agree(self.board, operation, describe, check)
 
+    def agree_keeping(
+        self,
+        operation: str,
+        describe: Callable[[], tuple[T, Any]],
+        check: Callable[[list[Any]], Agreed],
+    ) -> tuple[T, Agreed]:
+        """See `agreement.agree_keeping`. Collective."""
+        self.require_open()
+        return agreement.agree_keeping(self.board, operation, describe, check)
+
+    def on_all_ranks(self, operation: str, make: Callable[[], T]) -> T:
+        """What `make()` returns here, once it has returned on every rank. Collective.
+
+        Raises on every rank what it raised on one.
+        """
+        return self.agree_keeping(operation, lambda: (make(), None), lambda _: None)[0]
+
     def gather(self, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
         """See `agreement.gather`. Collective."""
         self.require_open()
@@ -368,17 +385,17 @@ class DistributedContext(Context):
         own, _ = choices[self.rank]
         members = [r for _, r in sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)]
         name = f"{self._name} / split {self._splits} color {own}"
-        boards: list[Board] = []
 
-        def make() -> None:
-            if own is not None:
-                sender = next(rank for rank in members if self.same_host(rank))
-                watch = partial(self._require_sender, sender)
-                boards.append(self._board(members, name, watch))
-                boards[0].enter("split")  # who waits there is told of an interrupt, too
+        def make() -> Board | None:
+            if own is None:
+                return None
+            sender = next(rank for rank in members if self.same_host(rank))
+            board = self._board(members, name, partial(self._require_sender, sender))
+            board.enter("split")  # who waits there is told of an interrupt, too
+            return board
 
-        self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
-        return self._derive(members, name, boards[0], parent=self) if boards else None
+        board = self.on_all_ranks("split", make)  # one that finds no descriptor is heard by all
+        return None if board is None else self._derive(members, name, board, parent=self)
 
     @collective_call
     def subset(self, ranks: Sequence[int]) -> DistributedContext:

@@ -180,16 +180,15 @@ class Runtime:
 
         device, transport = self.device, self.transport
         nbytes = pad_bytes(len(ranks), CHANNELS)
-        pads: list[Buffer] = []
 
-        def describe() -> tuple[int, int, int, str]:
-            pads.append(self.heap.allocate(nbytes))
-            block = pads[0].block
-            device.zero(block.address, nbytes)
-            transport.announce(block.location.segment, ranks)
-            return block.location.segment, block.location.offset, self.settings.check, device.uuid
+        def describe() -> tuple[Buffer, tuple[int, int, int, str]]:
+            pad = self.heap.allocate(nbytes)
+            device.zero(pad.block.address, nbytes)
+            location = pad.block.location
+            transport.announce(location.segment, ranks)
+            return pad, (location.segment, location.offset, self.settings.check, device.uuid)
 
-        places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
+        pad, places = agreement.agree_keeping(board, "initialize: pads", describe, list)
 
         def attach() -> list[int | None]:
             for peer, (segment, *_) in zip(ranks, places, strict=True):
@@ -204,10 +203,10 @@ class Runtime:
         ]
         shares_device = [uuid for *_, uuid in places].count(device.uuid) > 1
         if all(map(self.mesh.same_host, ranks)):
-            team = Team(device, board, pads[0], addresses, shares_device=shares_device)
+            team = Team(device, board, pad, addresses, shares_device=shares_device)
             team.meets = any(check for _, _, check, _ in places)
             return team
-        far_team = FarTeam(device, board, pads[0], addresses, shares_device=shares_device)
+        far_team = FarTeam(device, board, pad, addresses, shares_device=shares_device)
         far = [rank for rank, peer in enumerate(ranks) if not self.mesh.same_host(peer)]
         far_team.locate(transport, ranks, {rank: Location(*places[rank][:2]) for rank in far})
         return far_team

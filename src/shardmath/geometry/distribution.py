@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.base import current
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError, ConvertDistributionError
+from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
@@ -42,14 +43,38 @@ class Binding(Immutable):
         return f".bind({self.global_shape}{size}{rank})"
 
 
+class Argument(Immutable):
+    """An argument that a class of distributions is made from, and the attribute of that name.
+
+    Those by `keyword` may be left out: for None, and for zeros. Of one with a value for each axis,
+    `appended` is that of an axis of extent 1 behind the last.
+    """
+
+    name: str
+    keyword: bool = False
+    appended: int | None = None
+
+    def widened(self, value: Any, ndim: int) -> Any:
+        """The value for so many axes, which are more than there were."""
+        if self.name == "ndim":
+            return ndim
+        if isinstance(value, ProcessGrid):
+            return value.promoted(ndim)
+        return value if self.appended is None else value + (self.appended,) * (ndim - len(value))
+
+
 class Distribution(Immutable, ABC):
     """How a global array is split over ranks.
+
+    A class says which `_arguments` it is made from: what ranks compare and send, and how it prints,
+    follows from them.
 
     `size=`, the number of ranks, may be left out where the distribution is bound to one or has a
     process grid, or where a context is current; otherwise RuntimeError. `global_shape` may be left
     out where the distribution is bound; otherwise RuntimeError.
     """
 
+    _arguments: ClassVar[tuple[Argument, ...]]
     binding: Binding | None = field(default=None, init=False)
 
     def __hash__(self) -> int:
@@ -205,8 +230,8 @@ class Distribution(Immutable, ABC):
         if not (isinstance(cls, type) and issubclass(cls, Distribution)):
             raise ValueError(f"{cls!r} is not a class of distributions")
         wide = self if ndim is None else self._promoted(integer(ndim, "ndim", least=0))
-        made = wide if isinstance(wide, cls) else _convert(wide, cls)
-        return made.copy() if copy and made is self else made
+        converted = wide if isinstance(wide, cls) else _convert(wide, cls)
+        return converted.copy() if copy and converted is self else converted
 
     def copy(self) -> Self:
         """An equal distribution that is another object."""
@@ -218,41 +243,46 @@ class Distribution(Immutable, ABC):
         Raises TypeError for a class that is not one of ours: no other rank could decode it.
         """
         kind, held = type(self), self.binding
-        if "_fields" not in vars(kind):
+        if "_arguments" not in vars(kind):
             raise TypeError(f"{kind.__name__} cannot be sent between ranks")
+        values = (getattr(self, argument.name) for argument in self._arguments)
+        plain = (x.encode() if isinstance(x, ProcessGrid) else x for x in values)
         binding = None if held is None else (held.global_shape, held.size, held.rank)
-        return (kind.__name__, *self._fields(), binding)
+        return (kind.__name__, *plain, binding)
 
     def alike(self, other: Distribution) -> bool:
         """True when two ranks that hold these mean the same distribution; bindings do not count."""
         return (
             type(self) is type(other)
-            and self._key() == other._key()
+            and all(
+                getattr(self, argument.name) == getattr(other, argument.name)
+                for argument in self._arguments
+                if argument.name != "ndim"
+            )
             and (self.ndim == other.ndim or None in (self.ndim, other.ndim))
         )
 
     def __repr__(self) -> str:
-        return self._expression() + ("" if self.binding is None else str(self.binding))
+        words = []
+        for argument in self._arguments:
+            value = getattr(self, argument.name)
+            if not argument.keyword:
+                words.append(str(value))
+            elif value is not None and (isinstance(value, int) or any(value)):
+                words.append(f"{argument.name}={value}")
+        bound = "" if self.binding is None else str(self.binding)
+        return f"{type(self).__name__}({', '.join(words)}){bound}"
 
     @abstractmethod
     def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
         """For each axis (k, parts): `rank` holds part k of so many parts."""
 
-    @abstractmethod
-    def _key(self) -> tuple[Any, ...]:
-        """The fields that tell it from others of its class, without ndim and binding."""
-
-    @abstractmethod
-    def _fields(self) -> tuple[Any, ...]:
-        """The fields that it is made of, as plain data, without the binding."""
-
-    @abstractmethod
-    def _expression(self) -> str:
-        """The expression of Python that makes it, without the binding."""
-
-    @abstractmethod
-    def _widened(self, ndim: int) -> Self:
-        """An unbound copy with `ndim` axes, which is more than it has, or the first it is told."""
+    @classmethod
+    def _made_of(cls, *values: Any) -> Self:
+        """The distribution of these arguments, in their order. Raises as the class does."""
+        pairs = list(zip(cls._arguments, values, strict=True))
+        named = {argument.name: value for argument, value in pairs if argument.keyword}
+        return cls(*(value for argument, value in pairs if not argument.keyword), **named)
 
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
@@ -331,7 +361,7 @@ class Distribution(Immutable, ABC):
             return self
         if self.ndim is not None and ndim < self.ndim:
             raise ValueError(f"{self!r} has ndim {self.ndim}, which is more than ndim={ndim}")
-        wide = self._widened(ndim)
+        wide = self._made_of(*(x.widened(getattr(self, x.name), ndim) for x in self._arguments))
         if self.binding is None:
             return wide
         held = self.binding

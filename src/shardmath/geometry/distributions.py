@@ -10,11 +10,12 @@ makes only distributions, from data that has exactly the form that `Distribution
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from shardmath.base.untraced import constant_to_compiler
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.distribution import (
+    Argument,
     Distribution,
     asking_rank,
     known_rank,
@@ -35,6 +36,7 @@ class Slab(Distribution):
     Raises ValueError when `partition_dim` is no integer, negative, or not below `ndim`.
     """
 
+    _arguments = (Argument("partition_dim"), Argument("ndim", keyword=True))
     partition_dim: int
     ndim: int | None = None
 
@@ -58,22 +60,10 @@ class Slab(Distribution):
     def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
         return tuple((rank, size) if axis == self.partition_dim else (0, 1) for axis in range(ndim))
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.partition_dim,)
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (self.partition_dim, self.ndim)
-
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
         for axis in range(1 if given.ndim is None else given.ndim):
             yield cls(axis, given.ndim)
-
-    def _expression(self) -> str:
-        return f"Slab({self.partition_dim}{_ndim(self.ndim)})"
-
-    def _widened(self, ndim: int) -> Self:
-        return type(self)(self.partition_dim, ndim)
 
     def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
         return {"ndim": len(shape)}
@@ -99,6 +89,7 @@ class Box(Distribution):
     upper < lower.
     """
 
+    _arguments = (Argument("lower", appended=0), Argument("upper", appended=1))
     lower: tuple[int, ...]
     upper: tuple[int, ...]
 
@@ -205,12 +196,6 @@ class Box(Distribution):
     def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
         raise AssertionError("a box is placed by its corners")
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.lower, self.upper)
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (self.lower, self.upper)
-
     @classmethod
     def _converted(cls, given: Distribution, size: int) -> Distribution | None:
         """The asking rank's part as a box, once every rank's part is known to be one box."""
@@ -227,13 +212,6 @@ class Box(Distribution):
         part = given.part(rank, shape, size=size)
         return cls([spans.start for spans in part], [spans.stop for spans in part])
 
-    def _expression(self) -> str:
-        return f"Box({self.lower}, {self.upper})"
-
-    def _widened(self, ndim: int) -> Self:
-        more = ndim - self.ndim
-        return type(self)(self.lower + (0,) * more, self.upper + (1,) * more)
-
 
 @constant_to_compiler
 class BlockCyclic(Distribution):
@@ -248,6 +226,11 @@ class BlockCyclic(Distribution):
     `first_process` is not a coordinate; TypeError when the grid is not a `ProcessGrid`.
     """
 
+    _arguments: ClassVar[tuple[Argument, ...]] = (
+        Argument("process_grid"),
+        Argument("block_sizes", appended=1),
+        Argument("first_process", keyword=True, appended=0),
+    )
     process_grid: ProcessGrid
     block_sizes: tuple[int, ...]  # of a BlockNonCyclic: () until bound, then its largest part
     first_process: tuple[int, ...]
@@ -307,12 +290,6 @@ class BlockCyclic(Distribution):
             for extent, block, (k, parts) in zip(shape, self.block_sizes, places, strict=True)
         )
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.process_grid, self.block_sizes, self.first_process)
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (self.process_grid.encode(), self.block_sizes, self.first_process)
-
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
         if given.ndim is None:
@@ -323,20 +300,6 @@ class BlockCyclic(Distribution):
         for axis in range(given.ndim):
             shape = [size if other == axis else 1 for other in range(given.ndim)]
             yield BlockNonCyclic(ProcessGrid(shape=shape))
-
-    def _expression(self) -> str:
-        return f"BlockCyclic({self.process_grid}, {self.block_sizes}{self._first()})"
-
-    def _first(self) -> str:
-        return f", first_process={self.first_process}" if any(self.first_process) else ""
-
-    def _widened(self, ndim: int) -> Self:
-        more = ndim - self.ndim
-        return type(self)(
-            self.process_grid.promoted(ndim),
-            self.block_sizes + (1,) * more,
-            first_process=self.first_process + (0,) * more,
-        )
 
 
 @constant_to_compiler
@@ -352,6 +315,8 @@ class BlockNonCyclic(BlockCyclic):
     is not a `ProcessGrid`.
     """
 
+    _arguments = (Argument("process_grid"), Argument("first_process", keyword=True, appended=0))
+
     def __init__(
         self, process_grid: ProcessGrid, *, first_process: Sequence[int] | None = None
     ) -> None:
@@ -365,24 +330,12 @@ class BlockNonCyclic(BlockCyclic):
         pairs = zip(shape, self.process_grid.shape, strict=True)
         return {"block_sizes": tuple(-(-extent // p) for extent, p in pairs)}
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.process_grid, self.first_process)
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (self.process_grid.encode(), self.first_process)
-
-    def _expression(self) -> str:
-        return f"BlockNonCyclic({self.process_grid}{self._first()})"
-
-    def _widened(self, ndim: int) -> Self:
-        first = self.first_process + (0,) * (ndim - self.ndim)
-        return type(self)(self.process_grid.promoted(ndim), first_process=first)
-
 
 @constant_to_compiler
 class Replicated(Distribution):
     """Every rank holds everything."""
 
+    _arguments = (Argument("ndim", keyword=True),)
     ndim: int | None = None
 
     def __init__(self, ndim: int | None = None) -> None:
@@ -403,65 +356,46 @@ class Replicated(Distribution):
     def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
         return ((0, 1),) * ndim
 
-    def _key(self) -> tuple[Any, ...]:
-        return ()
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (self.ndim,)
-
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
         yield cls(given.ndim)
-
-    def _expression(self) -> str:
-        return f"Replicated({'' if self.ndim is None else f'ndim={self.ndim}'})"
-
-    def _widened(self, ndim: int) -> Self:
-        return type(self)(ndim)
 
     def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
         return {"ndim": len(shape)}
 
 
-def _ndim(ndim: int | None) -> str:
-    return "" if ndim is None else f", ndim={ndim}"
+_KINDS = {kind.__name__: kind for kind in (Slab, Box, BlockCyclic, BlockNonCyclic, Replicated)}
 
 
 def decode(data: Any) -> Distribution:
     """The distribution that was encoded. Raises ValueError for data of another form."""
     try:
-        made = _decode(data)
-        plain = made.encode()
+        distribution = _decode(data)
+        plain = distribution.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"malformed distribution: {error}") from None
     # What decodes to a value that encodes otherwise was not written by a rank of ours.
     if plain != data or not _plain(data):
         raise ValueError(f"malformed distribution: {data!r}")
-    return made
+    return distribution
 
 
 def _decode(data: Any) -> Distribution:
     if not isinstance(data, tuple) or len(data) < 2:
         raise ValueError(f"{data!r}")
     name, *fields, binding = data
-    made: Distribution
-    match name, fields:
-        case "Slab", [dim, ndim]:
-            made = Slab(dim, ndim)
-        case "Box", [lower, upper]:
-            made = Box(lower, upper)
-        case "BlockCyclic", [grid, blocks, first]:
-            made = BlockCyclic(_decode_grid(grid), blocks, first_process=first)
-        case "BlockNonCyclic", [grid, first]:
-            made = BlockNonCyclic(_decode_grid(grid), first_process=first)
-        case "Replicated", [ndim]:
-            made = Replicated(ndim)
-        case _:
-            raise ValueError(f"unknown kind {name!r} with {len(fields)} fields")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or len(fields) != len(kind._arguments):
+        raise ValueError(f"unknown kind {name!r} with {len(fields)} fields")
+    values = (
+        _decode_grid(x) if argument.name == "process_grid" else x
+        for argument, x in zip(kind._arguments, fields, strict=True)
+    )
+    distribution: Distribution = kind._made_of(*values)
     if binding is None:
-        return made
+        return distribution
     shape, size, rank = binding
-    return made.bind(shape, size=size, rank=rank)
+    return distribution.bind(shape, size=size, rank=rank)
 
 
 def _decode_grid(data: Any) -> ProcessGrid:

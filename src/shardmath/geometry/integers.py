@@ -6,7 +6,8 @@ Everything past this door holds plain `int`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 
 def index(value: object, name: str) -> int:
@@ -55,7 +56,18 @@ def up(extent: int, multiple: int) -> int:
     return -(-extent // multiple) * multiple
 
 
+def bounds(extent: int, parts: int) -> list[int]:
+    """The bounds of `parts` nearly equal parts of range(extent): 0, ..., `extent`."""
+    return [extent * part // (parts or 1) for part in range(parts + 1)]
+
+
 def slices(extent: int, most: int) -> list[slice]:
     """Slices of nearly equal length, `most` at most, that cover range(extent)."""
-    count = -(-extent // most)
-    return [slice(extent * i // count, extent * (i + 1) // count) for i in range(count)]
+    return [slice(lo, hi) for lo, hi in pairwise(bounds(extent, -(-extent // most)))]
+
+
+def tiles(rows: int, columns: int, high: int, wide: int) -> Iterator[tuple[slice, slice]]:
+    """Index pairs that cover `rows` x `columns`: of `high` x `wide`, but at the ends."""
+    for top in range(0, rows, high):
+        for left in range(0, columns, wide):
+            yield slice(top, min(top + high, rows)), slice(left, min(left + wide, columns))

@@ -13,7 +13,7 @@ from operator import attrgetter, gt
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError
-from shardmath.geometry.coverage import owner_sets
+from shardmath.geometry.coverage import bits, owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
 from shardmath.geometry.drawing import draw
 from shardmath.geometry.integers import index_within, integers
@@ -132,6 +132,11 @@ class Layout(Immutable):
         """The shape of `rank`'s part."""
         return tuple(map(_length, self.parts[rank]))
 
+    @cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """The number of elements of every rank's part."""
+        return tuple(prod(map(_length, part)) for part in self.parts)
+
     def owners(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that own the element at a global index, ascending.
 
@@ -163,6 +168,11 @@ class Layout(Immutable):
             for axis, extent in enumerate(self.global_shape)
             if any(part[axis].length != extent for part in self.parts)
         )
+
+    def is_whole(self, axis: int) -> bool:
+        """True when every rank that owns anything owns all of `axis`."""
+        extent = self.global_shape[axis]
+        return all(part[axis].length == extent or _empty(part) for part in self.parts)
 
     @property
     def is_replicated(self) -> bool:
@@ -252,7 +262,7 @@ class Layout(Immutable):
                     f"no rank owns index {index} of the global shape {self.global_shape}"
                 )
             if mask.bit_count() > 1:
-                ranks = [rank for rank in range(self.size) if mask >> rank & 1]
+                ranks = list(bits(mask))
                 names = " and ".join(str(rank) for rank in ranks)
                 held = "; ".join(f"rank {r}: {_show(self.parts[r])}" for r in ranks[:2])
                 raise BindDistributionError(

@@ -14,9 +14,9 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from shardmath.geometry.coverage import Atom, atoms
+from shardmath.geometry.coverage import Atom, atoms, bits
 from shardmath.geometry.layout import Layout
-from shardmath.geometry.spans import Run, Spans
+from shardmath.geometry.spans import Run, Spans, run_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,8 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
     received = bytes_received(src, dst, itemsize)
     if src.copies == dst.copies == 1:
         # Each rank sends what it does not keep: no need to ask what every two ranks share.
-        parts = (prod(src.local_shape(rank)) for rank in range(src.size))
-        kept = kept_elements(src, dst)
-        sent = [(part - keeps) * itemsize for part, keeps in zip(parts, kept, strict=True)]
+        pairs = zip(src.local_sizes, kept_elements(src, dst), strict=True)
+        sent = [(part - keeps) * itemsize for part, keeps in pairs]
         return Traffic(tuple(sent), received)
     sent = [0] * src.size
     for s, d, count in counted(src, dst):
@@ -121,9 +120,8 @@ def bytes_received(src: Layout, dst: Layout, itemsize: int) -> tuple[int, ...]:
     if not src.covers():
         for _ in counted(src, dst):  # raises where an element is needed that has no owner
             pass
-    needs = (prod(dst.local_shape(rank)) for rank in range(dst.size))
-    kept = kept_elements(src, dst)
-    return tuple((need - keeps) * itemsize for need, keeps in zip(needs, kept, strict=True))
+    pairs = zip(dst.local_sizes, kept_elements(src, dst), strict=True)
+    return tuple((need - keeps) * itemsize for need, keeps in pairs)
 
 
 def kept_elements(src: Layout, dst: Layout) -> list[int]:
@@ -157,7 +155,7 @@ def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
             else:
                 yield group[turns[number] % len(group)], d, count  # the turn that `_choose` finds
                 turns[number] += 1
-        need = prod(s.length for s in dst.spans(d))
+        need = dst.local_sizes[d]
         if owned != need:
             raise ValueError(f"rank {d} needs {need} elements of which {owned} have an owner")
 
@@ -180,15 +178,14 @@ def common_elements(one: Layout, two: Layout) -> list[list[int]]:
 def classify(src: Layout, dst: Layout) -> Pattern:
     """The pattern of the redistribution from `src` to `dst`. Raises ValueError as `moves` does."""
     _check(src, dst)
-    ranks = range(dst.size)
-    if all(_holds(src.spans(rank), dst.spans(rank)) for rank in ranks):
+    if all(map(_holds, src.parts, dst.parts)):
         return Pattern.LOCAL
     if dst.is_replicated:
         return Pattern.ALL_GATHER
     everything = dst.elements
-    if sorted(prod(dst.local_shape(rank)) for rank in ranks)[-2:] == [0, everything]:
+    if sorted(dst.local_sizes)[-2:] == [0, everything]:
         return Pattern.GATHER
-    if sorted(prod(src.local_shape(rank)) for rank in ranks)[-2:] == [0, everything]:
+    if sorted(src.local_sizes)[-2:] == [0, everything]:
         return Pattern.SCATTER
     if src.disjoint() and dst.disjoint() and _one_move_per_pair(src, dst):
         return Pattern.ALL_TO_ALL
@@ -205,7 +202,7 @@ def _sources(
 ) -> Iterator[tuple[int, list[tuple[Run, ...]]]]:
     """(source, runs per axis) for every source of rank `d`; only from rank `only` if given."""
     part = dst.spans(d)
-    need = prod(s.length for s in part)
+    need = dst.local_sizes[d]
     if need == 0:
         return
     if src.groups is None:
@@ -274,22 +271,20 @@ def _overlapping_sources(
         mask = -1
         for _, held in cell:
             mask &= held
-        owners = [rank for rank in range(src.size) if mask >> rank & 1]
+        owners = list(bits(mask))
         if not owners:
             index = tuple(atom.start for atom, _ in cell)
             raise ValueError(f"rank {d} needs index {index}, which has no owner")
         s = d if d in owners else owners[d % len(owners)]
         if only is None or s == only:
             columns = zip(cell, src.spans(s), dst.spans(d), strict=True)
-            yield s, [(_run(atom, one, two),) for (atom, _), one, two in columns]
-
-
-def _run(atom: Atom, src: Spans, dst: Spans) -> Run:
-    """The run that copies an atom from the local axis of `src` to that of `dst`."""
-    src_start, dst_start = src.before(atom.start), dst.before(atom.start)
-    src_step = src.before(atom.start + atom.step) - src_start
-    dst_step = dst.before(atom.start + atom.step) - dst_start
-    return Run(atom.count, atom.length, src_start, src_step, dst_start, dst_step)
+            yield (
+                s,
+                [
+                    (run_between(one, two, atom.start, atom.length, atom.count, atom.step),)
+                    for (atom, _), one, two in columns
+                ],
+            )
 
 
 def _holds(src: Sequence[Spans], dst: Sequence[Spans]) -> bool:

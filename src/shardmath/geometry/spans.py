@@ -8,7 +8,7 @@ hold the same indices. Nothing enumerates blocks: work is bounded by one common 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -224,23 +224,33 @@ def _intersect(src: Spans, dst: Spans) -> tuple[Run, ...]:
     src_is_coarse = src.period == 0 or (dst.period != 0 and src.period >= dst.period)
     coarse, fine = (src, dst) if src_is_coarse else (dst, src)
     pieces = _periodic(coarse, fine, lo, hi) if coarse.period else _within(fine, lo, hi)
-    runs: list[Run] = []
-    for start, length, count, step in pieces:
-        src_start, dst_start = src.before(start), dst.before(start)
-        run = Run(count, length, src_start, 0, dst_start, 0)
-        if count > 1:
-            src_step = src.before(start + step) - src_start
-            dst_step = dst.before(start + step) - dst_start
-            if src_step == length == dst_step:
-                run = Run(1, length * count, src_start, 0, dst_start, 0)
-            else:
-                run = Run(count, length, src_start, src_step, dst_start, dst_step)
-        joined = _join(runs[-1], run) if runs else None
-        if joined is None:
-            runs.append(run)
+    return tuple(joined(run_between(src, dst, *piece) for piece in pieces))
+
+
+def run_between(src: Spans, dst: Spans, start: int, length: int, count: int, step: int) -> Run:
+    """The run from the local axis of `src` to that of `dst` of `count` blocks of `length` global
+    indices, from `start` on, `step` apart. Both own all of them.
+    """
+    src_start, dst_start = src.before(start), dst.before(start)
+    if count == 1:
+        return Run(1, length, src_start, 0, dst_start, 0)
+    src_step = src.before(start + step) - src_start
+    dst_step = dst.before(start + step) - dst_start
+    if src_step == length == dst_step:
+        return Run(1, length * count, src_start, 0, dst_start, 0)
+    return Run(count, length, src_start, src_step, dst_start, dst_step)
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Runs that follow each other, those at one distance as one."""
+    kept: list[Run] = []
+    for run in runs:
+        both = _join(kept[-1], run) if kept else None
+        if both is None:
+            kept.append(run)
         else:
-            runs[-1] = joined
-    return tuple(runs)
+            kept[-1] = both
+    return kept
 
 
 @lru_cache(maxsize=1 << 14)

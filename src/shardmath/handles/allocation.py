@@ -20,7 +20,7 @@ import numpy as np
 
 from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.arrays.spec import packed_strides
+from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.base.log import LOGGER
@@ -252,9 +252,7 @@ def persistent_array(
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements an array spans from its first to its last, gaps included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return byte_span(shape, strides, 1)[1]
 
 
 class SharedMemory(Immutable):
@@ -269,7 +267,7 @@ class SharedMemory(Immutable):
     notes: tuple[Any, ...]
 
     def addresses(self, context: Context) -> list[int]:
-        """Where each rank's lies for this rank's cores or GPU; 0 where it has no address."""
+        """The address of each rank's buffer for this rank's cores or GPU; 0 where it has none."""
         return [
             context.peer_address(rank, location, nbytes) or 0
             for rank, (location, nbytes) in enumerate(zip(self.locations, self.sizes, strict=True))
@@ -288,23 +286,22 @@ def allocate_on_all_ranks(
     `allocate` initializes it. `check(notes)`, given those of all ranks, is pure. Raises on all
     ranks what `allocate` raised on one, HeapExhausted for example, or what `check` raises.
     """
-    made: list[Buffer] = []
 
-    def describe() -> tuple[int, int, int, Any]:
+    def describe() -> tuple[Buffer, tuple[int, int, int, Any]]:
         buffer, note = allocate()
-        made.append(buffer)
         context.announce(buffer.block)
         location = buffer.block.location
-        return location.segment, location.offset, buffer.block.nbytes, note
+        return buffer, (location.segment, location.offset, buffer.block.nbytes, note)
 
     def checked(places: list[tuple[int, int, int, Any]]) -> list[tuple[int, int, int, Any]]:
         check([note for *_, note in places])
         return places
 
-    segments, offsets, sizes, notes = zip(*context.agree(operation, describe, checked), strict=True)
+    buffer, places = context.agree_keeping(operation, describe, checked)
     if context.heaps is not None:
         context.heaps.renew()
-    return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
+    segments, offsets, sizes, notes = zip(*places, strict=True)
+    return SharedMemory(buffer, tuple(map(Location, segments, offsets)), sizes, notes)
 
 
 class _Request(Immutable):
@@ -337,12 +334,12 @@ def _allocate_together(
     context: Context, request: Callable[[], _Request], make_symmetric: bool
 ) -> tuple[_Request, Any]:
     """The request and its array, allocated before the ranks agree: what fails, fails on all."""
-    made: list[tuple[_Request, Any]] = []
 
-    def describe() -> tuple[int, bool, list[int]]:
+    def describe() -> tuple[tuple[_Request, Any], tuple[int, bool, list[int]]]:
         asked = request()
-        made.append((asked, asked.array(context.heap.allocate(asked.nbytes))))
-        return asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
+        array = asked.array(context.heap.allocate(asked.nbytes))
+        description = asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
+        return (asked, array), description
 
     def check(specs: list[tuple[int, bool, list[int]]]) -> tuple[list[int], list[list[int]]]:
         sizes, flags, marks = map(list, zip(*specs, strict=True))
@@ -351,15 +348,15 @@ def _allocate_together(
             _require_equal_bytes(sizes)
         return sizes, marks
 
-    sizes, marks = context.agree("allocate_symmetric_memory", describe, check)
+    (asked, array), (sizes, marks) = context.agree_keeping(
+        "allocate_symmetric_memory", describe, check
+    )
     context.heap.apply_marks(context.number, marks)
-    asked, array = made.pop()
     if len(set(sizes)) > 1:
         del array
-        array = context.agree(
+        array = context.on_all_ranks(
             "allocate_symmetric_memory, padded",
-            lambda: made.append((asked, asked.array(context.heap.allocate(max(sizes))))),
-            lambda _: made.pop()[1],
+            lambda: asked.array(context.heap.allocate(max(sizes))),
         )
     return asked, array
 
@@ -405,20 +402,18 @@ def _extents(shape: Any) -> tuple[int, ...]:
 
 def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
     """The strides in elements; `axis_order` lists the axes from the fastest on."""
-    ndim = len(shape)
     if isinstance(axis_order, str):
         if axis_order not in ("C", "F"):
             raise ValueError(f'axis_order is "C", "F" or a permutation, not {axis_order!r}')
-        axes = list(range(ndim)) if axis_order == "F" else list(range(ndim))[::-1]
-    else:
-        try:
-            axes = [operator.index(axis) for axis in axis_order]
-        except TypeError:
-            axes = []
-        if sorted(axes) != list(range(ndim)):
-            raise ValueError(
-                f"axis_order is a permutation of the axes 0 to {ndim - 1}, not {axis_order!r}"
-            )
+        return packed_strides(shape, axes="F" if axis_order == "F" else "C")
+    try:
+        axes = [operator.index(axis) for axis in axis_order]
+    except TypeError:
+        axes = []
+    if sorted(axes) != list(range(len(shape))):
+        raise ValueError(
+            f"axis_order is a permutation of the axes 0 to {len(shape) - 1}, not {axis_order!r}"
+        )
     return packed_strides(shape, axes=axes)
 
 

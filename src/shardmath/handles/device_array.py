@@ -88,9 +88,9 @@ def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
     assert team is not None, "a context of GPUs"
     if spec.device == "cpu":
         return 0
-    found = streams.resolve_stream(stream, spec.library, team.device)
-    this_process.on_stream(found)
-    return found
+    handle = streams.resolve_stream(stream, spec.library, team.device)
+    this_process.on_stream(handle)
+    return handle
 
 
 def require_device(context: Context, spec: ArraySpec, name: str) -> None:
@@ -121,7 +121,7 @@ def read(
 
 
 def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> Operand:
-    """Where an array on a GPU lies; as `read`."""
+    """The operand that an array on a GPU is, where it lies; as `read`."""
     key = spec, library.pointer(x)
     known: LRUCache[tuple[ArraySpec, int], Operand]
     known = context.cache("arrays that were read", _LATEST)
@@ -137,12 +137,12 @@ def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: s
 def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
     """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
-    made = Operand(address, spec.shape, strides, spec.dtype, None, x)
+    operand = Operand(address, spec.shape, strides, spec.dtype, None, x)
     place = block_of(context, x)
     if place is None:
-        return made
+        return operand
     context.announce(place[0])
-    return replace(made, block=place[0])
+    return replace(operand, block=place[0])
 
 
 class ResultTemplate:
@@ -179,7 +179,7 @@ class ResultTemplate:
         )
 
     def make(self, array: Any = None, address: int | None = None) -> Result:
-        """One more of them, or that array on the GPU, which lies at `address`. Local.
+        """A new result, or that array on the GPU, which lies at `address`. Local.
 
         Raises HeapExhausted, or what a library without memory does.
         """
@@ -197,7 +197,7 @@ class ResultTemplate:
         return result
 
     def at(self, address: int, array: Any = None) -> Result:
-        """One of them at that address of the GPU, of which peers have been told nothing."""
+        """A result at that address of the GPU, of which peers have been told nothing."""
         block = self._context.heap.find(address) if self.on_heap else None
         return Result(address, (self._shape, self._strides, self._dtype, block), array)
 
@@ -215,7 +215,7 @@ class ResultTemplate:
     def through(
         self, block: Block | None, array: Any = None, into: Callable[[int], Any] = lambda _: None
     ) -> Result:
-        """One more of them, which is written to `block` and copied from there to `array`, or a new
+        """A new result, which is written to `block` and copied from there to `array`, or to a new
         one; as `make` where there is no block, or something that writes `into` its address. Local.
         Raises as `make`.
         """

@@ -102,7 +102,7 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
 
 
 class InBlocks:
-    """In which blocks the arrays of a call lay when the heap had that `version`.
+    """The blocks in which the arrays of a call lay when the heap had that `version`.
 
     Others in their places are as good; but they must be the `same` where kernels of late ranks may
     write to what a call has told them of, which the heap knows by its blocks.

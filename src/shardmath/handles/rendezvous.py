@@ -92,21 +92,19 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
 
 
 def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
-    located: list[tuple[Block, int, Buffer]] = []
-
-    def describe() -> tuple[int | None, list[int]]:
+    def describe() -> tuple[tuple[Block, int, Buffer], tuple[int | None, list[int]]]:
         block, offset, buffer = _located(context, tensor)
-        located.append((block, offset, buffer))
         state = buffer.rendezvous_states.get((context.number, offset))
-        return None if state is None else state.number, context.heap.marks(context.number)
+        number = None if state is None else state.number
+        return (block, offset, buffer), (number, context.heap.marks(context.number))
 
     def check(specs: list[tuple[int | None, list[int]]]) -> tuple[bool, list[list[int]]]:
         numbers = {number for number, _ in specs}
         return len(numbers) == 1 and None not in numbers, [marks for _, marks in specs]
 
-    known, marks = context.agree("rendezvous", describe, check)
+    located, (known, marks) = context.agree_keeping("rendezvous", describe, check)
     context.heap.apply_marks(context.number, marks)
-    block, offset, buffer = located.pop()
+    block, offset, buffer = located
     if not known:
         buffer.rendezvous_states[context.number, offset] = _established(context, block, offset)
     state: RendezvousState = buffer.rendezvous_states[context.number, offset]
@@ -171,18 +169,16 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
             memory.notes, memory.locations, strict=True
         )
     ]
-    made: list[RendezvousState] = []
 
-    def attach() -> None:
+    def attach() -> RendezvousState:
         nbytes, reach = _pad_bytes(context, peers[0].pad_size), context.peer_memory
         arrays = [reach(rank, peer.location, peer.nbytes) for rank, peer in enumerate(peers)]
         pads = [reach(rank, peer.pad, nbytes) for rank, peer in enumerate(peers)]
         state = RendezvousState(-1, peers, arrays, pads, pad_buffer)
         state.team = _team(context, state)
-        made.append(state)
+        return state
 
-    context.agree("rendezvous, reach", attach, lambda _: None)
-    state = made.pop()
+    state = context.on_all_ranks("rendezvous, reach", attach)
     # Two marks: array and pad may be dropped at different times.
     state.number, pad_number = context.next_shared_id(), context.next_shared_id()
     if context.multi_host and context.team is None:
@@ -300,6 +296,9 @@ def _handle_of(
 
             kind = DeviceSymmetricMemory
         handle = kind(context, state, buffer, library)
-        made = state.handles[library.name] = weakref.ref(handle)
-        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
+        reference = state.handles[library.name] = weakref.ref(handle)
+        buffer.block.handles = [
+            *(one for one in buffer.block.handles if one() is not None),
+            reference,
+        ]
     return handle

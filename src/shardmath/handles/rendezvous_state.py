@@ -187,7 +187,7 @@ class DeviceTables:
         self.arguments: dict[float | None, int] = {}  # the struct SymmetricMemory, by its timeout
 
     def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
-        """Where the struct `packed` lies, put there when first asked for."""
+        """The address of the struct `packed`, which is put there when first asked for."""
         if timeout not in self.arguments:
             self.arguments[timeout] = self._on_device(heap, team, packed)
         return self.arguments[timeout]

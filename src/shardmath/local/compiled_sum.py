@@ -30,14 +30,14 @@ def add(inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> bool:
     rows, columns = first.shape
     nbytes = columns * first.itemsize
     function = None if nbytes < LEAST else functions().get(_numbers_of(first.dtype))
-    if function is None or not all(_in_rows(each, first) for each in (*inputs, *outputs)):
+    if function is None or not all(_in_rows(array, first) for array in (*inputs, *outputs)):
         return False
     for row in range(rows):
-        taken, made = (
-            (ctypes.c_void_p * len(arrays))(*(each[row].ctypes.data for each in arrays))
+        sources, targets = (
+            (ctypes.c_void_p * len(arrays))(*(array[row].ctypes.data for array in arrays))
             for arrays in (inputs, outputs)
         )
-        function(len(inputs), taken, len(outputs), made, nbytes)
+        function(len(inputs), sources, len(outputs), targets, nbytes)
     return True
 
 
@@ -59,13 +59,13 @@ def functions() -> dict[str, Any]:
 def functions_of(library: ctypes.CDLL) -> dict[str, Any]:
     """The functions of that library; none if it is another."""
     try:
-        found = {name: getattr(library, f"shardmath_sum_{name}") for name in _SUMMED}
+        functions = {name: getattr(library, f"shardmath_sum_{name}") for name in _SUMMED}
     except AttributeError:
         return {}
-    for function in found.values():
+    for function in functions.values():
         function.argtypes = [ctypes.c_int, ctypes.c_void_p] * 2 + [ctypes.c_int64]
         function.restype = None
-    return found
+    return functions
 
 
 @lru_cache(maxsize=64)

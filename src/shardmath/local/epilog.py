@@ -19,7 +19,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.base.immutable import Immutable
-from shardmath.geometry.integers import up
+from shardmath.geometry.integers import tiles, up
 
 
 class MatmulEpilog(IntEnum):
@@ -195,7 +195,7 @@ def apply(
     `row_sums` and `column_sums`.
     """
     m, n = acc.shape
-    made = requirements(epilog, m, n, dtype)
+    extras = requirements(epilog, m, n, dtype)
     if out is None:
         out = np.empty_like(acc, dtypes.to_numpy(dtype))
     if not epilog.changes_d:
@@ -206,7 +206,7 @@ def apply(
         extra.name: np.empty(extra.shape, acc.dtype)
         if extra.name == epilog.makes_bgrad
         else np.empty(extra.shape, dtypes.to_numpy(extra.dtype), "F")
-        for extra in made.outputs
+        for extra in extras.outputs
     }
     for output in aux.values():
         output[...] = 0
@@ -248,10 +248,7 @@ def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
     """
     side = up(max(1, min(m, math.isqrt(_TILE))), 8)
     columns = max(1, min(n, _TILE // side))
-    rows = up(_TILE // columns, 8)
-    for top in range(0, m, rows):
-        for left in range(0, n, columns):
-            yield slice(top, min(top + rows, m)), slice(left, min(left + columns, n))
+    return tiles(m, n, up(_TILE // columns, 8), columns)
 
 
 def _keep(epilog: MatmulEpilog, aux: HostArray, tile: tuple[slice, slice], x: HostArray) -> None:

@@ -69,9 +69,9 @@ class _Transform(NamedTuple):
         if self.kind == "R2C" and x.dtype.itemsize == 2:
             self._replace(x=x.astype(np.float32)).bound()()
             return
-        made = self._made()
-        if not np.may_share_memory(made, self.out):
-            np.copyto(self.out, made)
+        result = self._in_new_memory()
+        if not np.may_share_memory(result, self.out):
+            np.copyto(self.out, result)
 
     def _writing(self) -> Callable[[], object] | None:
         """A call of functions that write where they are told; None where there are none."""
@@ -94,25 +94,21 @@ class _Transform(NamedTuple):
 
         return both
 
-    def _made(self) -> HostArray:
+    def _in_new_memory(self) -> HostArray:
         """The transform as the public functions return it: in memory of its own, or in `out`."""
-        x, axes, scale, kind = self.x, self.axes, self.scale, self.kind
-        sizes = [self.out.shape[axis] for axis in axes] if kind == "C2R" else None
+        x, axes, sizes = self.x, self.axes, None
+        function = "fftn" if self.forward else "ifftn"
+        if self.kind == "C2R":
+            function, sizes = "irfftn", [self.out.shape[axis] for axis in axes]
+        elif self.kind == "R2C":
+            function = "rfftn"
         if starts_threads(self.engine):
-            own = libraries()[self.engine].transform
-            return own(x, axes, kind=kind, forward=self.forward, scale=scale, sizes=sizes)
+            return libraries()[self.engine].transform(x, axes, function, self.scale, sizes)
         scipys = self.engine == "scipy"
         library: Any = importlib.import_module("scipy.fft") if scipys else np.fft
         more = {"overwrite_x": x is self.out} if scipys else {}
-        if kind == "R2C":
-            made = library.rfftn(x, axes=axes, norm=scale)
-        elif kind == "C2R":
-            made = library.irfftn(x, s=sizes, axes=axes, norm=scale, **more)
-        elif self.forward:
-            made = library.fftn(x, axes=axes, norm=scale, **more)
-        else:
-            made = library.ifftn(x, axes=axes, norm=scale, **more)
-        return np.asarray(made)
+        transform = getattr(library, function)
+        return np.asarray(transform(x, s=sizes, axes=axes, norm=self.scale, **more))
 
 
 def keeps_shape(kind: Kind) -> bool:
@@ -182,19 +178,19 @@ def _inner(engine: str) -> Any:
     """
     ones, real = np.ones(2, np.complex64), np.ones(2, np.float32)
     for name in _INNER.get(engine, ()):
-        made, half, back = np.zeros_like(ones), np.zeros_like(ones), np.zeros_like(real)
+        whole, half, back = np.zeros_like(ones), np.zeros_like(ones), np.zeros_like(real)
         inner = _imported(name)
         if inner is None:
             continue
         try:
             if engine == "ducc0":
                 _end_ducc0_threads()
-            inner.c2c(ones, (0,), True, 0, made, 1)
+            inner.c2c(ones, (0,), True, 0, whole, 1)
             inner.r2c(real, (0,), True, 0, half, 1)
             inner.c2r(half, (0,), 2, False, 0, back, 1)
         except (AttributeError, TypeError):
             continue
-        if made[0] == half[0] == back[0] == 2:
+        if whole[0] == half[0] == back[0] == 2:
             return inner
     return None
 

@@ -26,31 +26,6 @@ _CONVERTED = 2048
 _ADDED_BYTES, _ADDED_ROWS = 64 << 20, 512
 
 
-def multiply(
-    a: HostArray,
-    b: HostArray,
-    out: HostArray | None = None,
-    *,
-    accumulate: bool = False,
-    conj_a: bool = False,
-    conj_b: bool = False,
-    acc_dtype: Any = None,
-) -> HostArray:
-    """Return `out`, set to a @ b, or with `accumulate` to out + a @ b.
-
-    `a` is (m, k) and `b` (k, n), with any strides; `conj_a` and `conj_b` take their conjugates. The
-    sums are taken in `acc_dtype`, by default float32 for narrower floats and otherwise the type
-    that both operands promote to. `out` may be wider or narrower than that; left out, it is made in
-    that type. It must not overlap `a` or `b`. k = 0 counts as a product of zeros; integers wrap,
-    NaN and infinity spread, as in NumPy. Raises ValueError for extents or types that do not fit.
-    """
-    if out is None:
-        shape = (a.shape[0], b.shape[1])
-        out = np.empty(shape, _work_dtype(a.dtype, b.dtype, acc_dtype))
-    bind(a, b, out, accumulate=accumulate, conj_a=conj_a, conj_b=conj_b, acc_dtype=acc_dtype)()
-    return out
-
-
 def bind(
     a: HostArray,
     b: HostArray,
@@ -59,10 +34,16 @@ def bind(
     accumulate: bool = False,
     conj_a: bool = False,
     conj_b: bool = False,
-    acc_dtype: Any = None,
 ) -> Callable[[], object]:
-    """A call that sets `out` as `multiply` does, each time. Raises as that does."""
-    work = _work_dtype(a.dtype, b.dtype, acc_dtype)
+    """A call that sets `out` to a @ b each time, or with `accumulate` to out + a @ b.
+
+    `a` is (m, k) and `b` (k, n), with any strides; `conj_a` and `conj_b` take their conjugates. The
+    sums are taken in float32 for narrower floats, and otherwise in the type that both operands
+    promote to. `out`, which must not overlap `a` or `b`, may be wider or narrower than that. k = 0
+    counts as a product of zeros; integers wrap, NaN and infinity spread, as in NumPy. Raises
+    ValueError for extents or types that do not fit.
+    """
+    work = accumulator_of(a.dtype, b.dtype)
     shape = (a.shape[0], b.shape[1])
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a of shape {a.shape} and b of shape {b.shape} do not multiply")
@@ -95,17 +76,12 @@ def _nothing() -> None:
 
 
 @lru_cache(maxsize=256)
-def _work_dtype(a: np.dtype[Any], b: np.dtype[Any], acc_dtype: Any) -> np.dtype[Any]:
+def accumulator_of(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which products of elements of these types are summed. Raises ValueError."""
     own = [dtypes.accumulator(dtype) for dtype in (a, b)]
     if "V" in (own[0].kind, own[1].kind):
         raise ValueError(f"{a} and {b} are no numbers to multiply")
-    natural = np.result_type(*map(dtypes.to_numpy, own))
-    if acc_dtype is None:
-        return natural
-    work = dtypes.to_numpy(acc_dtype)
-    if not _holds(work, natural) or dtypes.accumulator(work) != dtypes.of(work):
-        raise ValueError(f"a product of {a} and {b} cannot be summed in {work}")
-    return work
+    return np.result_type(*map(dtypes.to_numpy, own))
 
 
 def _holds(holder: np.dtype[Any], held: np.dtype[Any]) -> bool:

@@ -51,11 +51,11 @@ def rounded(x: HostArray) -> HostArray:
     """A matrix of float32 or complex64, rounded to bfloat16, in the same type and column-major
     order.
     """
-    made = np.array(x.T, order="C")
-    bits = made.view(np.uint32)
+    copy = np.array(x.T, order="C")
+    bits = copy.view(np.uint32)
     bits += (bits >> 16 & 1) + 0x7FFF  # to the nearest, and to even where two are as near
     bits &= 0xFFFF0000
-    return made.T
+    return copy.T
 
 
 def solve_triangular(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shardmath.arrays.spec import Dimension, coalesced
+from shardmath.arrays.spec import coalesced, offsets
 from shardmath.base.immutable import Immutable
 from shardmath.local.fft import Kind
 
@@ -108,7 +108,7 @@ def plan_many(
         source=DataLayout(first[0], first[1], max(1, batch[1] // source.itemsize)),
         target=DataLayout(second[0], second[1], max(1, batch[2] // target.itemsize)),
         batch=batch[0],
-        offsets=tuple(_offsets(others)),
+        offsets=tuple(offsets(others)),
     )
 
 
@@ -137,11 +137,3 @@ def _embed(side: StridedArray, axes: Sequence[int]) -> tuple[tuple[int, ...], in
             return None
         embed.append(outer // step)
     return tuple(embed), inner // side.itemsize
-
-
-def _offsets(dims: Sequence[Dimension]) -> Iterator[tuple[int, int]]:
-    for index in itertools.product(*(range(dim[0]) for dim in dims)):
-        yield (
-            sum(i * dim[1] for i, dim in zip(index, dims, strict=True)),
-            sum(i * dim[2] for i, dim in zip(index, dims, strict=True)),
-        )

@@ -18,6 +18,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.base.immutable import Immutable
+from shardmath.geometry.integers import tiles
 from shardmath.local import compiled_sum
 
 OPERATIONS: dict[str, np.ufunc] = {
@@ -142,13 +143,7 @@ def pieces(rows: int, columns: int, limit: int) -> Iterator[tuple[slice, slice]]
 
     Whole rows together where they are short, else parts of one row.
     """
-    if rows == 0 or columns == 0:
-        return
-    across = min(columns, limit)
-    down = max(1, limit // columns)
-    for top in range(0, rows, down):
-        for left in range(0, columns, across):
-            yield slice(top, min(top + down, rows)), slice(left, min(left + across, columns))
+    return tiles(rows, columns, max(1, limit // max(1, columns)), max(1, min(columns, limit)))
 
 
 def _reduce_piece(
@@ -157,8 +152,8 @@ def _reduce_piece(
     outputs: Sequence[HostArray],
     partial: HostArray,
 ) -> None:
-    """As `reduce_local`. `partial` is memory for partial results: an output may be an input that is
-    still to be read.
+    """Combine one piece, as `reduce_local` does. `partial` is memory for partial results: an output
+    may be an input that is still to be read.
     """
     combine = OPERATIONS[reduction.op]
     first, *rest = inputs

@@ -64,10 +64,10 @@ def bound_series(
     """
     if engine == "ducc0" and x.flags.aligned and out.flags.aligned:
         return _by_ducc0(x, axes, out, series, scale)
-    made = _by_numpy if engine == "numpy" else _by_scipy if engine == "scipy" else _aligned
+    transform = _by_numpy if engine == "numpy" else _by_scipy if engine == "scipy" else _aligned
 
     def copied() -> None:
-        np.copyto(out, made(x, axes, series, scale))
+        np.copyto(out, transform(x, axes, series, scale))
 
     return copied
 
@@ -122,9 +122,9 @@ def _by_ducc0(
 
 
 def _aligned(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
-    made = np.array(x)
-    _by_ducc0(made, axes, made, series, scale)()
-    return made
+    copy = np.array(x)
+    _by_ducc0(copy, axes, copy, series, scale)()
+    return copy
 
 
 def _by_scipy(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
@@ -145,9 +145,9 @@ def _by_numpy(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -
 
 
 def _of_both(transform: Callable[..., HostArray], x: HostArray, *arguments: Any) -> HostArray:
-    made = np.empty_like(x)
-    made.real, made.imag = transform(x.real, *arguments), transform(x.imag, *arguments)
-    return made
+    result = np.empty_like(x)
+    result.real, result.imag = transform(x.real, *arguments), transform(x.imag, *arguments)
+    return result
 
 
 def _lines_by_numpy(x: HostArray, series: Series, scale: str) -> HostArray:

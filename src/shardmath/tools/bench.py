@@ -1,8 +1,7 @@
 """`shardmath bench NAME`: a benchmark of the installed package, as a table, JSON and a picture.
 
 A benchmark is a program of the folder `benchmarks`, which the package has too. It runs in a process
-of its own, prints each figure when it has it, and writes a JSON file of rows, which is what is read
-here.
+of its own, and writes a JSON file of rows, which is what is read here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,10 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
 
 
 def table(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """The titles of the rows' columns, and their cells. What is no text or number has no column."""
+    """The titles of the rows' columns, and their cells. What is no text or number has no column; a
+    dictionary has one for each of its keys, whose title follows its own.
+    """
+    rows = [_flat(row) for row in rows]
     titles = [
         title
         for title in dict.fromkeys(title for row in rows for title in row)
@@ -90,6 +92,7 @@ def table(rows: Rows) -> tuple[list[str], list[list[str]]]:
 
 def picture(rows: Rows) -> Any:
     """Bars of each column of numbers that were measured: those that are no whole numbers."""
+    rows = [_flat(row) for row in rows]
     titles, cells = table(rows)
     measured = [title for title in titles if any(isinstance(row.get(title), float) for row in rows)]
     named = [i for i, title in enumerate(titles) if title not in measured]
@@ -119,5 +122,18 @@ def _tell(path: Path, *, plot: bool) -> None:
     print(f"written: {', '.join(files)}")
 
 
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row, with what is in its dictionaries in columns of their own."""
+    flat: dict[str, Any] = {}
+    for title, value in row.items():
+        inner = isinstance(value, dict)
+        flat |= (
+            {f"{title} {key}": x for key, x in _flat(value).items()} if inner else {title: value}
+        )
+    return flat
+
+
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"

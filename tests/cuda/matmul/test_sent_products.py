@@ -93,7 +93,7 @@ class Case:
         """
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
-        own, base = plan.places[self.context.rank], plan.bases[self.context.rank]
+        own, base = plan.slot_layouts[self.context.rank], plan.bases[self.context.rank]
         slots = self.context.size * own.stride
         for first, nbytes in ((own.slots, slots), (own.extra, own.tiles - own.extra)):
             if nbytes:

@@ -12,7 +12,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec, overlaps
+from shardmath.arrays.spec import ArraySpec, byte_span, overlaps
 
 
 class NumPy(Library):
@@ -68,8 +68,8 @@ class NumPy(Library):
             return super().viewer(dtype, shape, strides, device)
         native, extents = dtypes.to_numpy(dtype), tuple(shape)
         in_bytes = tuple([stride * native.itemsize for stride in strides])
-        last = sum((n - 1) * stride for n, stride in zip(extents, in_bytes, strict=True))
-        memory_at = (ctypes.c_char * (last + native.itemsize)).from_address
+        _, nbytes = byte_span(extents, in_bytes, native.itemsize)
+        memory_at = (ctypes.c_char * nbytes).from_address
 
         def view(owner: Any, address: int) -> HostArray:
             memory: Any = memory_at(address)

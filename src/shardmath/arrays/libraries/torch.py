@@ -155,8 +155,8 @@ class Torch(Library):
             return view(owner, address)
         carrier = kind.carrier or kind.name
         part = _Part(owner, carrier, shape, strides, address)
-        made = torch.as_tensor(part, device=owner.device)
-        return made if carrier == kind.name else made.view(native)
+        tensor = torch.as_tensor(part, device=owner.device)
+        return tensor if carrier == kind.name else tensor.view(native)
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
@@ -207,29 +207,14 @@ class Torch(Library):
         return x.detach().resolve_conj().resolve_neg() if self.is_lazy(x) else x
 
     def transform(
-        self,
-        x: HostArray,
-        axes: Sequence[int],
-        *,
-        kind: str,
-        forward: bool,
-        scale: str,
-        sizes: Sequence[int] | None,
+        self, x: HostArray, axes: Sequence[int], function: str, norm: str, s: Sequence[int] | None
     ) -> HostArray:
         import torch
 
         if any(stride < 0 for stride in x.strides) or not x.flags.writeable:
             x = x.copy()
-        tensor, axes = torch.from_numpy(x), list(axes)
-        if kind == "R2C":
-            made = torch.fft.rfftn(tensor, dim=axes, norm=scale)
-        elif kind == "C2R":
-            made = torch.fft.irfftn(tensor, s=sizes, dim=axes, norm=scale)
-        elif forward:
-            made = torch.fft.fftn(tensor, dim=axes, norm=scale)
-        else:
-            made = torch.fft.ifftn(tensor, dim=axes, norm=scale)
-        return np.asarray(made.numpy())
+        result = getattr(torch.fft, function)(torch.from_numpy(x), s=s, dim=list(axes), norm=norm)
+        return np.asarray(result.numpy())
 
     def stream(self, ordinal: int) -> int:
         try:
@@ -306,10 +291,10 @@ def _viewer(
     ordinal = -1 if device == "cpu" else int(device.removeprefix("cuda:"))
     passed = _INTEGERS if code is None else code
     capsule = partial(built.capsule, passed, 8 * dtype.itemsize, ordinal, shape, strides)
-    made: Callable[[Any], Any] = torch.utils.dlpack.from_dlpack
+    from_capsule: Callable[[Any], Any] = torch.utils.dlpack.from_dlpack
     if code is None:
-        return lambda owner, address: made(capsule(owner, address)).view(native)
-    return lambda owner, address: made(capsule(owner, address))
+        return lambda owner, address: from_capsule(capsule(owner, address)).view(native)
+    return lambda owner, address: from_capsule(capsule(owner, address))
 
 
 @lru_cache(maxsize=1)

@@ -116,8 +116,8 @@ class Product:
     def make(cls, device: Device, shape: MatmulProblem) -> Product | None:
         """A new one with its algorithm; None where there is none."""
         device.activate()
-        made = cls(device, shape)
-        return made if made._choose(shape) else None
+        product = cls(device, shape)
+        return product if product._choose(shape) else None
 
     def run(
         self,

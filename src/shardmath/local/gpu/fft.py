@@ -81,20 +81,20 @@ class CuFFT:
         will be launched. C2R overwrites its source.
         """
         self.device.activate()
-        made = self._plan(kind, double, plan)
-        made.captured = made.captured or streams.capturing(stream)
+        held_plan = self._plan(kind, double, plan)
+        held_plan.captured = held_plan.captured or streams.capturing(stream)
         area = self._work_areas.get(stream if work_area is None else work_area)
-        made.bind(stream, area.address if made.work_bytes and area is not None else 0)
+        held_plan.bind(stream, area.address if held_plan.work_bytes and area is not None else 0)
         for src, dst in plan.offsets:
-            made.execute(source + src, target + dst, forward)
+            held_plan.execute(source + src, target + dst, forward)
 
     def _plan(self, kind: Kind, double: bool, plan: PlanMany) -> _Plan:
         key = (kind, double, plan.without_calls)
-        made = self._plans.find(key)
-        if made is None:
+        held_plan = self._plans.find(key)
+        if held_plan is None:
             self.device.activate()
-            made = self._plans.keep(key, _Plan(_CUFFT_TYPES[kind, double], plan))
-        return made
+            held_plan = self._plans.keep(key, _Plan(_CUFFT_TYPES[kind, double], plan))
+        return held_plan
 
 
 class _Plans(LRUCache[_Key, "_Plan"]):
@@ -116,7 +116,7 @@ class _Plans(LRUCache[_Key, "_Plan"]):
 
 
 class _Plan:
-    """A cufftHandle."""
+    """One plan of cuFFT: a cufftHandle."""
 
     def __init__(self, kind: int, plan: PlanMany) -> None:
         self._cufft = _cufft()
@@ -159,7 +159,7 @@ class _Plan:
         _checked("a transform", self._execute, self._handle, source, target, *direction)
 
     def destroy(self) -> None:
-        """Give it back."""
+        """Give the plan back."""
         self._cufft.destroy(self._handle)
 
 
@@ -224,7 +224,7 @@ def _speed(dim: Dimension) -> int:
 
 
 def _packed(source: int, target: int, dims: Sequence[Dimension]) -> bytes:
-    """As the struct of strided.cuh."""
+    """The struct of strided.cuh, packed."""
     count = math.prod(extent for extent, _, _ in dims)
     words = [word for dim in dims for word in dim]
     packed = struct.pack(f"QQQQ{len(words)}q", source, target, count, len(dims), *words)

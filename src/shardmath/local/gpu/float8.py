@@ -39,7 +39,7 @@ def dequantize(
     if not out.size:
         return
     element = "float8_e4m3fn" if elements is None else elements.dtype
-    rows, columns = (each or 1 << 62 for each in blocks)
+    rows, columns = (extent or 1 << 62 for extent in blocks)
     text = struct.pack("qq", out.rows, out.columns)
     text += b"".join(NO_MATRIX if x is None else x.argument for x in (elements, scales))
     known = out.rows if known_rows is None else known_rows

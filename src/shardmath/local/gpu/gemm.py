@@ -135,7 +135,7 @@ def _problem(matrices: _Four, conjugate: tuple[bool, bool]) -> MatmulProblem:
 
 
 def _places(matrices: _Four) -> tuple[int, int, int, int]:
-    """Where they lie, in cuBLASLt's order."""
+    """The addresses of the matrices, in cuBLASLt's order."""
     a, b, c, d = (x.address for x in matrices)
     return (b, a, c, d) if _swaps(matrices[3]) else (a, b, c, d)
 

@@ -195,7 +195,7 @@ def note_zeros(device: Device, stream: int, a: Matrix, *, status: int, first: in
 
 
 def begin(device: Device, stream: int, status: int, number: int) -> None:
-    """The status is `number`."""
+    """Put the first status, `number`, on `stream`."""
     _words(device, stream, "begin", status, number=number)
 
 

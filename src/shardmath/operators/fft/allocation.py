@@ -64,17 +64,16 @@ def allocate_operand(
     kinds = context.agree("allocate_operand", requested, _problems)
     first = kinds[0]
     nbytes = max(_bytes(problem, context.rank) for problem in kinds)
-    made: list[Any] = []
 
-    def allocate() -> None:
+    def allocate() -> Any:
         memory = room_for_operand(context, nbytes, on_heap=first.device == device.partition(":")[0])
         library = library_of_package(package)
         local = first.source.local_shape(context.rank)
-        made.append(array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local)))
+        return array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local))
 
-    context.agree("allocate_operand, memory", allocate, lambda _: None)
+    operand = context.on_all_ranks("allocate_operand, memory", allocate)
     (logger or LOGGER).info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
-    return made[0]
+    return operand
 
 
 def _place(library: Library, space: str | None, device: str) -> str:

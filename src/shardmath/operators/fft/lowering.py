@@ -239,7 +239,7 @@ class _Lowering:
     # -- stages ------------------------------------------------------------------------------------
 
     def whole(self, sequence: Sequence[Stage]) -> None:
-        """One stage after the other."""
+        """Lower one stage after the other, each of whole arrays."""
         for stage in sequence:
             target = self._target(stage)
             if stage.kind is None:
@@ -346,7 +346,9 @@ class _Lowering:
 
 
 class _Pushes(_Lowering):
-    """On one host: one kernel pushes parts; whole exchanges are pushed or pulled by all at once."""
+    """Lowering on one host: one kernel pushes parts, and each rank pushes or pulls its moves of a
+    whole exchange.
+    """
 
     def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
         super().__init__(plan, rank, arrays, results)
@@ -394,7 +396,7 @@ class _Pushes(_Lowering):
 
 
 class _Deliveries(_Lowering):
-    """Between hosts: each part is packed, and brought by two streams beside the user's."""
+    """Lowering between hosts: parts are packed, and brought by two streams beside the user's."""
 
     def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
         super().__init__(plan, rank, arrays, results)
@@ -454,8 +456,10 @@ def _transfer(stage: Stage) -> TransferPlan:
 
 
 def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
-    """By part of the first transform, the ranges of all ranks: as many as the shortest has."""
-    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
+    """The ranges of all ranks, for each part of the first transform. There are as many parts as the
+    shortest extent has.
+    """
+    extents = [part.length for part in layout.column(axis)]
     ranges = [first_parts(extent, weights) for extent in extents]
     least = min(map(len, ranges))
     if least < len(weights):
@@ -464,11 +468,11 @@ def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ra
 
 
 def _second_ranges(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
-    """By part of the second transform, the ranges of all ranks."""
-    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
-    return list(zip(*(second_parts(extent, parts) for extent in extents), strict=True))
+    """The ranges of all ranks, for each part of the second transform."""
+    ranges = (second_parts(part.length, parts) for part in layout.column(axis))
+    return list(zip(*ranges, strict=True))
 
 
 def _full_ranges(layout: Layout, axis: int) -> _Ranges:
     """All indices of every rank."""
-    return tuple((0, layout.local_shape(rank)[axis]) for rank in range(layout.size))
+    return tuple((0, part.length) for part in layout.column(axis))

@@ -64,12 +64,12 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         if crosses or reuses:
             steps.append(_WRITTEN_AND_READ if reuses else READ)
         read = crosses or (read and not reuses)
-        made = target
+        written = target
         if memory:
-            made = f"pass {number + 1}"
-            workspace[made] = SplitArray(one.result, one.made, problem.order, memory=memory)
-        steps.append(one.step(computed, source, made))
-        source = made
+            written = f"pass {number + 1}"
+            workspace[written] = SplitArray(one.result, one.dtype, problem.order, memory=memory)
+        steps.append(one.step(computed, source, written))
+        source = written
     if read:
         steps.append(TAKEN)
     if narrow:
@@ -82,14 +82,14 @@ class _Pass(Immutable):
     """Take the array of `source` to `transfer.dst`, and transform `axes` there.
 
     `kind` is R2C or C2R where the last of `axes` turns from real to hermitian or back; `result` and
-    `made` are the layout and the type afterwards.
+    `dtype` are the layout and the type afterwards.
     """
 
     transfer: TransferPlan
     axes: tuple[int, ...]
     kind: Kind
     result: Layout
-    made: str
+    dtype: str
 
     @property
     def stays(self) -> bool:
@@ -121,18 +121,18 @@ def _passes(strategy: Strategy) -> list[_Pass]:
         turning = {"R2C": 0, "C2R": len(groups) - 1}.get(stage.kind)  # the group of the real axis
         for index, group in enumerate(groups):
             kind: Kind = stage.kind if keeps_shape(stage.kind) else "C2C"
-            result, made = layout, dtype
+            result, result_dtype = layout, dtype
             if index == turning:
-                kind, result, made = stage.kind, stage.result, stage.result_dtype
-            passes.append(_Pass(transfer(layout), group, kind, result, made))
-            held, layout, dtype = result, result, made
+                kind, result, result_dtype = stage.kind, stage.result, stage.result_dtype
+            passes.append(_Pass(transfer(layout), group, kind, result, result_dtype))
+            held, layout, dtype = result, result, result_dtype
     if not held.same_as(problem.target):
         passes.append(_Pass(transfer(problem.target), (), "C2C", problem.target, dtype))
     return passes
 
 
 def _memories(passes: Sequence[_Pass]) -> list[str]:
-    """Where each pass writes: the memory of one of two buffers, or "" for the result."""
+    """The memory that each pass writes, of one of two buffers; "" for the result."""
     memories: list[str] = []
     for number, one in enumerate(passes):
         if all(later.stays and keeps_shape(later.kind) for later in passes[number + 1 :]):

@@ -263,17 +263,17 @@ def _result_shape(
             raise ValueError(
                 f"axis {axis} of the global shape {shape} has extent 1: a DCT of type 1 takes 2"
             )
-    last, made = axes[-1], list(shape)
+    last, result = axes[-1], list(shape)
     if kind == "R2C":
-        made[last] = shape[last] // 2 + 1
+        result[last] = shape[last] // 2 + 1
     elif kind == "C2R":
-        made[last] = 2 * (shape[last] - 1) + (parity == "odd")
-        if made[last] == 0:
+        result[last] = 2 * (shape[last] - 1) + (parity == "odd")
+        if result[last] == 0:
             raise ValueError(
                 f"axis {last} of the global shape {shape} has hermitian length 1, from which no "
                 'real axis of even length comes; use last_axis_parity="odd"'
             )
-    return tuple(made)
+    return tuple(result)
 
 
 def _default_output(

@@ -10,7 +10,6 @@ so often: nothing is packed. What the kernel does, the steps that it replaces sa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.arrays.spec import packed_strides
+from shardmath.arrays.spec import offsets, packed_strides
 from shardmath.base.immutable import Immutable
 from shardmath.program.steps import TAKEN, Await, Fused, On, Record
 from shardmath.redistribution import TransferPlan, lowered
@@ -72,11 +71,8 @@ def pushed_rows(transfer: TransferPlan, rank: int, order: Literal["C", "F"]) -> 
         count, source_pitch, target_pitch = max(outer, default=(1, 0, 0))
         if outer:
             outer.remove((count, source_pitch, target_pitch))
-        for index in itertools.product(*(range(dim[0]) for dim in outer)):
-            source, target = (
-                start + sum(i * dim[side] for i, dim in zip(index, outer, strict=True))
-                for side, start in ((1, copy.src_offset), (2, copy.dst_offset))
-            )
+        for one, two in offsets(outer):
+            source, target = copy.src_offset + one, copy.dst_offset + two
             yield Rows(move.dst, copy.unit, count, source, source_pitch, target, target_pitch)
 
 

@@ -51,7 +51,7 @@ class CostModel(Immutable):
         seconds = step.seconds(itemsize, self)
         if isinstance(step, Exchange):
             passes = self.first_exchange_passes * first + self.last_exchange_passes * last
-            largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
+            largest = max(step.dst.local_sizes)
             seconds += passes * itemsize * largest / self.rates.strided
         return seconds
 
@@ -83,7 +83,7 @@ class Transform(Immutable):
     def seconds(self, itemsize: int, model: CostModel) -> float:
         """Predicted for the rank that does most."""
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
-        largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
+        largest = max(self.layout.local_sizes)
         passes = _passes(self.axes, self.layout.ndim) if model.whole_arrays else 1
         flops = 5 * logs * itemsize / 8  # twice as slow in double precision, half as many if real
         touched = 2 * passes * itemsize / model.rates.strided
@@ -122,12 +122,12 @@ class Strategy(Immutable):
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted."""
+        """The predicted time."""
         return sum(self.step_seconds)
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """Predicted for each step."""
+        """The predicted time of each step."""
         last = len(self.steps) - 1
         return tuple(
             self.model.seconds(step, itemsize, first=index == 0, last=index == last)
@@ -295,7 +295,7 @@ class _Search:
 
     def _ready(self, layout: Layout, done: frozenset[int]) -> tuple[int, ...]:
         """The axes that can be transformed there, the real one first."""
-        whole = {axis for axis in self._axes if axis not in done and _is_whole(layout, axis)}
+        whole = {axis for axis in self._axes if axis not in done and layout.is_whole(axis)}
         if self._real is not None and self._real not in done:
             if self._real not in whole:
                 return ()
@@ -306,7 +306,7 @@ class _Search:
         """`layout` of an array of `shape`, other along the real axis; None if it splits that."""
         if self._real is None:
             return layout
-        if not _is_whole(layout, self._real):
+        if not layout.is_whole(self._real):
             return None
         axis, extent = self._real, layout.global_shape[self._real]
         whole, nothing = Spans.interval(0, shape[axis]), Spans.interval(0, 0)
@@ -327,25 +327,21 @@ class _Search:
                 for p in range(2, size)
                 if size % p == 0
             ]
-        if ndim == 1:
-            splits.append({})
         for split in splits:
             before, after = (
                 Layout.product(shape, _columns(shape, split, size), size=size)
                 for shape in self._shapes
             )
             yield _Candidate(before, after)
+        if ndim == 1:
+            yield _Candidate(*(Layout.on_one_rank(shape, size, rank=0) for shape in self._shapes))
 
 
 def _columns(
     shape: tuple[int, ...], split: dict[int, int], size: int
 ) -> list[tuple[Spans, ...] | None]:
-    """The columns of a layout whose axes are split into so many even parts; no split gives rank 0
-    everything.
-    """
+    """The columns of a layout whose axes are split into so many even parts."""
     columns: list[tuple[Spans, ...] | None] = [None] * len(shape)
-    if not split:
-        columns[0] = tuple(Spans.interval(0, shape[0] if rank == 0 else 0) for rank in range(size))
     step = size
     for axis, parts in split.items():
         step //= parts
@@ -353,12 +349,3 @@ def _columns(
             Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
         )
     return columns
-
-
-def _is_whole(layout: Layout, axis: int) -> bool:
-    """Whether every rank that holds anything holds all of `axis`."""
-    extent = layout.global_shape[axis]
-    return all(
-        part[axis].length == extent or any(spans.length == 0 for spans in part)
-        for part in layout.parts
-    )

@@ -69,7 +69,7 @@ class Words(NamedTuple):
     preferences: Any
 
 
-class Facts(NamedTuple):
+class Description(NamedTuple):
     """What ranks tell each other of a call: plain, hashable data."""
 
     operands: tuple[Any, ...]  # (library and memory, dtype, shape) of a, b, c, or None
@@ -133,7 +133,9 @@ def arguments_of(
     return Arguments((a, b, c, *extras), results, words, options, stream, (alpha, beta, *numbers))
 
 
-def describe(arrays: Mapping[str, ArraySpec | None], words: Words, options: MatmulOptions) -> Facts:
+def describe(
+    arrays: Mapping[str, ArraySpec | None], words: Words, options: MatmulOptions
+) -> Description:
     """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
     if words.error is not None:
         raise words.error
@@ -160,7 +162,7 @@ def describe(arrays: Mapping[str, ArraySpec | None], words: Words, options: Matm
         arrays[name] if kind == "array" else kind
         for name, kind in zip(SCALES, words.scales, strict=True)
     ]
-    return Facts(
+    return Description(
         operands=tuple(None if spec is None else _fact(spec) for spec in (a, b, c)),
         distributions=tuple(distribution.encode() for distribution in distributions),
         has_c=c is not None,

@@ -21,7 +21,7 @@ from shardmath.call.planned import Planned
 from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.matmul.description import Facts, arguments_of, place_of
+from shardmath.operators.matmul.description import Description, arguments_of, place_of
 from shardmath.operators.matmul.operation import MATMUL, given_results
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import check_operands
@@ -143,7 +143,7 @@ class Matmul(Planned):
         arguments = arguments_of(**operands, **self._asked, stream=stream)
         super().__init__(MATMUL, arguments)
         self._kept: Arguments | None = None  # of the next execution
-        self._facts: Facts = self._driver.spec(arguments).spec
+        self._description: Description = self._driver.spec(arguments).spec
         self._operands = operands
         self._plans = 0
 
@@ -188,7 +188,7 @@ class Matmul(Planned):
             plan = self._tuned(arguments, plan)
         self._asked.update(asked)
         self._set_operands(epilog_inputs=epilog_inputs)
-        self._facts, self._planned = turn.spec.spec, True
+        self._description, self._planned = turn.spec.spec, True
         self._plans += 1
         self._own_spec = HashedSpec((self.number, self._plans))
         self._use(plan, self._own_spec)
@@ -341,13 +341,13 @@ class Matmul(Planned):
             raise RuntimeError("this Matmul has no operands: they were released; reset them first")
 
     def _require_complete(self, given: Mapping[str, Any]) -> None:
-        if "c" in given and not self._facts.has_c:
+        if "c" in given and not self._description.has_c:
             raise ValueError("c is given, and this Matmul was made without c")
         if self._has_operands:
             return
-        facts = self._facts
-        held = {"c": facts.has_c, _INPUTS: facts.inputs, _SCALES: facts.scales}
-        needed = ["a", "b", *(name for name, was in held.items() if was)]
+        first = self._description
+        optional = {"c": first.has_c, _INPUTS: first.inputs, _SCALES: first.scales}
+        needed = ["a", "b", *(name for name, was_given in optional.items() if was_given)]
         missing = [name for name in needed if name not in given]
         if missing:
             raise ValueError(
@@ -355,30 +355,29 @@ class Matmul(Planned):
             )
 
     def _require_same_library(self, given: Mapping[str, Any]) -> None:
-        expected = self._facts.operands[0][0]
+        expected = self._description.operands[0][0]
         for name in sorted({"a", "b", "c"} & set(given)):
             place = place_of(library_of(given[name], name).spec(given[name]))
             if place != expected:
                 raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
 
-    def _require_alike(self, facts: Facts) -> None:
-        """Raise unless operands described by `facts` can take the place of the first ones."""
-        if facts is self._facts:
+    def _require_alike(self, later: Description) -> None:
+        """Raise unless the operands of a later call can take the place of the first ones."""
+        first = self._description
+        if later is first:
             return
-        for name, new, old in zip("abc", facts.operands, self._facts.operands, strict=True):
-            if new == old:
-                continue
+        for name, new, old in zip("abc", later.operands, first.operands, strict=True):
+            if new != old:
+                raise ValueError(
+                    f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
+                    f"{old[1]} and {old[2]}"
+                )
+        if later.scales != first.scales:
             raise ValueError(
-                f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
-                f"{old[1]} and {old[2]}"
+                f"quantization_scales are {later.scales}; this Matmul was made for {first.scales}"
             )
-        if facts.scales != self._facts.scales:
+        new_inputs = [(name, fact[:3]) for name, fact in later.inputs]
+        if new_inputs != [(name, fact[:3]) for name, fact in first.inputs]:
             raise ValueError(
-                f"quantization_scales are {facts.scales}; this Matmul was made for "
-                f"{self._facts.scales}"
-            )
-        new_inputs = [(name, fact[:3]) for name, fact in facts.inputs]
-        if new_inputs != [(name, fact[:3]) for name, fact in self._facts.inputs]:
-            raise ValueError(
-                f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
+                f"epilog_inputs are {new_inputs}; this Matmul was planned for {first.inputs}"
             )

@@ -16,7 +16,7 @@ from shardmath.context.agreement import require_equal
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.operators.layouts import bind_layout, infer_layout
-from shardmath.operators.matmul.description import MATRICES, Facts
+from shardmath.operators.matmul.description import MATRICES, Description
 from shardmath.operators.matmul.options import extras_dtype
 from shardmath.operators.matmul.scaling import Scaling, agree_granularities
 
@@ -99,25 +99,29 @@ def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
 
 def check_operands(specs: Sequence[Sequence[Any]]) -> None:
     """Raise what can be known of descriptions that do not fit before an epilog is known."""
-    _check_factors([Facts(*spec) for spec in specs])
+    _check_factors([Description(*spec) for spec in specs])
 
 
 def check(specs: Sequence[Sequence[Any]]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
-    facts = [Facts(*spec) for spec in specs]
-    first = facts[0]
+    descriptions = [Description(*spec) for spec in specs]
+    first = descriptions[0]
     options = dict(first.options)
-    a, b = _check_factors(facts)
-    names = [MatmulEpilog(own.epilog).name for own in facts]
+    a, b = _check_factors(descriptions)
+    names = [MatmulEpilog(own.epilog).name for own in descriptions]
     epilog = MatmulEpilog[require_equal("epilog", names)]
-    require_equal("the names of epilog_inputs", [[n for n, _ in own.inputs] for own in facts])
+    require_equal(
+        "the names of epilog_inputs", [[n for n, _ in own.inputs] for own in descriptions]
+    )
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = bind_layout(f"the result, {_by(shape)}", [own.distributions[2] for own in facts], shape)
+    d = bind_layout(
+        f"the result, {_by(shape)}", [own.distributions[2] for own in descriptions], shape
+    )
     if sums_c:
-        d = Layout.replicated(shape, len(facts))
-    _check_c(facts, d)
-    _check_inputs(facts, d, epilog)
+        d = Layout.replicated(shape, len(descriptions))
+    _check_c(descriptions, d)
+    _check_inputs(descriptions, d, epilog)
     return Problem(
         a=a,
         b=b,
@@ -132,16 +136,16 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
         strategy=options["strategy"],
         compute=options["compute_type"],
         blocking=options["blocking"] is True,
-        scaling=_scaling(facts, a, b),
+        scaling=_scaling(descriptions, a, b),
     )
 
 
-def _scaling(facts: Sequence[Facts], a: Layout, b: Layout) -> Scaling | None:
-    first = facts[0]
+def _scaling(descriptions: Sequence[Description], a: Layout, b: Layout) -> Scaling | None:
+    first = descriptions[0]
     if not first.scales:
         return None
     c = first.operands[2]
-    for_a, for_b = agree_granularities([own.scales for own in facts], (a, b))
+    for_a, for_b = agree_granularities([own.scales for own in descriptions], (a, b))
     return Scaling(
         given=(first.operands[0][1], first.operands[1][1]),
         extras=_extras(first),
@@ -153,22 +157,24 @@ def _scaling(facts: Sequence[Facts], a: Layout, b: Layout) -> Scaling | None:
     )
 
 
-def _extras(facts: Facts) -> str:
+def _extras(description: Description) -> str:
     """The type of what an epilog reads and makes beside D."""
-    c = facts.operands[2]
-    return extras_dtype(facts.result, None if c is None else c[1])
+    c = description.operands[2]
+    return extras_dtype(description.result, None if c is None else c[1])
 
 
-def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
+def _check_factors(descriptions: Sequence[Description]) -> tuple[Layout, Layout]:
     """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
     for index, name in enumerate(MATRICES):
-        _check_same_kind(name, [own.operands[index] for own in facts])
-    for entries in zip(*(own.options for own in facts), strict=True):
+        _check_same_kind(name, [own.operands[index] for own in descriptions])
+    for entries in zip(*(own.options for own in descriptions), strict=True):
         require_equal(f"options.{entries[0][0]}", [value for _, value in entries])
     for field in ("transpose", "conjugate", "result"):
-        require_equal(_SAID.get(field, field), [getattr(own, field) for own in facts])
-    transpose = facts[0].transpose
-    a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))
+        require_equal(
+            _NAMES_OF_FLAGS.get(field, field), [getattr(own, field) for own in descriptions]
+        )
+    transpose = descriptions[0].transpose
+    a, b = (_layout(descriptions, index, transposed=transpose[index]) for index in (0, 1))
     if a.global_shape[1] != b.global_shape[0]:
         raise ValueError(
             f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
@@ -177,7 +183,7 @@ def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
     return a, b
 
 
-_SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
+_NAMES_OF_FLAGS = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
 def _check_same_kind(name: str, facts: list[Any]) -> None:
@@ -187,15 +193,17 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
         require_equal(f"the dtype of {name}", [fact[1] for fact in facts])
 
 
-def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
+def _layout(descriptions: Sequence[Description], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
-    distributions = [own.distributions[index] for own in facts]
-    layout = infer_layout(MATRICES[index], distributions, [own.operands[index][2] for own in facts])
+    distributions = [own.distributions[index] for own in descriptions]
+    layout = infer_layout(
+        MATRICES[index], distributions, [own.operands[index][2] for own in descriptions]
+    )
     return layout.transposed() if transposed else layout
 
 
-def _check_c(facts: Sequence[Facts], d: Layout) -> None:
-    for rank, own in enumerate(facts):
+def _check_c(descriptions: Sequence[Description], d: Layout) -> None:
+    for rank, own in enumerate(descriptions):
         c = own.operands[2]
         if c is not None and tuple(c[2]) != d.local_shape(rank):
             raise ValueError(
@@ -204,9 +212,9 @@ def _check_c(facts: Sequence[Facts], d: Layout) -> None:
             )
 
 
-def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
-    dtype = _extras(facts[0])
-    for rank, own in enumerate(facts):
+def _check_inputs(descriptions: Sequence[Description], d: Layout, epilog: MatmulEpilog) -> None:
+    dtype = _extras(descriptions[0])
+    for rank, own in enumerate(descriptions):
         m, n = d.local_shape(rank)
         needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}
         given = dict(own.inputs)

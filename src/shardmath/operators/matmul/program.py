@@ -67,7 +67,7 @@ class _Product:
         self.passed = self.strategy.passed
 
     def program(self) -> Program:
-        """The whole program."""
+        """The program of the rank, from its operands to the results."""
         problem, scaling = self.problem, self.problem.scaling
         factors = self._prepare()
         self.steps.append(READ)
@@ -178,20 +178,20 @@ class _Product:
             everybodys = replace(self._combine("c"), source="c here", target=last)
             self.steps += [READ, everybodys]
         m, n = problem.d.local_shape(self.rank)
-        made = requirements(problem.epilog, m, n, problem.extras)
+        extras = requirements(problem.epilog, m, n, problem.extras)
         gradient = problem.epilog.makes_bgrad
-        for extra in made.outputs:
+        for extra in extras.outputs:
             if extra.name != gradient:
                 self.results[output(extra.name)] = LocalArray(extra.shape, extra.dtype, "F")
         outputs = tuple(
             (extra.name, "vector" if extra.name == gradient else output(extra.name))
-            for extra in made.outputs
+            for extra in extras.outputs
         )
         quantizes = scaling is not None and scaling.d
         target = last if quantizes else "d"
         exact = not problem.epilog.changes_d
         if not (exact and target == last):
-            inputs = tuple(extra.name for extra in made.inputs)
+            inputs = tuple(extra.name for extra in extras.inputs)
             how = (MatmulEpilog.DEFAULT, (), ()) if exact else (problem.epilog, inputs, outputs)
             self.steps.append(Finish(last, target, *how, problem.extras))
         if gradient is not None:

@@ -59,11 +59,15 @@ class Scaling(Immutable):
 
     def __str__(self) -> str:
         extra = ["c a number"] * self.c + ["d a number"] * self.d
-        names = [f"a by {_SAID[self.a]}", f"b by {_SAID[self.b].replace('row', 'column')}", *extra]
+        names = [
+            f"a by {_IN_WORDS[self.a]}",
+            f"b by {_IN_WORDS[self.b].replace('row', 'column')}",
+            *extra,
+        ]
         return f"scales: {', '.join(names)}" + "; amax of d" * self.amax
 
 
-_SAID = {TENSOR: "tensor", OUTER: "row", VECTORS: "1 x 128 along k", SQUARES: "128 x 128"}
+_IN_WORDS = {TENSOR: "tensor", OUTER: "row", VECTORS: "1 x 128 along k", SQUARES: "128 x 128"}
 
 
 def blocks_of(granularity: str, index: int) -> Blocks:
@@ -176,19 +180,9 @@ def agree_granularities(
                 f"{' or '.join(by_rank[0][index])}, rank {odd} has "
                 f"{' or '.join(by_rank[odd][index])}"
             )
-        whole = _has_whole_k(layouts[index], 1 - index)
-        order = [OUTER] * whole + [VECTORS, SQUARES, OUTER, TENSOR]
+        order = [OUTER] * layouts[index].is_whole(1 - index) + [VECTORS, SQUARES, OUTER, TENSOR]
         chosen.append(next(kind for kind in order if kind in common))
     return chosen[0], chosen[1]
-
-
-def _has_whole_k(layout: Layout, axis: int) -> bool:
-    """Whether no row of op(A), no column of op(B), is split over ranks."""
-    k = layout.global_shape[axis]
-    return all(
-        part.length == k or 0 in layout.local_shape(rank)
-        for rank, part in enumerate(layout.column(axis))
-    )
 
 
 def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from math import prod
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
@@ -105,7 +104,7 @@ class Strategy(Immutable):
 
     @cached_property
     def reduced(self) -> Layout:
-        """Where the complete sums stand before they move to where the caller wants them."""
+        """The layout of the complete sums, before they move to where the caller wants them."""
         if not self.reduces:
             return self.sums
         d = self.problem.d
@@ -197,12 +196,12 @@ class Strategy(Immutable):
         received, touched = [a[r] + b[r] for r in ranks], [0] * problem.size
         if not (self.reduces or self.moves_result):
             return received, touched
-        results = [prod(problem.d.local_shape(r)) for r in ranks]
+        results = problem.d.local_sizes
         touched = [(wide + dtypes.of(problem.result).itemsize) * results[r] for r in ranks]
         if self.reduces:
             added = self._added()
             received = [received[r] + wide * added[r] for r in ranks]
-            sums = [added[r] + prod(self.reduced.local_shape(r)) for r in ranks]
+            sums = [added[r] + self.reduced.local_sizes[r] for r in ranks]
             touched = [touched[r] + 2 * wide * sums[r] for r in ranks]
         if self.moves_result:
             # Every element of the sums has an owner, whatever the strategy.
@@ -231,8 +230,10 @@ class Strategy(Immutable):
         """Elements of other ranks' products that each rank reads to complete its sums."""
         copies = self.sums.copies
         if copies is not None and all(part.length for part in self.depth):
-            own = kept_elements(self.sums, self.reduced)
-            return [copies * prod(self.reduced.local_shape(r)) - own[r] for r in range(len(own))]
+            pairs = zip(
+                self.reduced.local_sizes, kept_elements(self.sums, self.reduced), strict=True
+            )
+            return [copies * needed - own for needed, own in pairs]
         read = common_elements(self.sums, self.reduced)
         ranks = range(self.problem.size)
         sources = [src for src in ranks if self.depth[src].length]

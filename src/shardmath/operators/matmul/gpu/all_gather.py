@@ -29,7 +29,7 @@ from shardmath.context.context import Context
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned
-from shardmath.geometry.integers import up
+from shardmath.geometry.integers import bounds, up
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
 from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
 from shardmath.operators.matmul.gpu.row_split import (
@@ -221,8 +221,7 @@ def copy_steps(
     `piecewise` ranks get theirs in pieces, in turn.
     """
     chunks = len(problem.chunks)
-    bounds = sorted({chunks * piece // PIECES for piece in range(PIECES + 1)})
-    for first, last in pairwise(bounds):
+    for first, last in pairwise(sorted({*bounds(chunks, PIECES)})):
         for step in range(1, 1 + min(piecewise, size - 1)):
             yield step, first, last
     for step in range(1 + piecewise, size):

@@ -7,16 +7,14 @@ few copies suffice. What they cannot, or not well, is `None`: a kernel's work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
+from shardmath.arrays.spec import Dimension, offsets
 from shardmath.cuda.driver import bindings, call
 from shardmath.redistribution.copies import StridedCopy
 
 _ROW = 512  # bytes: shorter rows take longer than their bytes
 _MOST = 64  # copies: each takes some microseconds to begin
-
-Dim = tuple[int, int, int]  # extent, strides in bytes: in the source, in the destination
 
 
 class EngineCopy:
@@ -24,7 +22,7 @@ class EngineCopy:
     which the outer one is layers of the inner one's rows.
     """
 
-    def __init__(self, width: int, dims: Sequence[Dim] = ()) -> None:
+    def __init__(self, width: int, dims: Sequence[Dimension] = ()) -> None:
         self._nbytes = width
         self._what: Any = None
         if not dims:
@@ -81,19 +79,17 @@ def _pieces(box: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
     if any(min(src, dst) < box.unit for _, src, dst in dims):
         yield None
         return
-    inner: list[Dim] = []
+    inner: list[Dimension] = []
     if len(dims) > 1 and _stacks(dims[-2], dims[-1]):
         inner = [dims.pop(-2), dims.pop()]
     elif dims:
         inner = [dims.pop(max(range(len(dims)), key=lambda i: dims[i][0]))]
     what = EngineCopy(box.unit, inner)
-    for index in product(*(range(extent) for extent, _, _ in dims)):
-        src = box.src_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
-        dst = box.dst_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
-        yield src, dst, what
+    for src, dst in offsets(dims):
+        yield box.src_offset + src, box.dst_offset + dst, what
 
 
-def _stacks(outer: Dim, inner: Dim) -> bool:
+def _stacks(outer: Dimension, inner: Dimension) -> bool:
     """Whether one dimension is layers of whole rows of the other, on both sides."""
     return all(
         outer[side] % inner[side] == 0 and outer[side] // inner[side] >= inner[0] for side in (1, 2)

@@ -65,8 +65,8 @@ class FusedProduct:
 
     @property
     def result_place(self) -> bytes:
-        """Where peers write the result on the heap; b"" where they cannot, or not in whole pieces
-        of 16 bytes.
+        """The place on the heap where peers write the result, packed; b"" where they cannot, or not
+        in whole pieces of 16 bytes.
         """
         (*_, x), out = self._matrices, self._given.arrays["d"]
         layout = _layout(x)
@@ -82,9 +82,9 @@ class FusedProduct:
         cache = self._rank_plan.cache
         if key not in cache:
             named: dict[str, Any] = {"result_addresses": True} if places else {}
-            made = _KERNELS[self._pattern.kind].create(context, self._problem, **named)
-            cache[key] = made, StreamOrder(self._device)
-            weakref.finalize(self._rank_plan, made.free).atexit = False
+            product_plan = _KERNELS[self._pattern.kind].create(context, self._problem, **named)
+            cache[key] = product_plan, StreamOrder(self._device)
+            weakref.finalize(self._rank_plan, product_plan.free).atexit = False
         layout = _layout(self._matrices[2])
         assert layout is not None, "seen when it was described"
         product, order = cache[key]
@@ -123,8 +123,8 @@ class FusedProduct:
 
 
 def _addresses(context: Context, places: Sequence[Exposed | None]) -> list[int]:
-    """Where every rank's result lies for this rank; none where one cannot be written, or their
-    lines are not as far apart.
+    """The addresses of all ranks' results, as this rank sees them; none where one cannot be
+    written, or their lines are not as far apart.
     """
     held = [place for place in places if place is not None]
     if len(held) < len(places) or len({place.strides for place in held}) > 1:

@@ -43,7 +43,7 @@ class LocalProduct(Immutable):
 
     @property
     def flops(self) -> float:
-        """Of this rank: a multiplication and an addition count as two."""
+        """Operations of this rank: a multiplication and an addition count as two."""
         return 2.0 * self.height * self.columns * self.depth
 
     @property

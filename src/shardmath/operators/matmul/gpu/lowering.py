@@ -27,7 +27,7 @@ from shardmath.local.gpu.gemm import fits, takes_result
 from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.panel_schedule import TILINGS
 from shardmath.operators.matmul.gpu.panels import Interval
-from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
+from shardmath.operators.matmul.gpu.rank_plan import Placement, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
@@ -87,23 +87,23 @@ class ProgramBuilder:
     reach. What passes from rank to rank is shared by its owner, and reached by moves.
     """
 
-    def __init__(self, rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> None:
+    def __init__(self, rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> None:
         self.rank_plan = rank_plan
         self.strategy, self.rank = rank_plan.strategy, rank_plan.rank
         self.problem = rank_plan.strategy.problem
         self.intervals = rank_plan.schedule[0]
         self.k = rank_plan.operand_plans[0].extent  # of both operands, here
-        self.lying = lying
+        self.placement = placement
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.steps: list[Any] = []
-        self.arrays = {name: View.of(name, x) for name, x in lying.arrays}
+        self.arrays = {name: View.of(name, x) for name, x in placement.arrays}
         self.peers: dict[Name, Peer] = {}
         self.memories: dict[str, Memory] = {}
         self.told: dict[str, View] = {}
         self.factors = ["a", "b"]  # arrays of op(A) and op(B)
         self.out = self.matrix("d")
         self.order = "F" if self.out.by_columns else "C"
-        self.addend = "c" if "c" in self.arrays and "beta" not in lying.zeros else ""
+        self.addend = "c" if "c" in self.arrays and "beta" not in placement.zeros else ""
         self.addition_order = addition_order
         scaling = self.problem.scaling
         self.quantizes = scaling is not None and scaling.d
@@ -180,16 +180,16 @@ class ProgramBuilder:
             self.take(_outbox(own), nbytes, shared=True)
 
     def publish(self, name: str) -> None:
-        """What peers take of this rank's matrix of that name is there for them, when all have
-        synchronised.
+        """Put what peers take of this rank's matrix of that name where they find it when all have
+        synchronised: between hosts it is packed.
         """
         own = self.own(name)
         if self.rank_plan.multi_host and _outbox(own) in self.memories:
             self.emit(Pack(self.delivery(name), own, _outbox(own)))
 
-    def meet(self, name: str) -> None:
-        """After writing what a peer will read, the matrix of that name, and before reading what it
-        wrote.
+    def synchronise(self, name: str) -> None:
+        """Synchronise after writing what a peer will read, the matrix of that name, and before
+        reading what it wrote.
         """
         self.publish(name)
         self.emit(READ)
@@ -283,19 +283,19 @@ _SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the bar
 _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 
 
-def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> RankProgram:
+def lowered(rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> RankProgram:
     """What the rank does. `addition_order` is the order of products that one collective adds up,
     the same on all ranks; "" where peers read them.
     """
     kind = ScaledLowering if rank_plan.multiplies_elements else Lowering
-    return kind(rank_plan, lying, addition_order).program()
+    return kind(rank_plan, placement, addition_order).program()
 
 
 class Lowering(ProgramBuilder):
-    """Puts the steps together."""
+    """Lowers a product of numbers, or of elements that become numbers first, to steps."""
 
     def program(self) -> RankProgram:
-        """The whole program."""
+        """The program of the rank, from publishing its operands to the result."""
         self._dequantize()
         for index in (0, 1):
             self._publish_factor(index)
@@ -352,7 +352,7 @@ class Lowering(ProgramBuilder):
         read = self.strategy.transfers[index].read_by_peers(self.rank)
         if read is None or self.rank_plan.rounds is not None:
             return
-        if self.rank_plan.multi_host or self.lying.on_heap[index] or factor != name:
+        if self.rank_plan.multi_host or self.placement.on_heap[index] or factor != name:
             self.share(name)
             self.publish(name)
             return
@@ -422,7 +422,7 @@ class Lowering(ProgramBuilder):
             and problem.dtype in TILINGS
             and self.out.dtype == problem.dtype
             and problem.epilog is MatmulEpilog.DEFAULT
-            and "alpha" in self.lying.ones
+            and "alpha" in self.placement.ones
             and not self.addend
         )
 
@@ -431,7 +431,7 @@ class Lowering(ProgramBuilder):
         several = len(self.intervals) > 1
         return not (
             self.problem.sums_c
-            or "alpha" in self.lying.zeros  # NaN times 0 is NaN, which BLAS does not look for
+            or "alpha" in self.placement.zeros  # NaN times 0 is NaN, which BLAS does not look for
             or not takes_result(self.out)
             or (several and self.out.dtype != self.wide)
             or (self.problem.scaling is not None and self.out.dtype != self.wide)
@@ -476,8 +476,8 @@ class Lowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """One interval's product after the other, each added to those before it. With `ends`, they
-        are D.
+        """Multiply interval after interval of k, each product added to those before it. With `ends`
+        their sum is D.
         """
         overlaps = len(self.intervals) > 1
         scales = self._scales()
@@ -517,7 +517,7 @@ class Lowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """One product, added to the target, which has others by then, or to beta times C."""
+        """Multiply two factors into the target; `addend`, the target itself or C, is added."""
         step = Gemm(
             *factors,
             target,
@@ -547,7 +547,7 @@ class Lowering(ProgramBuilder):
         return [None] * len(self.intervals)
 
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
-        """Behind the last index of k that is multiplied of an operand which is here."""
+        """The end of an interval of k in an operand that this rank holds, with what pads it."""
         return interval.hi
 
     # -- factors -----------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ class Lowering(ProgramBuilder):
                 parts = self._added()
             if strategy.moves_result:
                 name = "reduced" if strategy.reduces else "sums"
-                self.meet(name)
+                self.synchronise(name)
                 shape = self.problem.d.local_shape(self.rank)
                 parts = self._collected([self.rank_plan.moves(name)], name, shape, "final")
         if parts is not None:
@@ -607,7 +607,7 @@ class Lowering(ProgramBuilder):
         if self.problem.epilog.makes_bgrad:
             self._add_gradients()
         if self.wants_amax:
-            self.meet("amax")
+            self.synchronise("amax")
             self._find_greatest()
             reads_peers = True
         return reads_peers
@@ -617,7 +617,7 @@ class Lowering(ProgramBuilder):
         shape = self.strategy.reduced.local_shape(self.rank)
         if self.strategy.moves_result:
             self.new("reduced", shape, self.wide, self.order, shared=True)
-        self.meet("sums")
+        self.synchronise("sums")
         parts = self._collected(self.rank_plan.added("sums"), "sums", shape, "pieces")
         if not self.strategy.moves_result:
             return parts
@@ -633,7 +633,7 @@ class Lowering(ProgramBuilder):
         shape = out.rows, out.columns
         packed = Matrix.packed(out.address, shape, dtype, self.addition_order)
         is_last = (
-            "alpha" in self.lying.ones and not self.addend and not self.problem.epilog.changes_d
+            "alpha" in self.placement.ones and not self.addend and not self.problem.epilog.changes_d
         )
         is_last = is_last and (packed == out or (not out.size and out.dtype == dtype))
         counts: tuple[int, ...] = ()
@@ -737,7 +737,7 @@ class Lowering(ProgramBuilder):
             index = 0 if epilog is MatmulEpilog.BGRADA else 1
             lines, conjugate = self.factors[index], self.problem.conjugate[index]
         self.emit(SumLines(lines, "vector", epilog is MatmulEpilog.BGRADB, conjugate))
-        self.meet("vector")
+        self.synchronise("vector")
         assert epilog.makes_bgrad is not None
         shape = need.local_shape(self.rank)
         parts = self._collected(self.rank_plan.added("vector"), "vector", shape, "vectors")
@@ -785,7 +785,7 @@ class ScaledLowering(Lowering):
     def _gives_result(self) -> bool:
         """Whether products give D itself: nothing follows that cuBLASLt could not do."""
         out, adds = self.out, self.addend
-        if self._target != "d" or "alpha" in self.lying.zeros or self.problem.sums_c:
+        if self._target != "d" or "alpha" in self.placement.zeros or self.problem.sums_c:
             return False
         several = len(self.intervals) > 1
         if self.problem.epilog is not MatmulEpilog.DEFAULT or (several and out.dtype != "float32"):
@@ -803,7 +803,7 @@ class ScaledLowering(Lowering):
 
     @property
     def _ends(self) -> bool:
-        """Whether products are D."""
+        """Whether products are written to D itself, and nothing follows them."""
         return self._gives_result and self._is_direct
 
     @cached_property
@@ -864,9 +864,9 @@ class ScaledLowering(Lowering):
         return (self._target,)
 
     def _scale_of_result(self) -> Name:
-        """Where the scale of an eight-bit D can be read; "" where it is 1."""
+        """An array of the scale of an eight-bit D; "" where it is 1."""
         name = SCALES[3]
-        if name not in self.arrays and name in self.lying.ones:
+        if name not in self.arrays and name in self.placement.ones:
             return ""
         given = self.scales_as(3, (1, 1)) if name in self.arrays else ""
         scale = self.new("scale d", (1, 1), "float32", "C")
@@ -899,9 +899,9 @@ class ScaledLowering(Lowering):
         for number, stage in enumerate(stages):
             self._await_round(stage.round)
             is_own = bool(rounds.cuts) and not stage.round
-            lines = self._sent if is_own else self._come_lines(index, stage)
+            lines = self._sent if is_own else self._received_lines(index, stage)
             is_known = is_own or self.rank_plan.modes[index] == "tensor"
-            laid = self._lay_out(index)[0] if is_known else self._come_scale(index, stage)
+            laid = self._lay_out(index)[0] if is_known else self._received_scale(index, stage)
             words = quantized
             if quantized is not None and quantized[1]:
                 word = self.part(f"amax {number}", "amax", (0, 1), (number, number + 1))
@@ -950,7 +950,7 @@ class ScaledLowering(Lowering):
         return packed
 
     def _copy_own(self, index: int, moves: tuple[Move, ...], target: Name) -> None:
-        """This rank's own elements of an operand, to where they are wanted."""
+        """Copy this rank's own elements of an operand, which `moves` say, to the target."""
         moves = tuple(move for move in moves if move.elements)
         if moves:
             factor = self.factors[index]
@@ -1037,7 +1037,7 @@ class ScaledLowering(Lowering):
         if mode == "squares":
             known = -(-known // BLOCK)
         laid = blocks_in_layout(mode, blocks)
-        is_plain = SCALES[index] in self.lying.ones and laid.rows == 1
+        is_plain = SCALES[index] in self.placement.ones and laid.rows == 1
         for number, interval in enumerate(self.intervals):
             deep, target = interval.hi - interval.lo, f"{name} {number}"
             layout = scale_layout(mode, lines, deep)._replace(address=used)
@@ -1093,7 +1093,7 @@ class ScaledLowering(Lowering):
         return up(self.k, GRAIN)
 
     def _send_lines(self, rounds: Rounds) -> None:
-        """This rank's lines and their scales, to all ranks."""
+        """Send this rank's lines and their scales to all ranks."""
         ranks = range(len(rounds.lines))
         places = [self._place(rounds, rank) for rank in ranks]
         if not rounds.cuts:
@@ -1124,28 +1124,28 @@ class ScaledLowering(Lowering):
             self.emit(Await(f"come {number}"))
 
     def _place(self, rounds: Rounds, rank: int) -> Name:
-        """Where this rank's lines lie at another."""
+        """The place of this rank's lines in the memory of another."""
         lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
         name, box = f"lines at {rank}", ((0, self._deep), lines)
         dtype = self._scaling.given[rounds.index]
         self.peers[name] = Peer(_LINES, rank, dtype, box)
         return name
 
-    def _come_lines(self, index: int, stage: Stage) -> Name:
+    def _received_lines(self, index: int, stage: Stage) -> Name:
         """The lines of a stage, which have come."""
         x, name = self.matrix(_LINES), f"lines from {stage.lo}"
         part = x.part((0, x.rows), (stage.lo, stage.hi))
         return self.lay(name, _LINES, self._columns(index, part))
 
-    def _come_scale(self, index: int, stage: Stage) -> ScaleOf:
-        """Their scales, which have come; those of tensors all ranks know."""
+    def _received_scale(self, index: int, stage: Stage) -> ScaleOf:
+        """The scales of a stage's lines, which have come; all ranks know those of tensors."""
         mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
         layout = scale_layout(mode, stage.hi - stage.lo, self.k)
         x = layout._replace(address=4 * self._offset(index, stage.lo))
         return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
 
     def _offset(self, index: int, line: int) -> int:
-        """Where the scales of a stage begin whose first line is this one."""
+        """The first element of the scales of a stage that begins with this line."""
         mode = self.rank_plan.modes[index]
         if mode == "outer":
             return line
@@ -1153,7 +1153,7 @@ class ScaledLowering(Lowering):
         return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
 
     def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
-        """This rank's own scales of the lines, as products want them, to these ranks."""
+        """Send this rank's own scales of the lines to these ranks, laid out for their products."""
         index = rounds.index
         mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
         if mode == "tensor" or not lines or not ranks:
@@ -1170,7 +1170,7 @@ class ScaledLowering(Lowering):
         self.emit(LayOut(source, SCALES[index], blocks, tuple(targets), rows), stream=stream)
 
     def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
-        """Where the scales of this rank's lines lie at another: within those of their stage."""
+        """The place of the scales of this rank's lines at another, within those of their stage."""
         index, first = rounds.index, rounds.starts[self.rank]
         if self.rank_plan.modes[index] == "squares":
             layout = scale_layout("squares", BLOCK, self.k)

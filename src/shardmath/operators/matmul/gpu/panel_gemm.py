@@ -324,7 +324,7 @@ class PanelOperand(Immutable, eq=False):
 
     @property
     def remote_bytes(self) -> int:
-        """Bytes from peers."""
+        """Bytes of the operand that come from peers."""
         if self.plan.place is not None:
             return 0
         return self.own.itemsize * sum(m.elements for m in self.plan.moves if m.src != self.rank)

@@ -27,6 +27,8 @@ from shardmath.arrays.dtypes import HALVES
 from shardmath.base.immutable import Immutable
 from shardmath.cuda.tensormap import BOX_BYTES
 from shardmath.geometry import Move, Run
+from shardmath.geometry.integers import bounds as even_bounds
+from shardmath.geometry.spans import joined
 
 OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
 _SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
@@ -73,28 +75,30 @@ class OperandSteps(Immutable, eq=False):
         """An operand that `moves` bring to `rank`; if `loadable`, its own is read in place."""
         moves = tuple(move for move in moves if move.elements)
         width = moves[0].shape[1 - axis] if moves else 0
-        found = _sources(moves, axis, extent, step)
-        if found is None:
+        by_step = _sources(moves, axis, extent, step)
+        if by_step is None:
             offsets = np.arange(0, extent, step)
             sources = np.full(len(offsets), _SEVERAL)
             return cls(axis, moves, rank, False, extent, {}, {}, sources, offsets)
-        sources, offsets = found
+        sources, offsets = by_step
         reads_own = loadable and _is_dense([m for m in moves if m.src == rank], 1 - axis, width)
         last = int(sources[-1])  # its end is the panel's: what is beyond it is read as zeros
-        panel_offsets, source_ends, at = {}, {}, 0
+        panel_offsets, source_ends, width_so_far = {}, {}, 0
         for src in sorted(set(sources.tolist()), key=lambda src: (src == last, src)):
             runs = [move.runs[axis] for move in moves if move.src == src]
             start = min(run.src_start for run in runs)
             source_ends[src] = max(run.src_stop for run in runs)
             if not (reads_own and src == rank):
-                at = -(-at // step) * step
-                panel_offsets[src] = at - start
-                at += source_ends[src] - start
-        return cls(axis, moves, rank, reads_own, at, panel_offsets, source_ends, sources, offsets)
+                width_so_far = -(-width_so_far // step) * step
+                panel_offsets[src] = width_so_far - start
+                width_so_far += source_ends[src] - start
+        return cls(
+            axis, moves, rank, reads_own, width_so_far, panel_offsets, source_ends, sources, offsets
+        )
 
     @property
     def is_remote(self) -> npt.NDArray[np.bool_]:
-        """By step, whether something has to be fetched from a peer."""
+        """Whether something has to be fetched from a peer, for each step."""
         return np.not_equal(self.sources, _LOCAL) & np.not_equal(self.sources, self.rank)
 
     @property
@@ -142,11 +146,9 @@ class OperandSteps(Immutable, eq=False):
         cuts = np.flatnonzero(np.diff(starts) != step) + 1
         firsts = starts[np.concatenate([[0], cuts])]
         lasts = starts[np.concatenate([cuts, [len(starts)]]) - 1]
-        return _merged(
-            [
-                Run(1, min(last + step, end) - first, first, 0, first + base, 0)
-                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
-            ]
+        return joined(
+            Run(1, min(last + step, end) - first, first, 0, first + base, 0)
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
         )
 
 
@@ -185,7 +187,7 @@ class KOrder(Immutable, eq=False):
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """The number of steps."""
         return len(self.order)
 
     def local_steps(self, operand: int) -> int:
@@ -204,8 +206,8 @@ class KOrder(Immutable, eq=False):
         steps = self.operands[operand]
         if first >= last:
             return []
-        found = steps.gather_moves(self.order[first:last], across, self.step)
-        return [move for move in found if move.src != steps.rank]
+        moves = steps.gather_moves(self.order[first:last], across, self.step)
+        return [move for move in moves if move.src != steps.rank]
 
     def pieces(self, costs: tuple[float, float], first_bytes: float) -> list[tuple[int, int]]:
         """Ranges of steps that are fetched together: the first of about so many bytes, each later
@@ -214,23 +216,23 @@ class KOrder(Immutable, eq=False):
         a, b = self.operands
         cost = (a.is_remote * costs[0] + b.is_remote * costs[1])[self.order] * self.step
         received = np.concatenate([[0.0], np.cumsum(cost)])
-        at, found = min(self.local_steps(0), self.local_steps(1)), []
-        if at:
+        start, pieces = min(self.local_steps(0), self.local_steps(1)), []
+        if start:
             first_bytes *= 2  # it is fetched while those are multiplied
-        while at < self.steps:
-            end = int(np.searchsorted(received, received[at] + first_bytes, "left"))
-            end = min(max(end, at + 1), self.steps)
+        while start < self.steps:
+            end = int(np.searchsorted(received, received[start] + first_bytes, "left"))
+            end = min(max(end, start + 1), self.steps)
             if received[-1] - received[end] < first_bytes / 2:
                 end = self.steps
-            found.append((at, end))
-            at, first_bytes = end, first_bytes * 2
-        return found
+            pieces.append((start, end))
+            start, first_bytes = end, first_bytes * 2
+        return pieces
 
 
 def _sources(
     moves: Sequence[Move], axis: int, extent: int, step: int
 ) -> tuple[Integers, Integers] | None:
-    """By step, the rank it comes from and its index there; None where a step has several."""
+    """The rank that each step comes from, and its index there; None where one has several."""
     source = np.full(extent, _LOCAL, np.int64)
     place = np.zeros(extent, np.int64)
     for src, run in {(move.src, move.runs[axis]) for move in moves}:
@@ -256,25 +258,9 @@ def _is_dense(mine: Sequence[Move], across: int, width: int) -> bool:
 
 
 def _ring_distance(steps: OperandSteps) -> Integers:
-    """By step, how far the source is behind this rank: no two ranks begin with the same peer."""
+    """How far the source of each step is behind this rank: no two begin with the same peer."""
     size = max(int(steps.sources.max()), steps.rank, 0) + 1
     return (steps.sources - steps.rank) % size
-
-
-def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one block each, those of equal length at equal distances as one."""
-    found: list[Run] = []
-    for run in runs:
-        last = found[-1] if found else None
-        if last is not None and last.length == run.length:
-            distance = run.src_start - last.src_start - (last.count - 1) * last.src_step
-            if last.count == 1 or distance == last.src_step:
-                found[-1] = replace(
-                    last, count=last.count + 1, src_step=distance, dst_step=distance
-                )
-                continue
-        found.append(run)
-    return found
 
 
 def _shifted(run: Run, distance: int) -> Run:
@@ -383,7 +369,7 @@ class Tiles(Immutable):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the result, in units."""
+        """The extents of the result, in units."""
         return -(-self.m // self.units[0]), -(-self.n // self.width)
 
     @property
@@ -448,8 +434,8 @@ def make_schedule(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -
             operand = max(waiting, key=lambda s: _unlocks(tiles, bounds, loaded, s))
             part = loaded[operand]
             lo, hi = _extent(bounds[operand], part, tiles.units[operand], extents[operand])
-            cuts = sorted({steps * cut // _K_PIECES for cut in range(_K_PIECES + 1)})
-            fetches += [Fetch(operand, part, lo, hi, *cut) for cut in pairwise(cuts)]
+            pieces_of_k = pairwise(sorted({*even_bounds(steps, _K_PIECES)}))
+            fetches += [Fetch(operand, part, lo, hi, *piece) for piece in pieces_of_k]
             others = range(loaded[1 - operand])
             ready = [(part, other) if operand == 0 else (other, part) for other in others]
             loaded[operand] += 1
@@ -472,9 +458,9 @@ def _part_bounds(extent: int, first: int, is_fetched: bool) -> list[int]:
         return [0, extent]
     weights, bounds = [_GROWTH**i for i in range(_MOST_PARTS)], [0, first]
     for i, weight in enumerate(weights):
-        at = bounds[-1]
-        step = max(_LEAST_PART, round((extent - at) * weight / sum(weights[i:])))
-        bounds.append(at + step if at + step + _LEAST_PART <= extent else extent)
+        start = bounds[-1]
+        step = max(_LEAST_PART, round((extent - start) * weight / sum(weights[i:])))
+        bounds.append(start + step if start + step + _LEAST_PART <= extent else extent)
         if bounds[-1] == extent:
             break
     return bounds

@@ -56,7 +56,7 @@ class OperandPlan(Immutable):
         return self.place is None and self.extent > 0 and self.width > 0
 
     def shape(self, lo: int, hi: int) -> tuple[int, int]:
-        """Of the panel with indices lo to hi of k."""
+        """The shape of the panel with indices lo to hi of k."""
         return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
 
     def transposed(self) -> OperandPlan:
@@ -78,7 +78,7 @@ class OperandPlan(Immutable):
 
     @cached_property
     def own_start(self) -> int:
-        """Where along k this rank's own part of a gathered operand begins; 0 if in pieces."""
+        """The first index of k of this rank's own part of a gathered operand; 0 if in pieces."""
         own = {move.runs[self.axis] for move in self.moves if move.src == move.dst}
         run = own.pop() if len(own) == 1 else None
         return run.dst_start if run is not None and run.count == 1 else 0

@@ -23,7 +23,7 @@ from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu.fused import FusedProduct
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
-from shardmath.operators.matmul.gpu.rank_plan import RankPlan, lying, matrix_of
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of, placement_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
@@ -55,24 +55,24 @@ class Products(GPUPerformer):
         form = b""
         if rank_plan.one_kernel:
             form = self._by_one_kernel(execution).form
-        return self._said(execution.stream, matrix_of(out).by_columns, form)
+        return self._facts_of(execution.stream, matrix_of(out).by_columns, form)
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
         arrays = turn.known.arrays.operands
         like = [arrays[name] for name in (["c"] if "c" in arrays else ["a", "b"])]
-        return self._said(stream, all(x.order == "F" for x in like), _UNKNOWN)
+        return self._facts_of(stream, all(x.order == "F" for x in like), _UNKNOWN)
 
-    def _said(self, stream: int, by_columns: bool, form: bytes) -> Facts:
+    def _facts_of(self, stream: int, by_columns: bool, form: bytes) -> Facts:
         lane = Lane.of(self._context, stream).number
         return Facts(False, False, False, "F" if by_columns else "C", lane, form)
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         rank_plan = rank_plan_of(self._context, plan)
-        forms = [each.form for each in facts if each.form != _UNKNOWN]
+        forms = [rank_facts.form for rank_facts in facts if rank_facts.form != _UNKNOWN]
         is_fused = rank_plan.one_kernel and all(forms) and len({form[0] for form in forms}) <= 1
-        orders = {each.order for each in facts}
+        orders = {rank_facts.order for rank_facts in facts}
         order = rank_plan.addition_order(orders.pop()) if len(orders) == 1 else ""
-        in_different_lanes = len({each.lane for each in facts}) > 1
+        in_different_lanes = len({rank_facts.lane for rank_facts in facts}) > 1
         return 1 + _DECISIONS.index((is_fused, order, in_different_lanes))
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
@@ -89,7 +89,7 @@ class Products(GPUPerformer):
 
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan
-        rank_plan, arrays = rank_plan_of(context, plan), lying(given.arrays, given.numbers)
+        rank_plan, arrays = rank_plan_of(context, plan), placement_of(given.arrays, given.numbers)
         _, order, _ = _DECISIONS[decision - 1]
 
         def make() -> GPUProgram:
@@ -219,8 +219,8 @@ def tuning_notes(timings: Timings, chosen: Mapping[bytes, int]) -> list[str]:
 
 
 def fastest(ranks: Sequence[Timings]) -> dict[bytes, int]:
-    """By signature, the number of the algorithm to use, on all ranks that have this product: the
-    one whose slowest rank is fastest, so that replicas of a result keep the same bits.
+    """The number of the algorithm that all ranks with a product use, by its signature: the one
+    whose slowest rank is fastest, so that replicas of a result keep the same bits.
     """
     chosen = {}
     for signature in dict.fromkeys(signature for timings in ranks for signature in timings):

@@ -67,9 +67,8 @@ class ProductProgram(GPUProgram):
         compute = rank_plan.strategy.problem.compute
         self._compute = compute if compute in _FAST_COMPUTE else None
         self._device = lane.team.device
-        at_first = {name: view.matrix for name, view in program.arrays.items()}
-        self._lying = at_first  # matrices whose addresses count from those of their memories
-        self._panel_gemm = PanelGemm(rank_plan, at_first["a"], at_first["b"], at_first["d"], lane)
+        a, b, d = (program.arrays[name].matrix for name in "abd")
+        self._panel_gemm = PanelGemm(rank_plan, a, b, d, lane)
         super().__init__(context, lane, program)
         self._memories = memories_of(program, [step for _, step in self.steps])
         if any(isinstance(step, Fused) and isinstance(step.plan, PanelProduct)
@@ -101,13 +100,13 @@ class ProductProgram(GPUProgram):
     def _does_epilog(self, plan: EpilogProduct) -> bool:
         """Whether cuBLASLt has an algorithm for the product with that epilog."""
         (step,) = (step for step in plan.steps if isinstance(step, Gemm))
-        x = self._lying
+        x = {name: view.matrix for name, view in self.program.arrays.items()}
         return has_algorithm(
             self._device,
             x[step.left],
             x[step.right],
             x[step.target],
-            c=x[step.addend] if step.addend else None,
+            c=x.get(step.addend),
             conj_a=step.conjugate[0],
             conj_b=step.conjugate[1],
             compute=self._compute,
@@ -120,8 +119,8 @@ class ProductProgram(GPUProgram):
         """A matrix of this rank's, or of a peer's."""
         peer = self.program.peers.get(name)
         if peer is None:
-            x, memory = self._lying[name], self.program.arrays[name].memory
-            return x._replace(address=memories.own[memory] + x.address)
+            view = self.program.arrays[name]
+            return view.matrix._replace(address=memories.own[view.memory] + view.offset)
         address, (one, two) = self.peers_view(peer, memories)
         (top, bottom), (left, right) = peer.box
         item = dtypes.of(peer.dtype).itemsize
@@ -132,7 +131,7 @@ class ProductProgram(GPUProgram):
         return self._matrix(name, memories) if name else None
 
     def _address(self, name: Name, memories: Memories) -> int:
-        """Where a matrix begins; 0 if there is none."""
+        """The address of a matrix; 0 if there is none."""
         return self._matrix(name, memories).address if name else 0
 
     def _given(self, name: Name, memories: Memories) -> Matrix | None:
@@ -284,7 +283,7 @@ class ProductProgram(GPUProgram):
         return run
 
     def _multiply_panels(self, step: Fused, memories: Memories) -> Launch:
-        """By the kernel for it; where copy engines do not suit, one interval after the other."""
+        """Multiply by `PanelGemm`; where copy engines do not suit, one interval after another."""
         a, b, d = (self._matrix(name, memories) for name in "abd")
         panel_gemm = PanelGemm(self._rank_plan, a, b, d, self.lane)
         places = [

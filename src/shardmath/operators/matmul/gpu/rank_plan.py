@@ -49,9 +49,9 @@ ALIGNMENT = 256  # bytes, where memory of a GPU begins
 _SLOWEST = {"a": (1, 0), "b": (0, 1)}
 
 
-class Lying(NamedTuple):
-    """How an execution's arrays lie: their matrices by name, with addresses modulo ALIGNMENT, and
-    which of a and b are on the heap. Of its numbers those that are 1, and those that are 0.
+class Placement(NamedTuple):
+    """The places of an execution's arrays: their matrices by name, with addresses modulo ALIGNMENT,
+    and which of a and b are on the heap. Of its numbers those that are 1, and those that are 0.
     """
 
     arrays: tuple[tuple[str, Matrix], ...]
@@ -60,11 +60,11 @@ class Lying(NamedTuple):
     zeros: frozenset[str]
 
 
-def lying(arrays: Mapping[str, Operand], numbers: Mapping[str, complex]) -> Lying:
-    """How an execution's arrays lie, as far as a program depends on it, and its numbers.
+def placement_of(arrays: Mapping[str, Operand], numbers: Mapping[str, complex]) -> Placement:
+    """The places of an execution's arrays, as far as a program depends on them, and its numbers.
 
-    They have the names that programs have for them: op(A) is "a", op(B) "b", C "c" and D "d"; what
-    an epilog reads and makes, and scales.
+    Arrays have the names that programs have for them: op(A) is "a", op(B) "b", C "c" and D "d";
+    what an epilog reads and makes, and scales.
     """
     matrices = []
     for name, array in arrays.items():
@@ -74,7 +74,7 @@ def lying(arrays: Mapping[str, Operand], numbers: Mapping[str, complex]) -> Lyin
         else:
             x = matrix_of(array)
         matrices.append((name, x._replace(address=x.address % ALIGNMENT)))
-    return Lying(
+    return Placement(
         tuple(matrices),
         (arrays["a"].block is not None, arrays["b"].block is not None),
         frozenset(name for name, value in numbers.items() if value == 1),
@@ -140,7 +140,7 @@ class RankPlan(OnHosts, Immutable):
         return transfer.into(self.rank)
 
     def added(self, name: str) -> list[tuple[Move, ...]]:
-        """By source rank in order: the moves of what this rank adds up."""
+        """The moves of what this rank adds up, for each source rank in order."""
         step, moves = self.strategy.passed[name], self.moves(name)
         assert isinstance(step, Combine), name
         sources = step.sources(self.rank)
@@ -163,16 +163,16 @@ class RankPlan(OnHosts, Immutable):
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
-        came = max((a.remote + b.remote) * itemsize / self.machine.rates.link, 1e-12)
+        received = max((a.remote + b.remote) * itemsize / self.machine.rates.link, 1e-12)
         rate = self.machine.rates.product(dtype)
         rotate = strategy.sums.disjoint()
         grain = BLOCK if self.multiplies_elements else 64
-        ratio = flops / rate / came
+        ratio = flops / rate / received
         plan, room = intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
         if self.rounds is not None:
             return [Interval(0, a.extent, 0, None)], 0
         if self.multiplies_elements and room == a.extent:
-            hidden = came * (a.extent - (plan[0].hi - plan[0].lo))
+            hidden = received * (a.extent - (plan[0].hi - plan[0].lo))
             if self._passes_over_sums(len(plan)) >= hidden:
                 return [Interval(0, a.extent, 0, None)], room
         return plan, room
@@ -203,7 +203,7 @@ class RankPlan(OnHosts, Immutable):
 
     @cached_property
     def modes(self) -> tuple[str, str]:
-        """The modes of a product of float8 operands."""
+        """The modes of the scales of a and b, in a product of float8 operands."""
         return modes(self.strategy)
 
     @property
@@ -218,7 +218,7 @@ class RankPlan(OnHosts, Immutable):
 
     @cached_property
     def algorithms(self) -> Algorithms:
-        """Those of cuBLASLt's that have been chosen for this rank's products."""
+        """The algorithms of cuBLASLt that were chosen for this rank's products by timing them."""
         return Algorithms()
 
     @cached_property

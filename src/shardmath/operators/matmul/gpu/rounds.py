@@ -58,12 +58,12 @@ class Rounds(Immutable):
         return len(self.lines) - 1 if self.cuts else 0
 
     def target(self, rank: int, number: int) -> int:
-        """To whom a rank sends in round `number`, from 1 on."""
+        """The rank to which a rank sends its lines in round `number`, from 1 on."""
         size = len(self.lines)
         return rank ^ number if size & (size - 1) == 0 else (rank + number) % size
 
     def source(self, rank: int, number: int) -> int:
-        """Whose lines it gets."""
+        """The rank whose lines a rank receives in that round."""
         size = len(self.lines)
         return rank ^ number if size & (size - 1) == 0 else (rank - number) % size
 
@@ -71,7 +71,7 @@ class Rounds(Immutable):
         """What a rank multiplies, in order."""
         if not self.cuts:
             return [Stage(0, 0, self.starts[-1])]
-        found = [Stage(0, self.starts[rank], self.starts[rank + 1])]
+        stages = [Stage(0, self.starts[rank], self.starts[rank + 1])]
         for before, last in pairwise(self.cuts):
             come = sorted(self.source(rank, number) for number in range(before + 1, last + 1))
             runs: list[list[int]] = []
@@ -80,8 +80,8 @@ class Rounds(Immutable):
                     runs[-1][1] = src + 1
                 else:
                     runs.append([src, src + 1])
-            found += [Stage(last, self.starts[lo], self.starts[hi]) for lo, hi in runs]
-        return [stage for stage in found if stage.lo < stage.hi]
+            stages += [Stage(last, self.starts[lo], self.starts[hi]) for lo, hi in runs]
+        return [stage for stage in stages if stage.lo < stage.hi]
 
     def __str__(self) -> str:
         what = "columns of b" if self.index else "rows of a"
@@ -111,13 +111,13 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
     if any(start % GRAIN for start in accumulate(lines)):
         return ()
     size, most, deep = len(lines), max(lines), up(k, GRAIN)
-    each = h200.COPY_START + most * deep / h200.ENGINE
+    round_seconds = h200.COPY_START + most * deep / h200.ENGINE
     ends = [_seconds(most, others, k)]  # when the lines of so many rounds have been multiplied
     follows = [0]
     for number in range(1, size):
-        come = 2 * h200.BARRIER + h200.ENGINES_START + number * each
+        arrival = 2 * h200.BARRIER + h200.ENGINES_START + number * round_seconds
         ways = [
-            (max(ends[before], come) + _seconds((number - before) * most, others, k), before)
+            (max(ends[before], arrival) + _seconds((number - before) * most, others, k), before)
             for before in range(number)
         ]
         end, before = min(ways)
@@ -126,10 +126,10 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
     push = 2 * h200.BARRIER + h200.PUSH_START + (size - 1) * most * deep / h200.PUSHED
     if push + _seconds(size * most, others, k) <= ends[-1]:
         return ()
-    found = [size - 1]
-    while found[-1]:
-        found.append(follows[found[-1]])
-    return tuple(reversed(found))
+    rounds = [size - 1]
+    while rounds[-1]:
+        rounds.append(follows[rounds[-1]])
+    return tuple(reversed(rounds))
 
 
 def _seconds(lines: int, others: int, k: int) -> float:

@@ -73,10 +73,12 @@ class RowSplitProduct(LocalProduct):
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Bytes before the rows of each rank; the last is the size of all."""
-        at = [0]
+        offsets = [0]
         for rank in range(len(self.rows)):
-            at.append(at[-1] + up(2 * self.lines(rank) * self.gathered(rank).pitch, _LINE))
-        return tuple(at)
+            offsets.append(
+                offsets[-1] + up(2 * self.lines(rank) * self.gathered(rank).pitch, _LINE)
+            )
+        return tuple(offsets)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -84,7 +86,9 @@ class RowSplitProduct(LocalProduct):
         return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
 
     def arrivals(self, rank: int) -> list[int]:
-        """Whose rows come to `rank`, in this order; its own are first. Without empty ones."""
+        """The ranks whose rows `rank` multiplies, in order of arrival, its own first. Ranks without
+        rows are left out.
+        """
         size = len(self.rows)
         order = [(rank - step) % size for step in range(size)]
         return [src for src in order if self.rows[src]]
@@ -104,7 +108,7 @@ class Tiling(Immutable):
 
     @property
     def clusters(self) -> int:
-        """That multiply at once."""
+        """The number of clusters of blocks that multiply at once."""
         return max(1, self.blocks // self.cluster)
 
     def unit_rows(self, rows: int) -> int:
@@ -116,7 +120,7 @@ class Tiling(Immutable):
         return -(-columns // self.width)
 
     def shared_bytes(self, *, b_along_k: bool) -> int:
-        """Of shared memory, as all_gather_gemm.cu lays it out."""
+        """Bytes of shared memory, as all_gather_gemm.cu lays it out."""
         b = self.width if b_along_k else up(self.width, 64)
         return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2
 
@@ -143,8 +147,8 @@ def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
     parts = zip(problem.arrivals(rank), _coming(problem, rank, tiling), strict=True)
     for src, (begun, here) in parts:
         for _ in range(tiling.unit_rows(problem.rows[src]) * tile_columns):
-            at = number % tiling.clusters
-            free[at] = max(max(free[at], begun) + unit, here + unit / PIECES)
+            cluster = number % tiling.clusters
+            free[cluster] = max(max(free[cluster], begun) + unit, here + unit / PIECES)
             number += 1
     return max(free)
 
@@ -152,19 +156,19 @@ def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
 def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[float, float]]:
     """When the first chunk of each rank's rows comes, and the last, in the order of `arrivals`."""
     peers = problem.arrivals(rank)
-    found = [(0.0, 0.0)] * peers.count(rank)
-    peers = peers[len(found) :]
+    arrivals = [(0.0, 0.0)] * peers.count(rank)
+    peers = peers[len(arrivals) :]
     nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
     piecewise, late = nbytes[: tiling.piecewise], nbytes[tiling.piecewise :]
-    at = h200.ENGINES_MET
+    clock = h200.ENGINES_MET
     if piecewise:
-        each = h200.ENGINE_COPY * len(piecewise) + sum(piecewise) / PIECES / h200.ENGINE
-        found += [(at + each, at + PIECES * each)] * len(piecewise)
-        at += PIECES * each
+        piece_seconds = h200.ENGINE_COPY * len(piecewise) + sum(piecewise) / PIECES / h200.ENGINE
+        arrivals += [(clock + piece_seconds, clock + PIECES * piece_seconds)] * len(piecewise)
+        clock += PIECES * piece_seconds
     for more in late:
-        at += h200.ENGINE_COPY + more / h200.ENGINE
-        found.append((at, at))
-    return found
+        clock += h200.ENGINE_COPY + more / h200.ENGINE
+        arrivals.append((clock, clock))
+    return arrivals
 
 
 def is_fused_faster(problem: RowSplitProduct) -> bool:
@@ -191,7 +195,7 @@ _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
 
 
 def _stages(width: int) -> int:
-    """As many as fit into the shared memory of a multiprocessor, at most 6."""
+    """The stages that fit into the shared memory of a multiprocessor, at most 6."""
     return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + up(width, 64)) * DEPTH * 2))
 
 

@@ -141,7 +141,9 @@ class PanelProduct(Immutable, words="multiply panels as they come, by one kernel
 
 
 class EpilogProduct(Immutable):
-    """These steps, of which a product does what others would do behind it: see `fused_epilog`."""
+    """Steps of which the product does an epilog that others would do after it; see
+    `fused_epilog`.
+    """
 
     steps: tuple[Any, ...]
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.base.immutable import Immutable
+from shardmath.geometry.integers import bounds
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
@@ -36,7 +37,7 @@ class Chunk(Immutable):
 
     @property
     def tiles(self) -> int:
-        """How many."""
+        """The number of its tiles."""
         return len(self.rows) * len(self.columns)
 
 
@@ -101,7 +102,7 @@ class TileOrder(Immutable):
         return np.concatenate([self._words(owner, number) for number in range(self.chunks)])
 
     def table(self, owner: int) -> Words:
-        """By chunk: the half tiles that each rank sends in a launch, and the first tile behind."""
+        """The half tiles that each rank sends in a launch, and the end of its tiles, by chunk."""
         words = self.owned(owner)
         chunk, rows = words[:, 2] >> 16, words[:, 2] >> 8 & 0xFF
         halves = (rows > 0).astype(np.int64) + (rows > TILE_ROWS // 2)
@@ -135,7 +136,7 @@ class TileOrder(Immutable):
 
     @cached_property
     def _first_slot(self) -> list[list[int]]:
-        """By owner and chunk."""
+        """The first slot of each chunk, by owner and chunk."""
         counts = [[part.tiles for part in self.parts(owner)] for owner in range(len(self.rows))]
         return [[sum(row[:number]) for number in range(self.chunks)] for row in counts]
 
@@ -167,5 +168,4 @@ def _filled_up(tiles: Integers, cluster: int) -> Integers:
 
 def _cut(count: int, parts: int) -> Sequence[range]:
     """0 ... `count` in so many ranges, of sizes that differ by one at most."""
-    cuts = [count * part // parts for part in range(parts + 1)]
-    return [range(low, high) for low, high in pairwise(cuts)]
+    return [range(low, high) for low, high in pairwise(bounds(count, parts))]

@@ -55,7 +55,7 @@ _BLOCKS_OF_TILE = (
 
 
 class SlotLayout:
-    """Where the parts of one rank's memory begin, in bytes, and how many those are.
+    """The layout of one rank's memory: where its parts begin, in bytes, and its size.
 
     Counters begin as zeros. `stride` is the bytes of one source's slots.
     """
@@ -87,22 +87,22 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
     def __init__(
         self,
         problem: SplitKProduct,
-        shape: TileSchedule,
-        places: Sequence[SlotLayout],
+        schedule: TileSchedule,
+        slot_layouts: Sequence[SlotLayout],
         memory: PlanMemory,
     ) -> None:
         super().__init__(problem, memory)
-        self.shape = shape
-        self.tile_order = places[0].tile_order
-        self.places = tuple(places)
-        self._own = places[self.team.rank]
+        self.schedule = schedule
+        self.tile_order = slot_layouts[0].tile_order
+        self.slot_layouts = tuple(slot_layouts)
+        self._own = slot_layouts[self.team.rank]
 
     @classmethod
     def create(
         cls,
         context: Context,
         problem: SplitKProduct,
-        shape: TileSchedule | None = None,
+        schedule: TileSchedule | None = None,
         *,
         result_addresses: bool = False,
     ) -> Self:
@@ -112,17 +112,19 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         memory for sums that go to all ranks. Raises ValueError on all ranks where they do not mean
         the same product, or where `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        shape = shape or (choose_shared_schedule if cls.shares else choose_schedule)(problem)
+        schedule = schedule or (choose_shared_schedule if cls.shares else choose_schedule)(problem)
         copied = cls.shares and not result_addresses
         extra = problem.height * up(2 * problem.columns, 16) if copied else 0
-        tile_order = TileOrder(problem.rows, problem.columns, shape.chunks, shape.chunk_columns)
-        places = [SlotLayout(tile_order, rank, extra) for rank in range(len(problem.rows))]
+        tile_order = TileOrder(
+            problem.rows, problem.columns, schedule.chunks, schedule.chunk_columns
+        )
+        slot_layouts = [SlotLayout(tile_order, rank, extra) for rank in range(len(problem.rows))]
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
-            own = places[context.rank]
+            own = slot_layouts[context.rank]
             context.team.device.zero(address, own.slots)
-            _write(address + own.tiles, tile_order.of(context.rank, shape.cluster))
+            _write(address + own.tiles, tile_order.of(context.rank, schedule.cluster))
             _write(address + own.owned, tile_order.owned(context.rank))
             _write(address + own.chunks, tile_order.table(context.rank))
 
@@ -130,12 +132,12 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
             context,
             "a product that sends its tiles",
             problem,
-            lambda rank: places[rank].nbytes,
+            lambda rank: slot_layouts[rank].nbytes,
             begin,
-            ("chunks", [shape.chunks, shape.chunk_columns]),
+            ("chunks", [schedule.chunks, schedule.chunk_columns]),
             ("extra bytes", extra),
         )
-        return cls(problem, shape, places, memory)
+        return cls(problem, schedule, slot_layouts, memory)
 
     # -- on a stream -------------------------------------------------------------------------------
 
@@ -149,24 +151,25 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         apart. `copies` is where the sums go besides, as `TileSumsArgument` has it.
         """
         self._memory.require_usable()
-        problem, shape = self.problem, self.shape
+        problem, schedule = self.problem, self.schedule
         defines = (
             f"ELEMENT={problem.dtype.capitalize()}",
             f"A_ALONG_K={problem.a.order == 'C':d}",
             f"B_ALONG_K={problem.b.order == 'F':d}",
-            f"CLUSTER={shape.cluster}",
-            f"STAGES={shape.stages}",
+            f"CLUSTER={schedule.cluster}",
+            f"STAGES={schedule.stages}",
             *self._defines(sums, pitch, bool(copies)),
         )
-        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
-        made = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
+        # Half of a tile has memory of its own, the other half that of a stage.
+        memory = 1024 + schedule.stages * _STAGE_BYTES + _TILE_BYTES // 2
+        product = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
         # Loaded before the first runs: to load, a driver may wait for kernels that wait for peers.
-        rest = self.team.kernel(
+        remaining_sums = self.team.kernel(
             "remaining_sums", "remaining_sums", self._defines(sums, pitch, bool(copies))
         )
         argument = self._argument(self._of_product, a, b, sums, pitch, copies)
-        made.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
-        self._reduce_rest(rest, sums, pitch, copies, stream)
+        product.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
+        self._reduce_rest(remaining_sums, sums, pitch, copies, stream)
 
     def _reduce_rest(
         self, kernel: Kernel, sums: int, pitch: int, copies: bytes, stream: int
@@ -184,16 +187,18 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
 
     @property
     def _reducer_blocks(self) -> int:
-        return up(max(1, self.shape.reducer_blocks), self.shape.cluster)
+        return up(max(1, self.schedule.reducer_blocks), self.schedule.cluster)
 
     @cached_property
     def _units(self) -> int:
-        return len(self.tile_order.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
+        return (
+            len(self.tile_order.of(self.team.rank, self.schedule.cluster)) // self.schedule.cluster
+        )
 
     @property
     def _product_blocks(self) -> int:
         """Blocks: no more than are needed for as few rounds of tiles."""
-        cluster = self.shape.cluster
+        cluster = self.schedule.cluster
         most = max(1, (self.team.device.processors - self._reducer_blocks) // cluster)
         rounds = -(-self._units // most)
         return cluster * -(-self._units // rounds)
@@ -204,20 +209,22 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
         problem, rank = self.problem, self.team.rank
         require_aligned(A=a, B=b)
-        columns = TILE_COLUMNS // self.shape.cluster
-        slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
+        columns = TILE_COLUMNS // self.schedule.cluster
+        slots = [
+            self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.slot_layouts)
+        ]
         skipped = 8 * rank * self.tile_order.chunks
-        arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.places)]
-        made = (
+        arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.slot_layouts)]
+        packed = (
             self._map(a, problem.a, (problem.height, problem.depth), TILE_ROWS, 64)
             + self._map(b, problem.b, (problem.depth, problem.columns), 64, columns)
             + self.team.packed()
             + struct.pack("QII", self._start("tiles"), self._units, -(-problem.depth // 64))
-            + struct.pack("II", self._product_blocks, self.shape.stagger_cycles)
+            + struct.pack("II", self._product_blocks, self.schedule.stagger_cycles)
             + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
             + self._of_take(sums, pitch, copies)
         )
-        return made + bytes(-len(made) % 64)
+        return packed + bytes(-len(packed) % 64)
 
     def _of_rest(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `RestArgument`."""
@@ -236,7 +243,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         )
 
     def _start(self, name: str) -> int:
-        """Where a part of this rank's memory begins."""
+        """The address of a part of this rank's memory."""
         return self.bases[self.team.rank] + int(getattr(self._own, name))
 
 
@@ -285,7 +292,9 @@ class GemmAllReduce(TileSendingGemm):
         rank, columns, first = self.team.rank, self.problem.columns, self._first
         nbytes, between = 2 * (columns if pitch is None else pitch), up(2 * columns, 16)
         here, there = result + first[rank] * nbytes, list(result_addresses)
-        arrived = [base + own.extra for base, own in zip(self.bases, self.places, strict=True)]
+        arrived = [
+            base + own.extra for base, own in zip(self.bases, self.slot_layouts, strict=True)
+        ]
         copies = self._copies(there, nbytes) if there else self._copies(arrived, between)
         self._multiply(a, b, here, nbytes, stream, copies)
         if there:
@@ -300,7 +309,9 @@ class GemmAllReduce(TileSendingGemm):
                 copy(self.team.device, stream, target, sums)
 
     def _copies(self, addresses: Sequence[int], pitch: int) -> bytes:
-        """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
+        """The pitch of this rank's sums on all ranks, and their addresses there, the next rank's
+        first.
+        """
         team = self.team
         skipped = self._first[team.rank] * pitch
         begin = [addresses[other] + skipped for other in team.ring_order]
