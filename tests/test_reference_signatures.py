@@ -121,6 +121,8 @@ TORCH = {
     "rendezvous": lambda tensor, group: 0,
     "set_backend": lambda name: 0,
     "get_backend": lambda device: 0,
+    "get_mem_pool": lambda device: 0,
+    "_SymmetricMemory.get_mempool_allocator": lambda device: 0,
     "set_signal_pad_size": lambda size: 0,
     "get_signal_pad_size": lambda: 0,
     "is_symm_mem_tensor": lambda tensor: 0,

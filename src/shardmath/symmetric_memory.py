@@ -23,7 +23,7 @@ import numpy as np
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.base.untraced import untraced
-from shardmath.context.context import get_context, require_context
+from shardmath.context.context import DistributedContext, get_context, require_context
 from shardmath.context.startup import initialize
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
@@ -53,6 +53,8 @@ __all__ = [
     "enable_symm_mem_for_group",
     "get",
     "get_backend",
+    "get_mem_pool",
+    "get_mempool_allocator",
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
@@ -88,14 +90,17 @@ def empty(
 
     Its library is `package`, else that of `dtype` (torch's or NumPy's own), else torch where a
     `device` is given and torch has been imported, else NumPy, which has no arrays on GPUs. `dtype`
-    None means the library's default. Raises HeapExhausted, ValueError for
-    a bad argument, BackendUnavailable for another device than the context's, RuntimeError before
-    `initialize`.
+    None means the library's default. In a program of torch.distributed the first call makes the
+    context, of the ranks of torch's group, and serves torch.ops.symm_mem: it is collective.
+
+    Raises HeapExhausted, ValueError for a bad argument, BackendUnavailable for another device than
+    the context's, RuntimeError before `initialize` where there is no group of torch's.
     """
+    context = _begun(device)
     shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
     library = _library(package, dtype, device)
     wanted = library.default_dtype() if dtype is None else dtype_of(dtype)
-    return empty_on_heap(require_context(), library, _integers("size", shape), wanted)
+    return empty_on_heap(context, library, _integers("size", shape), wanted)
 
 
 @untraced
@@ -115,9 +120,10 @@ def empty_strided_p2p(
 
     Raises as `empty`, and RuntimeError for an `alloc_id` that is in use or had another size.
     """
-    context = require_context()
-    if group_name is None and isinstance(device, str) and is_registered(device):
+    known = get_context() is not None
+    if known and group_name is None and isinstance(device, str) and is_registered(device):
         device, group_name = None, device
+    context = _begun(device)
     library, wanted = _library(None, dtype, device), dtype_of(dtype)
     shape, strides = _integers("size", size), _integers("stride", stride)
     if len(shape) != len(strides):
@@ -313,16 +319,49 @@ def _fill_on_gpu(library: Library, tensor: Any, offset: int, val: int, count: in
     call("cuMemsetD32Async", library.pointer(tensor) + 4 * offset, val, count, stream)
 
 
-def register() -> None:
-    """Serve torch.ops.symm_mem on CPU tensors by this package, in this process. Local.
+def get_mempool_allocator(device: Any) -> Any:
+    """The allocator of `get_mem_pool`, for a torch.cuda.MemPool with other options. Local."""
+    from shardmath.handles.torch_pool import allocator_of
 
-    Call it after torch has been imported, as often as you like. Which operators are served is in
-    docs/from-symmetric-memory.md; those on GPUs stay torch's own. A `group_name` is found as by
-    `rendezvous`. Raises BackendUnavailable without torch, NotImplementedError where this torch does
-    not define one of them.
+    return allocator_of(_context_of_gpu(device))
+
+
+def get_mem_pool(device: Any) -> Any:
+    """The torch.cuda.MemPool on the symmetric heap of this rank's GPU, always the same one. Local.
+
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool("cuda")):
+            x = torch.randn(1000, device="cuda")  # can be brought to a rendezvous
+
+    The ranks make and drop the same tensors within it in the same order. Raises BackendUnavailable
+    for another device than the context's.
+    """
+    from shardmath.handles.torch_pool import new_pool
+
+    context = _context_of_gpu(device)
+    return context.cache("torch.cuda.MemPool", lambda: new_pool(context))
+
+
+def _context_of_gpu(device: Any) -> DistributedContext:
+    context = _begun(device)
+    if context.team is None or _kind_of(device) != "cuda":
+        raise BackendUnavailable(
+            f"torch has memory pools on GPUs; this context computes on {context.device_id}, and "
+            f"the pool is asked for on {device}"
+        )
+    return context
+
+
+def register() -> None:
+    """Serve torch.ops.symm_mem by this package, in this process. Local.
+
+    Operators are served on CPU tensors and, where the current context computes on GPUs, there too,
+    in place of torch's kernels: which ones, is in docs/from-symmetric-memory.md. Call it after
+    torch has been imported, as often as you like. A `group_name` is found as by `rendezvous`.
+    Raises BackendUnavailable without torch, NotImplementedError where this torch does not define
+    one of them.
     """
     try:
-        from shardmath.symmetric_operators import serve
+        from shardmath.symmetric_operators import serve, serve_gpus
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -330,6 +369,18 @@ def register() -> None:
             "torch.ops.symm_mem needs torch: pip install 'shardmath[torch]'"
         ) from error
     serve(memset32)
+    context = get_context()
+    if context is not None and context.team is not None:
+        serve_gpus(memset32)
+
+
+def _begun(device: Any) -> DistributedContext:
+    """The current context, which is made where torch.distributed has a group, and there is none."""
+    torchs = None if get_context() is not None else sys.modules.get("torch.distributed")
+    if torchs is not None and torchs.is_available() and torchs.is_initialized():
+        initialize("cpu" if device is None else device, torchs.group.WORLD)
+        register()
+    return require_context()
 
 
 class _SymmetricMemory(SymmetricMemory):
@@ -337,6 +388,7 @@ class _SymmetricMemory(SymmetricMemory):
 
     empty_strided_p2p = staticmethod(empty_strided_p2p)
     get_backend = staticmethod(get_backend)
+    get_mempool_allocator = staticmethod(get_mempool_allocator)
     has_multicast_support = staticmethod(has_multicast_support)
     is_symm_mem_tensor = staticmethod(is_symm_mem_tensor)
     memset32 = staticmethod(memset32)

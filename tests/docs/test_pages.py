@@ -22,6 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Other examples run on 1, 3 and 4 ranks; the demo runs the first two on 4.
 SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]} | {
     "sequence_parallel": [2],  # torch's optimizers load its compiler, which takes long
+    "experts": [],  # torchrun starts it: see tests/launchers
 }
 EXAMPLES = [
     (path, size)

@@ -14,6 +14,7 @@ import pytest
 import preloaded
 from started import command, missing
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).parent / "program.py")
 
 # Launcher, and the library whose communicator the program passes after it has done without.
@@ -41,3 +42,16 @@ def test_one_program(launcher: str, size: int) -> None:
 
 def test_alone() -> None:
     assert run([sys.executable, PROGRAM]) == ["environment 0 of 1"]
+
+
+def test_a_program_of_torch() -> None:
+    """It is torch's own but for the line that imports symmetric memory."""
+    if missing("torchrun"):
+        pytest.skip(missing("torchrun"))
+    program = ROOT / "examples" / "experts.py"
+    lines = run([*command("torchrun", 2, preloaded.python()), str(program)])
+    assert [line.partition(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    torchs = "import torch.distributed._symmetric_memory as symm_mem"
+    ours = "import shardmath.symmetric_memory as symm_mem"
+    text = program.read_text()
+    assert text.count("shardmath") == text.count(ours) == text.count(torchs) == 1

@@ -1,32 +1,20 @@
 """`torch.ops.symm_mem` on tensors in host memory, after `symmetric_memory.register()`."""
 
+import itertools
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch_operators import of_rank, operators, summed
 
-from mortal import on_ranks
+from mortal import limit_waits, on_ranks
 from shardmath import symmetric_memory as symm_mem
+from shardmath.errors import CollectiveMismatch, OpTimeout
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-symmetric-memory.md"
 RANKS = 3
-
-
-def operators(context):
-    symm_mem.register()
-    symm_mem.register()
-    symm_mem.set_group_info("g", context.rank, context.size)
-    return torch.ops.symm_mem
-
-
-def of_rank(rank, shape, dtype=torch.float64):
-    count = torch.Size(shape).numel()
-    return (torch.arange(count).reshape(shape) % 7 + 10 * rank).to(dtype)
-
-
-def summed(shape, size, dtype=torch.float64):
-    return sum(of_rank(rank, shape, dtype) for rank in range(size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.complex64])
@@ -111,6 +99,47 @@ def test_tiles_are_summed_at_their_roots():
     on_ranks(RANKS, body)
 
 
+def test_blocks_are_summed_at_chosen_ranks():
+    cases = [  # extents of a matrix, axis, ends of blocks, their ranks: None are torch's defaults
+        ((6, 4), 0, None, None),
+        ((4, 7), 1, None, None),
+        ((5, 8), 1, [2, 2, 7], [2, 0, 0]),
+        ((9, 3), 0, [1, 4, 5, 9], [1, 2, 1, 0]),
+        ((9, 3), 0, [2, 3], [2, 2]),
+        ((9, 3), 1, [], []),
+    ]
+
+    def body(context):
+        ops, rank, size = operators(context), context.rank, context.size
+        for shape, dim, ends, owners in cases:
+            x, whole = of_rank(rank, shape, torch.bfloat16), summed(shape, size, torch.bfloat16)
+            sizes = [len(range(shape[dim])[n::size]) for n in range(size)]
+            cuts = list(itertools.accumulate(sizes)) if ends is None else ends
+            blocks = [
+                whole.narrow(dim, low, high - low) for low, high in itertools.pairwise([0, *cuts])
+            ]
+            own = owners if owners is not None else range(len(blocks))
+            mine = [b for b, owner in zip(blocks, own, strict=True) if owner == rank]
+            out = [torch.full_like(block.contiguous(), 99) for block in mine]
+            ops.nccl_reduce_scatter_offset(x, out, "g", dim, ends, owners, "sum")
+            assert all(map(torch.equal, out, mine))
+            assert torch.equal(x, of_rank(rank, shape, torch.bfloat16))
+        x, out = of_rank(rank, (6, 4)), [torch.empty(2, 4, dtype=torch.float64)]
+        for arguments, message in [
+            ((x, out, "g", 2), "expected a matrix and dim 0 or 1"),
+            ((x, out, "g", 0, [2, 7, 9]), "offsets rise up to 6"),
+            ((x, out, "g", 0, [2, 4, 6], [0, 1, 3]), "dst_ranks names one of 3 ranks"),
+            ((x, out * (1 + rank // 2), "g", 0), "rank 2: out is"),
+            ((x, out, "g", 0, None, None, "xor"), "reduce_op is one of"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                ops.nccl_reduce_scatter_offset(*arguments)
+        with pytest.raises(CollectiveMismatch, match="offsets"):
+            ops.nccl_reduce_scatter_offset(x, out, "g", 0, [2, 4, 6 - rank // 2])
+
+    on_ranks(RANKS, body)
+
+
 def test_moves():
     def body(context):
         ops, rank, size = operators(context), context.rank, context.size
@@ -130,28 +159,6 @@ def test_moves():
     on_ranks(RANKS, body)
 
 
-def test_rows_to_ranks_that_tensors_count():
-    table = torch.tensor([[2, 0, 1], [0, 0, 0], [3, 1, 4]])
-
-    def body(context):
-        ops, rank = operators(context), context.rank
-        x, out = of_rank(rank, (9, 2)), torch.full((7, 2), -1.0, dtype=torch.float64)
-        said = torch.full((2, 3), -1, dtype=torch.int64)
-        ops.all_to_all_vdev(x, out, table[rank], said, "g")
-        parts = [of_rank(other, (9, 2))[: table[other].sum()] for other in range(3)]
-        came = torch.cat([part.split(table[n].tolist())[rank] for n, part in enumerate(parts)])
-        assert torch.equal(out[: len(came)], came) and (out[len(came) :] == -1).all()
-        counts = table[:, rank]
-        assert torch.equal(said, torch.stack([counts, counts.cumsum(0) - counts]))
-        small = torch.empty((4, 2), dtype=torch.float64)
-        with pytest.raises(ValueError, match="rank 0: 5 rows come, and out has room for 4"):
-            ops.all_to_all_vdev(x, small, table[rank], said, "g")
-        with pytest.raises(ValueError, match="rank 0 sends 12 rows of an input of 9"):
-            ops.all_to_all_vdev(x, out, torch.tensor([4, 4, 4]), said, "g")
-
-    on_ranks(RANKS, body)
-
-
 def test_memory_of_peers():
     def body(context):
         ops, rank = operators(context), context.rank
@@ -161,15 +168,18 @@ def test_memory_of_peers():
         seen = [float(peer[0]) for peer in ops.get_remote_tensors(t, "g")]
         assert seen == [0, 1, 2]
         handle.barrier()
-        if rank == 0:
-            ops.nvshmem_put(t, 1)
-        handle.barrier()
-        assert (t == [0, 0, 2][rank]).all()
-        handle.barrier()
-        if rank == 0:
-            ops.nvshmem_get(t, 2)
-        handle.barrier()
-        assert (t == [2, 0, 2][rank]).all()
+        for put, get in [(ops.nvshmem_put, ops.nvshmem_get), (ops.nccl_put, ops.nccl_get)]:
+            if rank == 0:
+                put(t, 1)
+            handle.barrier()
+            assert (t == [0, 0, 2][rank]).all()
+            handle.barrier()
+            if rank == 0:
+                get(t, 2)
+            handle.barrier()
+            assert (t == [2, 0, 2][rank]).all()
+            t.fill_(rank)
+            handle.barrier()
         words = torch.zeros(5, dtype=torch.uint32)
         assert ops.memset32_(words, 1, 2**32 - 1, 2) is words
         ops.stream_write_value32_(words, 4, 7)
@@ -178,34 +188,76 @@ def test_memory_of_peers():
     on_ranks(RANKS, body)
 
 
-def test_products():
+def test_signals_have_values():
+    """Each rank sends to the next in turn: values are 64 bits wide, on pads and in arrays."""
+
     def body(context):
         ops, rank, size = operators(context), context.rank, context.size
-        cases = [
-            (0, lambda n: (2, 5, 4)),
-            (1, lambda n: (2, 3 + n, 4)),
-            (0, lambda n: (7 - n, 4)),
-            (0, lambda n: (n, 4)),
-        ]
-        for dim, shape_of in cases:
-            parts = [of_rank(n, shape_of(n)) for n in range(size)]
-            bs = [of_rank(0, (4, n)) for n in (3, 1, 0)]
-            whole = torch.cat(parts, dim)
-            a, made = ops.fused_all_gather_matmul(parts[rank], bs, dim, "g")
-            assert torch.equal(a, whole)
-            for b, c in zip(bs, made, strict=True):
-                torch.testing.assert_close(c, whole @ b)
-            kept, _ = ops.fused_all_gather_matmul(parts[rank], bs, dim, "g", return_A=False)
-            assert kept is None
-        for dim, shape in [(0, (5, 2, 4)), (1, (2, 7, 4)), (0, (2, 4))]:
-            b = of_rank(1, (4, 3))
-            for op in ("sum", "avg"):
-                made = ops.fused_matmul_reduce_scatter(of_rank(rank, shape), b, op, dim, "g")
-                whole = summed(shape, size) @ b / (size if op == "avg" else 1)
-                lengths = [len(range(whole.shape[dim])[n::size]) for n in range(size)]
-                torch.testing.assert_close(made, whole.split(lengths, dim)[rank])
+        t = symm_mem.empty(3, dtype=torch.float64, device="cpu")
+        words = symm_mem.empty(5, dtype=torch.int64, device="cpu").zero_()
+        handle, _ = symm_mem.rendezvous(t), symm_mem.rendezvous(words)
+        pad = handle.get_signal_pad(rank)
+        handle.barrier()
+        for sigpad in (pad, pad[2:4], words, words[4:]):
+            for value, src in itertools.product((5, 2**40 + 1, 7), range(size)):
+                dst = (src + 1) % size
+                t.fill_(10 * value + rank)
+                handle.barrier()
+                if rank == src:
+                    ops.nvshmem_put_with_signal(t, sigpad, value, dst)
+                if rank == dst:
+                    ops.nvshmem_wait_for_signal(sigpad, value, src)
+                    assert (t == 10 * value + src).all()
+                handle.barrier()
+        pad.zero_()
+        handle.barrier()
+        if rank == 0:
+            ops.nccl_put_with_signal(t.fill_(3), 9, 1)
+        if rank == 1:
+            for value in (4, 9):
+                ops.nccl_wait_for_signal(t, value)
+                assert (t == 3).all()
+        handle.barrier()
+        for call, message in [
+            (lambda: ops.nvshmem_put_with_signal(t, pad, -1, 0), "64 bits"),
+            (lambda: ops.nvshmem_put_with_signal(t, torch.zeros(2), 1, 0), "on no signal pad"),
+            (lambda: ops.nvshmem_put_with_signal(t, pad[1:3], 1, 0), "at a multiple of 8"),
+            (lambda: ops.nvshmem_wait_for_signal(pad, 1, size), f"peer {size} does not exist"),
+            (lambda: ops.nvshmem_put_with_signal(t, pad, 1, size), f"dst_rank {size} does not"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                call()
 
     on_ranks(RANKS, body)
+
+
+def test_a_signal_that_does_not_come():
+    """The wait ends, names who would set it, and leaves all usable."""
+
+    def body(context):
+        ops = operators(context)
+        t = symm_mem.empty(3, dtype=torch.float64, device="cpu").zero_()
+        handle = symm_mem.rendezvous(t)
+        pad, first = handle.get_signal_pad(context.rank), handle.get_remote_tensor(0, (3,), t.dtype)
+        handle.barrier()
+        policy = context.board.policy
+        if context.rank == 0:
+            limit_waits(context, 0.3)
+            with pytest.raises(OpTimeout) as caught:
+                ops.nvshmem_wait_for_signal(pad, 1, 1)
+            assert caught.value.ranks == (1,)
+            with pytest.raises(OpTimeout):
+                ops._async_input_mm(
+                    torch.ones(2, 2), torch.ones(2, 2), torch.zeros(1, dtype=torch.uint32), 0
+                )
+            t.fill_(1)
+        context.board.policy = policy
+        while first[0] == 0:  # outside of any operation: rank 1 is only late
+            time.sleep(0.001)
+        context.barrier()
+        assert torch.equal(ops.one_shot_all_reduce(t.fill_(1), "sum", "g"), t * 2)
+
+    on_ranks(2, body)
 
 
 def test_compiled():
@@ -223,18 +275,25 @@ def test_compiled():
 
 
 def test_the_page_says_of_each_operator_what_there_is():
-    """The table of the page has every operator of torch's, and says which of them are served."""
+    """The table of the page has every operator of torch's, what is served, and by which test."""
     symm_mem.register()
     defined = {
         name.removeprefix("symm_mem::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("symm_mem::")
     }
-    rows = re.findall(r"^\| `(\w+)` \| (served|not served)", PAGE.read_text(), re.MULTILINE)
-    assert len(dict(rows)) == len(rows)
+    line = r"^\| `(\w+)` \| (served|not served) \|[^|]*\| ([^|]*)\|$"
+    rows = re.findall(line, PAGE.read_text(), re.MULTILINE)
+    found = {name: said for name, said, _ in rows}
+    assert len(found) == len(rows)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     expected = {
         name: "served" if has_kernel(f"symm_mem::{name}", "CPU") else "not served"
         for name in defined
     }
-    assert dict(rows) == expected
+    assert found == expected
+    texts = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for name, said, tests in rows:
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert bool(named) == (said == "served"), name
+        assert all(f"def {test}(" in texts for test in named), name

@@ -183,12 +183,9 @@ class DeviceSymmetricMemory(SymmetricMemory):
                 "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, "
                 "get and the signals of the handle, or a handle of the ranks of one host"
             )
-        peers, start = self._state.peers, self._state.buffer_table.tolist()
-        starts = [
-            address + location.array_offset for address, location in zip(start, peers, strict=True)
-        ]
-        sizes = [location.nbytes - location.array_offset for location in peers]
-        return self._team.packed(timeout) + struct.pack(f"{2 * len(peers)}Q", *starts, *sizes)
+        sizes = [location.nbytes - location.array_offset for location in self._state.peers]
+        words = (*self.array_ptrs, *sizes)
+        return self._team.packed(timeout) + struct.pack(f"{len(words)}Q", *words)
 
     # -- signals on streams ------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ Signals are words and slots of the ranks' pads: see rendezvous_state.py.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, NoReturn
 
@@ -24,9 +23,8 @@ from shardmath.context.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
-from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
+from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState, order
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.rows import ORDERED
 from shardmath.transport.base import Memory
 
 
@@ -86,6 +84,12 @@ class SymmetricMemory(metaclass=PadSetting):
     def buffer_ptrs_dev(self) -> int:
         """The address of an array of the `buffer_ptrs`, for compiled code; the handle's own."""
         return int(self._state.buffer_table.ctypes.data)
+
+    @property
+    def array_ptrs(self) -> list[int]:
+        """The address here of the array that each rank brought; 0 where it has none."""
+        places = zip(self.buffer_ptrs, self._state.peers, strict=True)
+        return [address and address + place.array_offset for address, place in places]
 
     @property
     def signal_pad_ptrs(self) -> list[int]:
@@ -269,7 +273,7 @@ class SymmetricMemory(metaclass=PadSetting):
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
         state, words = self._state, self._state.words
         target = state.reached.get(channel, 0) + 1
-        _order()  # after writing what peers will read: before the word that announces it
+        order()  # after writing what peers will read: before the word that announces it
         words[self.rank][channel] = target
         if state.far is not None:
             state.far.reached(channel, target)
@@ -294,7 +298,7 @@ class SymmetricMemory(metaclass=PadSetting):
             channel,
             timeout,
         )
-        _order()
+        order()
         slots[slot] = 1
         if self._state.far is not None:
             self._state.far.raised(dst_rank, channel)
@@ -339,7 +343,7 @@ class SymmetricMemory(metaclass=PadSetting):
     ) -> None:
         if not arrived():
             self._context.board.wait(arrived, missing, f"{operation}, channel {channel}", timeout)
-        _order()  # before reading what peers wrote
+        order()  # before reading what peers wrote
 
     def synchronize(self) -> None:
         """Wait until what this handle has been asked to do is done. On the host it always is."""
@@ -365,8 +369,3 @@ class SymmetricMemory(metaclass=PadSetting):
 
 def _elements(storage_offset: int | None) -> int:
     return 0 if storage_offset is None else index(storage_offset, "storage_offset")
-
-
-def _order() -> None:
-    if not ORDERED:
-        os.sched_yield()

@@ -41,6 +41,7 @@ from shardmath.handles.rendezvous_state import (
     RendezvousState,
     pad_bytes,
 )
+from shardmath.handles.words import note_pad
 from shardmath.symmetric import structs
 from shardmath.symmetric.heap import Block, Buffer, Location
 
@@ -183,6 +184,7 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
     state.number, pad_number = context.next_shared_id(), context.next_shared_id()
     if context.multi_host and context.team is None:
         state.far = FarSignals(context, state)
+    note_pad(context, state)
     context.heap.share(block, context.number, state.number)
     context.heap.share(pad_buffer.block, context.number, pad_number)
     return state

@@ -84,3 +84,38 @@ extern "C" __global__ void raise_flag(const __grid_constant__ FlagArgument a) { 
 
 // And this rank's own from 1 to 0, once the peer has raised it.
 extern "C" __global__ void lower_flag(const __grid_constant__ FlagArgument a) { change_flag(a, 1, kSignal); }
+
+struct WordArgument {
+    Team team;
+    u64* word;
+    u64 value;
+    int peer;  // who sets the word that is waited for; -1: any rank
+    u32 at_least;
+};
+
+// Set a word, mostly a peer's: after all that kernels and copies before this one have written there.
+extern "C" __global__ void set_word(const __grid_constant__ WordArgument a) {
+    await_earlier();
+    fence();
+    store_release(a.word, a.value);
+}
+
+// Wait until this rank's word has the value, or one that is at least that. It stays as it is.
+extern "C" __global__ void await_word(const __grid_constant__ WordArgument a) {
+    await_earlier();
+    const auto sets = [&](int peer) { return a.peer < 0 ? peer != a.team.rank || kRanks == 1 : peer == a.peer; };
+    const auto any_gone = [&] {
+        bool found = false;
+        for (int peer = 0; peer < kRanks; ++peer) found |= sets(peer) && gone(a.team, peer);
+        return found;
+    };
+    Deadline deadline;
+    for (bool last = false;; last = deadline.passed(a.team, any_gone)) {
+        const u64 seen = load_acquire(a.word);
+        if (a.at_least ? seen >= a.value : seen == a.value) return;
+        if (!last) continue;
+        for (int peer = 0; peer < kRanks; ++peer)
+            if (sets(peer)) note(a.team, peer, kWord, 0, a.value, seen);
+        return report(a.team);
+    }
+}

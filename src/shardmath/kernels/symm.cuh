@@ -39,6 +39,10 @@ enum Operation : u32 {
     kShard = 10,
     kMismatch = 11,  // a peer's launch is another; the tags of both in place of `expected` and `seen`
     kMisfit = 12,    // what the ranks send is not what one takes; the tag and the launch in their place
+    kWord = 13,      // a word that a peer sets to a value
+    kNoRoom = 14,    // of experts.cu: more rows come to a rank than its result takes
+    kBadRows = 15,   // a rank's counts name rows that it does not have
+    kOtherRows = 16, // a rank makes another exchange
 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.

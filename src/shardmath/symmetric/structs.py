@@ -50,6 +50,10 @@ OF_PRODUCT = 9
 OF_SHARD = 10
 MISMATCH = 11
 MISFIT = 12
+OF_WORD = 13
+NO_ROOM = 14
+BAD_ROWS = 15
+OTHER_ROWS = 16
 
 
 def pad_bytes(size: int, channels: int) -> int:

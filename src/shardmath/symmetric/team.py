@@ -46,14 +46,29 @@ _OPERATIONS = {
     structs.OF_SHARD: "a product of gathered rows",
     structs.MISMATCH: "another collective",
     structs.MISFIT: "an exchange of other counts",
+    structs.OF_WORD: "a wait for a value",
 }
-_PLACES = {structs.OF_COLLECTIVE: "block", structs.OF_PRODUCT: "chunk", structs.OF_SHARD: "part"}
+_PLACES = {
+    structs.OF_COLLECTIVE: "block",
+    structs.OF_PRODUCT: "chunk",
+    structs.OF_SHARD: "part",
+    structs.OF_WORD: "word",
+}
 # What an expired wait leaves in no known state.
 _BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT)
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
     structs.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
+    structs.NO_ROOM: (
+        "found that {seen} rows come to rank {place}, whose out has room for {expected}"
+    ),
+    structs.BAD_ROWS: (
+        "found that chunk {seen} of rank {place} is not within the {expected} rows of its input"
+    ),
+    structs.OTHER_ROWS: (
+        "found that rank {place} exchanges rows of another size, or in another order"
+    ),
 }
 
 
@@ -201,6 +216,25 @@ class Team:
         self.device.activate()
         self._launch(function, stream, timeout, struct.pack("QIi", slot, channel, peer))
 
+    def word(
+        self,
+        function: str,
+        stream: int,
+        address: int,
+        value: int,
+        peer: int | None = None,
+        at_least: bool = False,
+    ) -> None:
+        """`set_word` or `await_word` of signals.cu, on the word of 64 bits at `address`.
+
+        `peer` sets the word that is waited for; None where it is not known who.
+        """
+        self.check()
+        self.device.activate()
+        src = -1 if peer is None else peer
+        tail = struct.pack("QQiI", address, value & (1 << 64) - 1, src, at_least)
+        self._launch(function, stream, None, tail)
+
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
     ) -> None:
@@ -318,8 +352,10 @@ class Team:
         self._notes[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)
         refused = late[self.rank].tolist()
-        if refused[0] in _REFUSED:
-            reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
+        reason = _REFUSED.get(refused[0] & 0xFFFFFFFF)
+        if reason is not None:
+            place, seen = refused[0] >> 32, _signed(refused[2])
+            reason = reason.format(expected=refused[1], seen=seen, place=place)
             return ValueError(f"{self._who()}: a kernel {reason}")
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [

@@ -59,3 +59,9 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 inline unsigned long long atomicAdd(unsigned long long* word, unsigned long long value) {
     return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
 }
+inline unsigned long long atomicMax(unsigned long long* word, unsigned long long value) {
+    unsigned long long before = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    while (before < value && !__atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return before;
+}

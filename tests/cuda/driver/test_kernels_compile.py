@@ -37,6 +37,7 @@ CASES = [
         "sm_90",
     ),
     ("exchange", (*RANKS, "MAIL_BYTES=4096", *EXCHANGE), "sm_90"),
+    ("experts", RANKS, "sm_90"),
     *(("factors", (f"ELEMENT={name}",), "sm_90") for name in ("complex128", "float32", "float64")),
     ("far_signals", RANKS, "sm_90"),
     ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),

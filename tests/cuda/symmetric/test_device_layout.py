@@ -53,6 +53,10 @@ def facts(size):
         "kNoPeer": structs.NO_PEER,
         "kWrongRanks": structs.WRONG_RANKS,
         "kProduct": structs.OF_PRODUCT,
+        "kWord": structs.OF_WORD,
+        "kNoRoom": structs.NO_ROOM,
+        "kBadRows": structs.BAD_ROWS,
+        "kOtherRows": structs.OTHER_ROWS,
     }
 
 

@@ -1,0 +1,105 @@
+"""torch.ops.symm_mem by the collectives and the symmetric memory of this package.
+
+torch defines these operators, and has kernels for GPUs only. `serve` adds kernels for CPU tensors,
+and shapes for torch's compiler where torch has none. Where a context computes on GPUs, `serve_gpus`
+puts ours in the place of torch's kernels there, which know nothing of our heap. A kernel is as
+collective as torch's, over the group that its `group_name` names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory  # it defines a part of the operators
+
+from shardmath.base.collective_call import collective_call
+from shardmath.symmetric_operators import moves, products, rows, signals, sums
+
+__all__ = ["serve", "serve_gpus"]
+
+_Kernels = dict[str, Callable[..., Any]]
+_OF_THIS_RANK: _Kernels = {"_async_input_mm": products.async_input_mm}
+_COLLECTIVES: _Kernels = {**sums.KERNELS, **moves.KERNELS, **rows.KERNELS, **signals.KERNELS}
+# torch's own of these overlap on GPUs what they gather or scatter with the products.
+_PRODUCTS: _Kernels = products.KERNELS
+
+
+@cache
+def serve(memset32: Callable[..., Any]) -> Any:
+    """Register the kernels for CPU tensors, once in a process: the torch.library.Library of them.
+
+    `memset32(tensor, offset, value, count)` writes uint32 elements. Raises NotImplementedError
+    where this torch does not define an operator of the table.
+    """
+    kernels = {**_OF_THIS_RANK, **_written(memset32), **_COLLECTIVES, **_PRODUCTS}
+    missing = [name for name in kernels if not hasattr(torch.ops.symm_mem, name)]
+    if missing:
+        raise NotImplementedError(f"torch {torch.__version__} does not define symm_mem::{missing}")
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name, kernel in kernels.items():
+        library.impl(name, _called(name, kernel), "CPU")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "Meta"):
+            library.impl(name, _SHAPES.get(name, _nothing), "Meta")
+    return library
+
+
+@cache
+def serve_gpus(memset32: Callable[..., Any]) -> Any:
+    """Let our kernels take tensors on GPUs, too, but for products and what torch overlaps."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    kernels = {**_written(memset32), **_COLLECTIVES}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in kernels.items():
+            library.impl(name, _called(name, kernel), "CUDA", allow_override=True)
+    return library
+
+
+def _called(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as a collective call, if it is one."""
+    return collective_call(kernel) if name in _COLLECTIVES or name in _PRODUCTS else kernel
+
+
+def _written(memset32: Callable[..., Any]) -> _Kernels:
+    def memset32_(x: Any, offset: int, val: int, count: int) -> Any:
+        return memset32(x, offset, val, count)
+
+    def stream_write_value32_(x: Any, offset: int, val: int) -> Any:
+        return memset32(x, offset, val)
+
+    return {"memset32_": memset32_, "stream_write_value32_": stream_write_value32_}
+
+
+# -- shapes for torch's compiler -------------------------------------------------------------------
+
+
+def _nothing(*arguments: Any, **words: Any) -> None:
+    """The shape of nothing: an operator that only writes into its arguments."""
+
+
+def _first(x: Any, *_: Any) -> Any:
+    return x
+
+
+def _last(*arguments: Any) -> Any:
+    return arguments[-1]
+
+
+_SHAPES: _Kernels = {
+    "one_shot_all_reduce": lambda x, *_: torch.empty_like(x),
+    "one_shot_all_reduce_copy": lambda buffer, x, *_: torch.empty_like(x),
+    "one_shot_all_reduce_out": _last,
+    "one_shot_all_reduce_copy_out": _last,
+    "two_shot_all_reduce_": _first,
+    "two_shot_all_reduce_out": _last,
+    "reduce_scatter_out": _last,
+    "nvshmem_broadcast": _first,
+    "nvshmem_all_to_all": lambda x, out, _: out,
+    "memset32_": _first,
+    "stream_write_value32_": _first,
+    "_async_input_mm": lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
+}
