@@ -2,13 +2,17 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch_operators import operators
 
 from mortal import on_ranks
+from shardmath import symmetric_memory as symm_mem
+from shardmath.collectives import experts
 from shardmath.errors import CollectiveMismatch
+from shardmath.symmetric_operators import rows
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -90,8 +94,8 @@ def there_and_back(ops, context, experts, shape, dtype):
 def test_rows_to_experts_and_back(size):
     def body(context):
         ops = operators(context)
-        for experts, shape in [(1, ()), (3, (2, 2)), (2, (0,))]:
-            there_and_back(ops, context, experts, shape, torch.float32)
+        for count, shape in [(1, ()), (3, (2, 2)), (2, (0,))]:
+            there_and_back(ops, context, count, shape, torch.float32)
 
     on_ranks(size, body)
 
@@ -184,5 +188,46 @@ def test_mistakes_are_errors_of_all_ranks():
         assert not out.any() and not told.any()
         back(given["x"], out, both, told, "g")
         assert out.all()
+
+    on_ranks(2, body)
+
+
+def test_what_kernels_are_told(monkeypatch):
+    """Of the ways of GPUs, on memory of the host: hosts meet where a call is new, and else not."""
+
+    def body(context):
+        put, kernels = [], SimpleNamespace(put=lambda exchange, stream: put.append(exchange))
+        monkeypatch.setattr(experts.Experts, "of", lambda _: kernels)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+        rank, size = context.rank, context.size
+        x, told = torch.ones(8, 3), torch.zeros(2, 4, dtype=torch.int64)
+        splits = torch.full((4,), 2)
+        out = symm_mem.empty(8 + rank, 3, dtype=torch.float32, device="cpu")
+
+        def call(x=x, splits=splits, align=2):
+            shuffle = rows.Shuffle("there", size, 2, align=align)
+            rows._exchange_on_gpus(context, lambda: shuffle, x, out, splits, None, told)
+
+        call()
+        if rank == 0:  # alone, and with another tensor of the same kind
+            call(x.clone())
+        context.barrier()
+        call(align=1)
+        assert len(put) == 3 - rank
+        targets = symm_mem.rendezvous(out).array_ptrs
+        for exchange, align in zip(put, [2, 2, 1][-len(put) :], strict=True):
+            assert exchange.targets == targets and exchange.targets[rank] == out.data_ptr()
+            assert (exchange.counts, exchange.starts) == (splits.data_ptr(), 0)
+            assert (exchange.width, exchange.rows, exchange.room) == (12, 8, 8 + rank)
+            assert (exchange.experts, exchange.align, exchange.combines) == (2, align, False)
+        assert len({exchange.tag for exchange in put}) == 2
+        for wrong, message in [
+            (lambda: call(x[:, :2]), "contiguous"),
+            (lambda: call(splits=splits.int()), "int64"),
+            (lambda: call(splits=splits[:2]), "expected in_splits of 4 counts"),
+            (lambda: call(x.double()), "out has rows of"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                wrong()
 
     on_ranks(2, body)

@@ -8,7 +8,7 @@ whoever has seen the value. These are the signals of NVSHMEM; those of a handle,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,6 +20,9 @@ from shardmath.handles.allocation import require_live
 from shardmath.handles.rendezvous_state import RendezvousState, order
 from shardmath.symmetric.heap import Location
 from shardmath.transport.base import Bytes, DeviceBytes
+
+if TYPE_CHECKING:
+    from shardmath.symmetric.team import Team
 
 WORD = 8
 _STATES = "states of pads"
@@ -71,8 +74,8 @@ class Word(Immutable, words="byte {start} of rendezvous {state.number}"):
     def wait(self, value: int, peer: int | None, *, at_least: bool = False) -> None:
         """Wait until this rank's word is `value`, or `at_least` that; `peer` sets it, if known.
 
-        On a GPU the current stream waits. Raises OpTimeout, RankFailure where that rank has ended,
-        ValueError where it does not exist.
+        On a GPU the current stream waits, and the handle reports what its wait has found. Raises
+        OpTimeout, RankFailure where that rank has ended, ValueError where it does not exist.
         """
         context, memory = self.context, self._memory(self.context.rank)
         peer = None if peer is None else self._known(peer)
@@ -93,9 +96,9 @@ class Word(Immutable, words="byte {start} of rendezvous {state.number}"):
         order()
 
     @property
-    def _team(self) -> Any:
-        assert self.context.team is not None, "made for GPUs"
-        return self.context.team
+    def _team(self) -> Team:
+        assert self.state.team is not None, "made for GPUs"
+        return self.state.team
 
     def _known(self, peer: int) -> int:
         if not 0 <= peer < self.context.size:
