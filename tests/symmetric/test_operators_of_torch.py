@@ -231,6 +231,32 @@ def test_signals_have_values():
     on_ranks(RANKS, body)
 
 
+def test_memory_of_a_group():
+    """What a group has brought to its rendezvous: ranks are those of the group."""
+
+    def body(context):
+        ops = operators(context)
+        group = context.subset([0, 2]) if context.rank != 1 else None
+        if group is not None:
+            t = symm_mem.empty(3, dtype=torch.float64, device="cpu").fill_(group.rank)
+            handle = symm_mem.rendezvous(t, group)
+            pad = handle.get_signal_pad(group.rank)
+            handle.barrier()
+            if group.rank == 0:
+                ops.nvshmem_put_with_signal(t.fill_(5), pad, 3, 1)
+            else:
+                ops.nvshmem_wait_for_signal(pad, 3, 0)
+                assert (t == 5).all()
+            t.fill_(group.rank)
+            handle.barrier()
+            if group.rank == 0:
+                ops.nccl_get(t, 1)
+            assert (t == 1).all()
+        context.barrier()
+
+    on_ranks(RANKS, body)
+
+
 def test_a_signal_that_does_not_come():
     """The wait ends, names who would set it, and leaves all usable."""
 

@@ -614,7 +614,7 @@ def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number
 
 
 def open_contexts() -> list[DistributedContext]:
-    """Every context of this process that can be used, the current one first."""
+    """Every context of this process that can be used: the current one, then the oldest."""
     now = get_context()
-    others = [context for context in list(_contexts) if context is not now]
+    others = sorted(set(_contexts) - {now}, key=lambda context: context.number)
     return [c for c in ([now] if now is not None else []) + others if not c.closed]

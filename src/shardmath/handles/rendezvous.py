@@ -26,6 +26,7 @@ from shardmath.context.context import (
     Context,
     DistributedContext,
     get_context,
+    open_contexts,
     require_context,
 )
 from shardmath.errors import UseAfterFree
@@ -66,6 +67,16 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     context = context_of_group(_group_at_allocation(tensor) if group is None else group)
     context.require_open()
     return _kept(context, tensor) or _agreed(context, tensor)
+
+
+def handle_of(tensor: Any) -> SymmetricMemory:
+    """The handle of `tensor` in the current context, or in the oldest that knows it. Local.
+
+    Where none does, of a rendezvous in the current one, or in the group for which it was allocated:
+    collective, and raises as that.
+    """
+    kept = (_kept(context, tensor) for context in open_contexts())
+    return next((handle for handle in kept if handle is not None), None) or rendezvous(tensor)
 
 
 def agreed_rendezvous(tensor: Any, group: Any) -> SymmetricMemory:

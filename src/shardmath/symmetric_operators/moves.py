@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardmath.collectives import all_gather, all_to_all, broadcast
-from shardmath.handles.rendezvous import context_of_group, rendezvous
+from shardmath.handles.rendezvous import context_of_group, handle_of, rendezvous
 
 
 def _low_contention_all_gather(x: Any, group_name: str) -> Any:
@@ -24,11 +24,11 @@ def _nvshmem_all_to_all(x: Any, out: Any, group_name: str) -> Any:
 
 
 def _put(x: Any, peer: int) -> None:
-    rendezvous(x.detach()).put(x.detach(), peer)
+    handle_of(x.detach()).put(x.detach(), peer)
 
 
 def _get(x: Any, peer: int) -> None:
-    rendezvous(x.detach()).get(x.detach(), peer)
+    handle_of(x.detach()).get(x.detach(), peer)
 
 
 def _get_remote_tensors(x: Any, group_name: str) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardmath.handles.rendezvous import rendezvous
+from shardmath.handles.rendezvous import handle_of
 from shardmath.handles.words import Word, word_at
 
 
@@ -33,14 +33,14 @@ def _nccl_wait_for_signal(x: Any, signal: int) -> None:
 
 def _first_word(x: Any) -> Word:
     """The first word of the signal pads of the array `x`."""
-    handle = rendezvous(x.detach())
+    handle = handle_of(x.detach())
     return word_at(handle.get_signal_pad(handle.rank))
 
 
 def _put_with_signal(x: Any, word: Word, signal: int, peer: int) -> None:
     if not 0 <= signal < 1 << 64:
         raise ValueError(f"a signal's value has 64 bits, which {signal} is beyond")
-    rendezvous(x.detach()).put(x.detach(), peer)
+    handle_of(x.detach()).put(x.detach(), peer)
     word.set(peer, signal)
 
 
