@@ -20,7 +20,7 @@ from shardmath.context.startup import new_context
 
 NAMESPACES = "TEST_NAMESPACES"  # the processes that hold them
 
-for folder in ("collectives", "redistribution", "matmul", "fft"):
+for folder in ("collectives", "redistribution", "matmul", "fft", "symmetric"):
     sys.path.append(str(Path(__file__).parent.parent / folder))
 
 

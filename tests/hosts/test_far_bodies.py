@@ -10,6 +10,7 @@ import redistribution_cases
 import test_fft_any
 import test_matmul_any
 import test_moving
+import test_operators_of_torch
 import test_redistribute_any
 import test_reducing
 from hypothesis import given
@@ -67,6 +68,15 @@ def test_reduce_scatter(far_contexts, case):
     assert all(
         far_contexts.run(test_reducing.check_scatter, scattered, "float16", "sum", ranks=size)
     )
+
+
+def signals_with_values(context):
+    with context:
+        test_operators_of_torch.check_values(context)
+
+
+def test_signals_have_values(far_contexts):
+    far_contexts.run(signals_with_values, ranks=3)
 
 
 def test_all_reduce_in_many_blocks(far_contexts):

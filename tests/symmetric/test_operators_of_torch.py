@@ -188,47 +188,47 @@ def test_memory_of_peers():
     on_ranks(RANKS, body)
 
 
-def test_signals_have_values():
+def check_values(context):
     """Each rank sends to the next in turn: values are 64 bits wide, on pads and in arrays."""
+    ops, rank, size = operators(context), context.rank, context.size
+    t = symm_mem.empty(3, dtype=torch.float64, device="cpu")
+    words = symm_mem.empty(5, dtype=torch.int64, device="cpu").zero_()
+    handle, _ = symm_mem.rendezvous(t), symm_mem.rendezvous(words)
+    pad = handle.get_signal_pad(rank)
+    handle.barrier()
+    for sigpad in (pad, pad[2:4], words, words[4:]):
+        for value, src in itertools.product((5, 2**40 + 1, 7), range(size)):
+            dst = (src + 1) % size
+            t.fill_(10 * value + rank)
+            handle.barrier()
+            if rank == src:
+                ops.nvshmem_put_with_signal(t, sigpad, value, dst)
+            if rank == dst:
+                ops.nvshmem_wait_for_signal(sigpad, value, src)
+                assert (t == 10 * value + src).all()
+            handle.barrier()
+    pad.zero_()
+    handle.barrier()
+    if rank == 0:
+        ops.nccl_put_with_signal(t.fill_(3), 9, 1)
+    if rank == 1:
+        for value in (4, 9):
+            ops.nccl_wait_for_signal(t, value)
+            assert (t == 3).all()
+    handle.barrier()
+    for call, message in [
+        (lambda: ops.nvshmem_put_with_signal(t, pad, -1, 0), "64 bits"),
+        (lambda: ops.nvshmem_put_with_signal(t, torch.zeros(2), 1, 0), "on no signal pad"),
+        (lambda: ops.nvshmem_put_with_signal(t, pad[1:3], 1, 0), "at a multiple of 8"),
+        (lambda: ops.nvshmem_wait_for_signal(pad, 1, size), f"peer {size} does not exist"),
+        (lambda: ops.nvshmem_put_with_signal(t, pad, 1, size), f"dst_rank {size} does not"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
 
-    def body(context):
-        ops, rank, size = operators(context), context.rank, context.size
-        t = symm_mem.empty(3, dtype=torch.float64, device="cpu")
-        words = symm_mem.empty(5, dtype=torch.int64, device="cpu").zero_()
-        handle, _ = symm_mem.rendezvous(t), symm_mem.rendezvous(words)
-        pad = handle.get_signal_pad(rank)
-        handle.barrier()
-        for sigpad in (pad, pad[2:4], words, words[4:]):
-            for value, src in itertools.product((5, 2**40 + 1, 7), range(size)):
-                dst = (src + 1) % size
-                t.fill_(10 * value + rank)
-                handle.barrier()
-                if rank == src:
-                    ops.nvshmem_put_with_signal(t, sigpad, value, dst)
-                if rank == dst:
-                    ops.nvshmem_wait_for_signal(sigpad, value, src)
-                    assert (t == 10 * value + src).all()
-                handle.barrier()
-        pad.zero_()
-        handle.barrier()
-        if rank == 0:
-            ops.nccl_put_with_signal(t.fill_(3), 9, 1)
-        if rank == 1:
-            for value in (4, 9):
-                ops.nccl_wait_for_signal(t, value)
-                assert (t == 3).all()
-        handle.barrier()
-        for call, message in [
-            (lambda: ops.nvshmem_put_with_signal(t, pad, -1, 0), "64 bits"),
-            (lambda: ops.nvshmem_put_with_signal(t, torch.zeros(2), 1, 0), "on no signal pad"),
-            (lambda: ops.nvshmem_put_with_signal(t, pad[1:3], 1, 0), "at a multiple of 8"),
-            (lambda: ops.nvshmem_wait_for_signal(pad, 1, size), f"peer {size} does not exist"),
-            (lambda: ops.nvshmem_put_with_signal(t, pad, 1, size), f"dst_rank {size} does not"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                call()
 
-    on_ranks(RANKS, body)
+def test_signals_have_values():
+    on_ranks(RANKS, check_values)
 
 
 def test_memory_of_a_group():
