@@ -287,15 +287,23 @@ def test_a_signal_that_does_not_come():
 
 
 def test_compiled():
+    """One that returns a new tensor, and one that writes into its arguments."""
+
     def body(context):
         ops = operators(context)
 
-        def called(x):
+        def summed_twice(x):
             return ops.one_shot_all_reduce(x + 1, "sum", "g") * 2
 
+        def exchanged(x):
+            out, told = torch.zeros(8, 2, dtype=x.dtype), torch.zeros(2, 2, dtype=torch.int64)
+            ops.all_to_all_vdev_2d(x + 1, out, torch.tensor([3, 1]), told, "g", 4)
+            return out * told[0].sum()
+
         x = of_rank(context.rank, (4, 2))
-        made = torch.compile(called, backend="aot_eager", fullgraph=True)(x)
-        assert torch.equal(made, called(x))
+        for called in (summed_twice, exchanged):
+            made = torch.compile(called, backend="aot_eager", fullgraph=True)(x)
+            assert torch.equal(made, called(x)) and made.any()
 
     on_ranks(2, body)
 
