@@ -342,11 +342,13 @@ def get_mem_pool(device: Any) -> Any:
 
 
 def _context_of_gpu(device: Any) -> DistributedContext:
-    context = _begun(device)
-    if context.team is None or _kind_of(device) != "cuda":
+    """The current context, which computes on that GPU: one that torch has a pool of memory for."""
+    context, (kind, _, number) = _begun(device), str(device).partition(":")
+    if context.team is None:
+        raise BackendUnavailable("this context computes on cores, where torch has no memory pools")
+    if kind != "cuda" or number not in ("", str(context.device_id)):
         raise BackendUnavailable(
-            f"torch has memory pools on GPUs; this context computes on {context.device_id}, and "
-            f"the pool is asked for on {device}"
+            f"this context's pool is on cuda:{context.device_id}, not {device}"
         )
     return context
 

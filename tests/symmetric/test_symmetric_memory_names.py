@@ -52,6 +52,8 @@ def test_forms_of_empty():
         fails(lambda: symm_mem.empty(2.5), TypeError)
         fails(lambda: symm_mem.empty(3, device="cuda"), BackendUnavailable)
         fails(lambda: symm_mem.empty(3, device=torch.device("cuda", 1)), BackendUnavailable)
+        for call in (symm_mem.get_mem_pool, symm_mem.get_mempool_allocator):
+            assert "on cores" in fails(partial(call, "cuda"), BackendUnavailable)
 
     on_ranks(1, body)
     assert "initialize" in fails(lambda: symm_mem.empty(3), RuntimeError)

@@ -268,7 +268,7 @@ def _exchange_on_gpus(
     """The same by kernels, which read the counts. Ranks whose calls are known wait for no host.
 
     A call is known by its shapes, and by `out`, which has to be symmetric, as the ranks bring it to
-    a rendezvous.
+    a rendezvous, and other memory than `x`, from which rows are still sent when others come.
     """
     from shardmath.collectives.experts import Experts, RowExchange
 
@@ -291,6 +291,8 @@ def _exchange_on_gpus(
         "exchanges of rows", lambda: LRUCache(_KEPT)
     )
     kinds = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
+    if context.team is not None and context.team.meets:
+        calls.clear()
     shuffle, handle = calls.made((_made(make), out.data_ptr(), *kinds), meet)
     exchange = RowExchange(
         source=x.data_ptr(),

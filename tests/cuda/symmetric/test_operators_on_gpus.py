@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardmath import symmetric_memory as symm_mem
-from shardmath.errors import OpTimeout
+from shardmath.errors import BackendUnavailable, OpTimeout
 
 DTYPES = ["float32", "bfloat16", "complex128", "int8", "float8_e4m3fn"]
 
@@ -247,6 +247,9 @@ def check_pool(context):
             found.append(symm_mem.is_symm_mem_tensor(x) and symm_mem.is_symm_mem_tensor(y))
             torch.cuda.synchronize()
         found.append(symm_mem.is_symm_mem_tensor(torch.zeros(3, device="cuda")))
+        for device in (f"cuda:{context.device_id + 1}", torch.device("cpu")):
+            with pytest.raises(BackendUnavailable):
+                symm_mem.get_mem_pool(device)
         return found
 
 
