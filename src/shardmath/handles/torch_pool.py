@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from shardmath.base.log import LOGGER
 from shardmath.context.context import Context
-from shardmath.errors import ShardmathError
 from shardmath.symmetric.heap import Buffer
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -34,10 +34,14 @@ class PoolAllocator:
         return context.cache("torch's pool", lambda: cls(context))
 
     def _allocate(self, nbytes: int, device: int, stream: int | None) -> int | None:
-        """Where a new segment lies; None, of which torch makes its OutOfMemoryError, for none."""
+        """Where a new segment lies; None, of which torch makes its OutOfMemoryError, for none.
+
+        No exception can leave it, to torch's C++.
+        """
         try:
             buffer = self._heap.allocate(nbytes)
-        except ShardmathError:
+        except Exception as error:
+            LOGGER.warning("no segment of %d bytes for torch's pool: %s", nbytes, error)
             return None
         address: int = buffer.block.address
         self._segments[address] = buffer
