@@ -12,6 +12,8 @@ import shutil
 import struct
 import subprocess
 import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,11 +27,12 @@ from shardmath.symmetric import structs
 from shardmath.symmetric_operators.rows import Shuffle
 
 THREADS, BLOCKS, TILE = 3, 4, 64
+STEPS = ["tell_counts", "send_rows", "finish_sending"]
 WORST = 40  # experts of a rank
 
 RUN = """
-extern "C" void run(const ExpertsArgument* argument, int step) {
-    const unsigned blocks = step == 1 ? BLOCKS : 1, threads = THREADS;
+extern "C" void run(const ExpertsArgument* argument, int step, unsigned blocks) {
+    const unsigned threads = THREADS;
     std::vector<std::thread> all;
     std::vector<std::unique_ptr<Block>> made;
     for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
@@ -60,7 +63,7 @@ def kernel(request, tmp_path_factory):
     source, made = folder / "experts.cc", folder / "experts.so"
     source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
     command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
-    defines = [f"-DSHARDMATH_RANKS={size}", f"-DBLOCKS={BLOCKS}", f"-DTHREADS={THREADS}"]
+    defines = [f"-DSHARDMATH_RANKS={size}", f"-DTHREADS={THREADS}"]
     subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
     return size, ctypes.CDLL(str(made))
 
@@ -74,7 +77,11 @@ class Rank(Experts):
         self.report = np.zeros(2 + 3 * size, np.uint64)
         self._capacity = size * WORST
         self.memory = aligned(8 * experts._words(size, self._capacity), 0xFF)
-        self._collectives = SimpleNamespace(team=SimpleNamespace(rank=rank, size=size))
+        device = SimpleNamespace(processors=BLOCKS)
+        team = SimpleNamespace(rank=rank, size=size, device=device, require_usable=lambda: None)
+        team.kernel = lambda file, function: SimpleNamespace(launch=partial(self.launch, function))
+        order = SimpleNamespace(section=lambda stream: nullcontext())
+        self._collectives = SimpleNamespace(team=team, order=order)
 
     def begin(self, ranks):
         """When all ranks have memory."""
@@ -85,13 +92,17 @@ class Rank(Experts):
         team.packed = lambda: packed
         self._tables = [each.memory.ctypes.data for each in ranks]
 
+    def launch(self, function, stream, blocks, threads, argument):
+        """Put a kernel on the stream."""
+        blocks = min(blocks, BLOCKS) if function == "send_rows" else blocks
+        self.launches.append((argument.first, STEPS.index(function), blocks))
+
     def run(self, library):
         """All launches, one after the other."""
-        for argument in self.launches:
+        for argument, step, blocks in self.launches:
             place = aligned(len(argument))
             place[:] = np.frombuffer(argument, np.uint8)
-            for step in range(3):
-                library.run(ctypes.c_void_p(place.ctypes.data), step)
+            library.run(ctypes.c_void_p(place.ctypes.data), step, blocks)
 
 
 class Job:
@@ -137,7 +148,7 @@ class Job:
                 align=shuffle.align,
                 combines=shuffle.combines,
             )
-            self.ranks[rank].launches.append(self.ranks[rank].packed(exchange))
+            self.ranks[rank].put(exchange, stream=0)
             self.results.append((rank, shuffle, table, chunks, outs[rank], told))
             self.results[-1] += (source, counts, starts)  # kept until all has run
 
