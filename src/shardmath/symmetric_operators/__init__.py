@@ -22,10 +22,13 @@ from shardmath.symmetric_operators import moves, products, rows, signals, sums
 __all__ = ["serve", "serve_gpus"]
 
 _Kernels = dict[str, Callable[..., Any]]
-_OF_THIS_RANK: _Kernels = {"_async_input_mm": products.async_input_mm}
-_COLLECTIVES: _Kernels = {**sums.KERNELS, **moves.KERNELS, **rows.KERNELS, **signals.KERNELS}
-# torch's own of these overlap on GPUs what they gather or scatter with the products.
-_PRODUCTS: _Kernels = products.KERNELS
+_EVERYWHERE: _Kernels = {
+    name: collective_call(kernel)
+    for kernels in (sums.KERNELS, moves.KERNELS, rows.KERNELS, signals.KERNELS)
+    for name, kernel in kernels.items()
+}
+# On GPUs torch's own overlap the products with what is gathered, scattered or awaited.
+_ON_CORES: _Kernels = {name: collective_call(made) for name, made in products.KERNELS.items()}
 
 
 @cache
@@ -35,13 +38,13 @@ def serve(memset32: Callable[..., Any]) -> Any:
     `memset32(tensor, offset, value, count)` writes uint32 elements. Raises NotImplementedError
     where this torch does not define an operator of the table.
     """
-    kernels = {**_OF_THIS_RANK, **_written(memset32), **_COLLECTIVES, **_PRODUCTS}
+    kernels = {**_written(memset32), **_EVERYWHERE, **_ON_CORES}
     missing = [name for name in kernels if not hasattr(torch.ops.symm_mem, name)]
     if missing:
         raise NotImplementedError(f"torch {torch.__version__} does not define symm_mem::{missing}")
     library = torch.library.Library("symm_mem", "IMPL")
     for name, kernel in kernels.items():
-        library.impl(name, _called(name, kernel), "CPU")
+        library.impl(name, kernel, "CPU")
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "Meta"):
             library.impl(name, _SHAPES.get(name, _nothing), "Meta")
     return library
@@ -49,19 +52,14 @@ def serve(memset32: Callable[..., Any]) -> Any:
 
 @cache
 def serve_gpus(memset32: Callable[..., Any]) -> Any:
-    """Let our kernels take tensors on GPUs, too, but for products and what torch overlaps."""
+    """Let our kernels take tensors on GPUs, too, but for the products: the Library of them."""
     library = torch.library.Library("symm_mem", "IMPL")
-    kernels = {**_written(memset32), **_COLLECTIVES}
+    kernels = {**_written(memset32), **_EVERYWHERE}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, kernel in kernels.items():
-            library.impl(name, _called(name, kernel), "CUDA", allow_override=True)
+            library.impl(name, kernel, "CUDA", allow_override=True)
     return library
-
-
-def _called(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel as a collective call, if it is one."""
-    return collective_call(kernel) if name in _COLLECTIVES or name in _PRODUCTS else kernel
 
 
 def _written(memset32: Callable[..., Any]) -> _Kernels:

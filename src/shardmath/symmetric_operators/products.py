@@ -176,7 +176,7 @@ def _scaled(
 # -- of one rank -----------------------------------------------------------------------------------
 
 
-def async_input_mm(a: Any, b: Any, a_chunk_signals: Any, a_chunk_pivot: int) -> Any:
+def _async_input_mm(a: Any, b: Any, a_chunk_signals: Any, a_chunk_pivot: int) -> Any:
     """The product of `a`, whose rows come in equal chunks meanwhile, and `b`. Local.
 
     Chunk i has come when `a_chunk_signals[i]` is not 0; the first one is `a_chunk_pivot`, and the
@@ -190,6 +190,7 @@ def async_input_mm(a: Any, b: Any, a_chunk_signals: Any, a_chunk_pivot: int) -> 
             "the signals"
         )
     context, rows = require_context(), len(a) // chunks
+    context.board.enter("_async_input_mm")
     words, out = a_chunk_signals.detach().numpy(), a.new_empty(len(a), b.shape[1])
     peers = [rank for rank in range(context.size) if rank != context.rank] or [context.rank]
     for step in range(chunks):
@@ -212,4 +213,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "fused_matmul_reduce_scatter": _fused_matmul_reduce_scatter,
     "fused_all_gather_scaled_matmul": _fused_all_gather_scaled_matmul,
     "fused_scaled_matmul_reduce_scatter": _fused_scaled_matmul_reduce_scatter,
+    "_async_input_mm": _async_input_mm,
 }
