@@ -21,7 +21,7 @@ from shardmath.cuda.kernel import Argument
 _HEAD_WORDS = 4  # the struct Head of experts.cu
 _CHUNK_WORDS = 4  # and its Chunk
 _PLAN_WORDS = 4  # of its Plan, but for what it has of each rank
-_PLAN_ARRAYS = 4  # of the ranks
+_PLAN_ARRAYS = 2  # of the ranks
 _TELL_THREADS, _SEND_THREADS, _BLOCKS_EACH = 1024, 256, 8
 _TILE_BYTES = 32 << 10
 
@@ -106,5 +106,5 @@ class Experts:
 def _words(size: int, chunks: int) -> int:
     """The words of a rank's tables and of its plan, for so many chunks of each rank."""
     tables = size * (_HEAD_WORDS + chunks)
-    groups = size * max(size, chunks // size)
-    return tables + _PLAN_WORDS + _PLAN_ARRAYS * size + groups + _CHUNK_WORDS * chunks
+    plan = _PLAN_WORDS + _PLAN_ARRAYS * size + _CHUNK_WORDS * chunks
+    return tables + plan + size * max(size, chunks // size) + chunks

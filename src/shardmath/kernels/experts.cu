@@ -40,12 +40,21 @@ struct Chunk {
     u64 tile;              // the number of its first one, among those for this rank
 };
 
-// What `tell_counts` has found out for the launches behind it. `base` and `chunk` follow it.
+// What `tell_counts` has found out for the launches behind it. `chunk` follows it, [rank][expert], and then room for
+// what does not fit in shared memory.
 struct Plan {
     u64 operation, place, expected, seen;  // why nothing is sent; an operation of 0: it is
     u64 tiles[kRanks], taken[kRanks];      // for each rank: all, and those that blocks have taken
-    u64 sum[kRanks];                       // rows for each rank
-    u64 total[kRanks];                     // behind the last row that comes to each rank
+};
+
+// What the threads of `tell_counts` share. Prefix sums run over it, one step after the other.
+constexpr u64 kFew = 2048;
+struct Shared {
+    u64 word;
+    u64 sum[kRanks];  // rows for each rank
+    u64 end[kRanks];  // behind the last row that comes to each rank
+    u64 why[kRanks], expected[kRanks], seen[kRanks];  // what is wrong with each rank, an Operation
+    u64 group[kFew], tile[kFew];
 };
 
 struct ExpertsArgument {
@@ -71,6 +80,7 @@ struct Exchange {
     __device__ u64& entry(int of, int from, u64 chunk) const {
         return a.table[of][from * a.pitch + kHead + chunk];
     }
+    __device__ Chunk* chunk() const { return (Chunk*)(a.plan + 1); }
 
     // Where its sender has the chunk for or from an expert of a rank.
     __device__ u64 sent(u64 peer, u64 expert) const {
@@ -84,10 +94,18 @@ struct Exchange {
         const u64 src = a.combines ? major : minor, expert = a.combines ? minor : major;
         return entry(rank(), src, sent(to, expert));
     }
-    __device__ u64* base() const { return (u64*)(a.plan + 1); }  // where a group begins: [rank][major]
-    __device__ Chunk* chunk() const { return (Chunk*)(base() + kRanks * majors()); }  // [rank][expert]
+};
 
-    // -- tell ------------------------------------------------------------------------------------------
+struct Telling : Exchange {
+    Shared& shared;
+    u64* group;  // where the groups of chunks that come to a rank begin, [rank][major]
+    u64* tile;   // the number of the first tile of a chunk, among those for its rank, [rank][expert]
+
+    __device__ Telling(const ExpertsArgument& a, Shared& shared) : Exchange{a}, shared(shared) {
+        u64* const room = (u64*)(chunk() + chunks());
+        group = kRanks * majors() <= kFew ? shared.group : room;
+        tile = chunks() <= kFew ? shared.tile : room + kRanks * majors();
+    }
 
     __device__ bool within(u64 chunk) const {
         const i64 count = a.counts[chunk], start = a.starts ? a.starts[chunk] : 0;
@@ -95,32 +113,28 @@ struct Exchange {
         return count == 0 || (start >= 0 && (u64)count <= a.rows && (u64)start <= a.rows - (u64)count);
     }
 
-    __device__ void send_counts(u64& bad) const {
+    __device__ void send_counts() const {
         const u64 me = thread_number(), all = thread_count();
+        u64& bad = shared.word;
         if (me == 0) bad = 0;
         __syncthreads();
         for (u64 i = me; i < chunks(); i += all) {
             if (!within(i)) atomicMax(&bad, i + 1);
             for (int peer = 0; peer < kRanks; ++peer) entry(peer, rank(), i) = (u64)a.counts[i];
         }
-        if (!a.starts && me < kRanks) {
+        for (u64 peer = me; peer < kRanks; peer += all) {
             u64 sum = 0;
-            for (u64 e = 0; e < a.experts; ++e) sum += (u64)a.counts[sent(me, e)];
-            a.plan->sum[me] = sum;
+            for (u64 e = 0; e < a.experts; ++e) sum += (u64)a.counts[sent(peer, e)];
+            shared.sum[peer] = sum;
         }
         __syncthreads();
-        if (!a.starts && me == 0) {
+        if (me == 0 && !a.starts && !bad) {  // chunks that lie one after the other
             u64 sum = 0;
-            for (int peer = 0; peer < kRanks; ++peer) sum += a.plan->sum[peer];
-            if (sum > a.rows && !bad) bad = chunks();
+            for (int peer = 0; peer < kRanks; ++peer) sum += shared.sum[peer];
+            if (sum > a.rows) bad = chunks();
         }
         __syncthreads();
-        if (me < kRanks) head(me, rank()) = {a.tag, a.rows, a.room, bad};
-    }
-
-    __device__ void refuse(u64 operation, u64 place, u64 expected, u64 seen) const {
-        a.plan->expected = expected, a.plan->seen = seen, a.plan->place = place;
-        a.plan->operation = operation;
+        for (u64 peer = me; peer < kRanks; peer += all) head(peer, rank()) = {a.tag, a.rows, a.room, bad};
     }
 
     // Where the groups that come to each rank begin, and all of them end.
@@ -129,80 +143,100 @@ struct Exchange {
         for (u64 i = me; i < kRanks * majors(); i += all) {
             u64 sum = 0;
             for (u64 k = 0; k < minors(); ++k) sum += coming(i / majors(), i % majors(), k);
-            base()[i] = sum;
+            group[i] = sum;
         }
         __syncthreads();
         for (u64 to = me; to < kRanks; to += all) {
             u64 start = 0, end = 0;
             for (u64 major = 0; major < majors(); ++major) {
-                u64& group = base()[to * majors() + major];
-                const u64 sum = group;
-                group = start;
+                u64& place = group[to * majors() + major];
+                const u64 sum = place;
+                place = start;
                 if (sum) end = start + sum;
                 const u64 steps = a.align ? (sum + a.align - 1) / a.align : sum;
                 start += a.align ? (steps ? steps : 1) * a.align : sum;
             }
-            a.plan->total[to] = end;
+            shared.end[to] = end;
         }
         __syncthreads();
     }
 
-    // Whether all ranks make this exchange, and what each sends and takes is there. By one thread.
+    // What is wrong with a rank, as all ranks see it.
+    __device__ void inspect(int of) const {
+        const Head told = head(rank(), of);
+        const u64 tag = head(rank(), 0).tag, end = shared.end[of];
+        const bool other = told.tag != tag, bad = told.bad != 0, full = end > told.room;
+        shared.why[of] = other ? kOtherRows : bad ? kBadRows : full ? kNoRoom : 0;
+        shared.expected[of] = other ? tag : bad ? told.rows : told.room;
+        shared.seen[of] = other ? told.tag : bad ? told.bad - 1 : end;
+    }
+
+    // Whether all ranks make this exchange, and what each sends and takes is there. The same for all threads. Where more
+    // is wrong, another exchange counts before counts, these before room, and of ranks the first.
     __device__ bool fits() const {
-        for (int r = 0; r < kRanks; ++r) {
-            const Head& told = head(rank(), r);
-            if (told.tag != head(rank(), 0).tag) return refuse(kOtherRows, r, head(rank(), 0).tag, told.tag), false;
+        const u64 me = thread_number(), all = thread_count();
+        for (u64 of = me; of < kRanks; of += all) inspect(of);
+        __syncthreads();
+        if (me == 0) {
+            int first = 0;
+            for (int r = 1; r < kRanks; ++r)
+                if (shared.why[r] > shared.why[first]) first = r;
+            refuse(shared.why[first], first, shared.expected[first], shared.seen[first]);
+            shared.word = shared.why[first];
         }
-        for (int r = 0; r < kRanks; ++r) {
-            const Head& told = head(rank(), r);
-            if (told.bad) return refuse(kBadRows, r, told.rows, told.bad - 1), false;
-        }
-        for (int r = 0; r < kRanks; ++r) {
-            const u64 room = head(rank(), r).room;
-            if (a.plan->total[r] > room) return refuse(kNoRoom, r, room, a.plan->total[r]), false;
-        }
-        return refuse(0, 0, 0, 0), true;
+        __syncthreads();
+        return shared.word == 0;
+    }
+
+    __device__ void refuse(u64 operation, u64 place, u64 expected, u64 seen) const {
+        Plan& plan = *a.plan;
+        plan.place = place, plan.expected = expected, plan.seen = seen, plan.operation = operation;
     }
 
     __device__ u64 offset(int to, u64 major, u64 minor) const {
-        u64 start = base()[to * majors() + major];
+        u64 start = group[to * majors() + major];
         for (u64 k = 0; k < minor; ++k) start += coming(to, major, k);
+        return start;
+    }
+
+    // Where one of this rank's chunks lies, in rows.
+    __device__ u64 start_of(u64 to, u64 expert) const {
+        if (a.starts) return (u64)a.starts[sent(to, expert)];
+        u64 start = 0;
+        for (u64 r = 0; r < to; ++r) start += shared.sum[r];
+        for (u64 e = 0; e < expert; ++e) start += (u64)a.counts[sent(to, e)];
         return start;
     }
 
     __device__ void place_chunks() const {
         const u64 me = thread_number(), all = thread_count();
-        for (u64 i = me; i < chunks(); i += all) {
-            const u64 to = i / a.experts, expert = i % a.experts, number = sent(to, expert);
-            const u64 major = a.combines ? rank() : expert, minor = a.combines ? expert : rank();
-            u64 from = 0;
-            if (a.starts) {
-                from = (u64)a.starts[number];
-            } else {
-                for (u64 r = 0; r < to; ++r) from += a.plan->sum[r];
-                for (u64 e = 0; e < expert; ++e) from += (u64)a.counts[sent(to, e)];
-            }
-            const u64 nbytes = (u64)a.counts[number] * a.width;
-            chunk()[i] = {from * a.width, offset(to, major, minor) * a.width, nbytes, 0};
-            const u64 coming_major = i / minors(), coming_minor = i % minors();
-            a.told[i] = (i64)coming(rank(), coming_major, coming_minor);
-            a.told[chunks() + i] = (i64)offset(rank(), coming_major, coming_minor);
-        }
+        for (u64 i = me; i < chunks(); i += all)
+            tile[i] = ((u64)a.counts[sent(i / a.experts, i % a.experts)] * a.width + kTile - 1) / kTile;
         __syncthreads();
         for (u64 to = me; to < kRanks; to += all) {
             u64 tiles = 0;
             for (u64 e = 0; e < a.experts; ++e) {
-                Chunk& each = chunk()[to * a.experts + e];
-                each.tile = tiles;
-                tiles += (each.nbytes + kTile - 1) / kTile;
+                u64& first = tile[to * a.experts + e];
+                const u64 count = first;
+                first = tiles;
+                tiles += count;
             }
             a.plan->tiles[to] = tiles;
             a.plan->taken[to] = 0;
         }
+        __syncthreads();
+        for (u64 i = me; i < chunks(); i += all) {
+            const u64 to = i / a.experts, expert = i % a.experts;
+            const u64 major = a.combines ? rank() : expert, minor = a.combines ? expert : rank();
+            const u64 from = start_of(to, expert), nbytes = (u64)a.counts[sent(to, expert)] * a.width;
+            chunk()[i] = {from * a.width, offset(to, major, minor) * a.width, nbytes, tile[i]};
+            a.told[i] = (i64)coming(rank(), i / minors(), i % minors());
+            a.told[chunks() + i] = (i64)offset(rank(), i / minors(), i % minors());
+        }
     }
+};
 
-    // -- send ------------------------------------------------------------------------------------------
-
+struct Sending : Exchange {
     // The chunk for a rank to which a tile belongs: the last that begins with it or before, which is not empty.
     __device__ const Chunk& chunk_of(int to, u64 tile) const {
         const Chunk* const first = chunk() + to * a.experts;
@@ -232,24 +266,22 @@ struct Exchange {
 };
 
 extern "C" __global__ void __launch_bounds__(1024) tell_counts(const __grid_constant__ ExpertsArgument a) {
-    __shared__ u64 word;
-    const Exchange exchange{a};
-    exchange.send_counts(word);
+    __shared__ Shared shared;
+    const Telling telling(a, shared);
+    telling.send_counts();
     if (!barrier(a.team, a.channel, kCollective)) {
-        if (thread_number() == 0) exchange.refuse(kCollective, 0, 0, 0);
+        if (thread_number() == 0) telling.refuse(kCollective, 0, 0, 0);
         return;
     }
-    exchange.place_groups();
-    if (thread_number() == 0) word = exchange.fits();
-    __syncthreads();
-    if (word) exchange.place_chunks();
+    telling.place_groups();
+    if (telling.fits()) telling.place_chunks();
 }
 
 extern "C" __global__ void __launch_bounds__(256) send_rows(const __grid_constant__ ExpertsArgument a) {
     __shared__ u64 claimed;
     if (a.plan->operation) return;
     for (int i = 0; i < kRanks; ++i)
-        Exchange{a}.send_tiles((a.team.rank + 1 + blockIdx.x + i) % kRanks, claimed);
+        Sending{a}.send_tiles((a.team.rank + 1 + blockIdx.x + i) % kRanks, claimed);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) finish_sending(const __grid_constant__ ExpertsArgument a) {

@@ -1,7 +1,8 @@
 """Kernels that exchange rows by counts of the GPU, on this computer's threads in place of GPUs'.
 
 Every rank puts all its exchanges on its stream at once; the host's code packs their arguments.
-Tiles are small here, so that chunks of some hundred bytes have several.
+Tiles are small here, so that chunks of some hundred bytes have several; and so is shared memory, for
+chunks of some experts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 from shardmath.symmetric_operators.rows import Shuffle
 
-THREADS, BLOCKS, TILE = 3, 4, 64
+THREADS, BLOCKS, TILE, FEW = 3, 4, 64, 16
 STEPS = ["tell_counts", "send_rows", "finish_sending"]
 WORST = 40  # experts of a rank
 
@@ -58,8 +59,9 @@ def kernel(request, tmp_path_factory):
     size, folder = request.param, tmp_path_factory.mktemp("experts")
     (folder / "symm.cuh").write_text(on_threads((KERNELS / "symm.cuh").read_text()))
     text = on_threads((KERNELS / "experts.cu").read_text())
-    text, count = re.subn(r"(constexpr u64 kTile =)[^;]*;", rf"\1 {TILE};", text)
-    assert count == 1
+    for name, value in (("kTile", TILE), ("kFew", FEW)):
+        text, count = re.subn(rf"(constexpr u64 {name} =)[^;]*;", rf"\1 {value};", text)
+        assert count == 1, name
     source, made = folder / "experts.cc", folder / "experts.so"
     source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
     command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
