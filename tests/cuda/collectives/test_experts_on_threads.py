@@ -1,8 +1,8 @@
 """Kernels that exchange rows by counts of the GPU, on this computer's threads in place of GPUs'.
 
 Every rank puts all its exchanges on its stream at once; the host's code packs their arguments.
-Tiles are small here, so that chunks of some hundred bytes have several; and so is shared memory, for
-chunks of some experts.
+Tiles are small here, so that chunks of some hundred bytes have several; and so is shared memory,
+which has no room for the chunks of many experts.
 """
 
 from __future__ import annotations
