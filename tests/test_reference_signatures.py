@@ -122,6 +122,9 @@ TORCH = {
     "set_backend": lambda name: 0,
     "get_backend": lambda device: 0,
     "get_mem_pool": lambda device: 0,
+    "reduce_scatter_offset": lambda input, out, group, *, dim, offsets=None, dst_ranks=None, red_op="sum": (
+        0
+    ),
     "_SymmetricMemory.get_mempool_allocator": lambda device: 0,
     "set_signal_pad_size": lambda size: 0,
     "get_signal_pad_size": lambda: 0,

@@ -22,6 +22,7 @@ import numpy as np
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.base.collective_call import collective_call
 from shardmath.base.untraced import untraced
 from shardmath.context.context import DistributedContext, get_context, require_context
 from shardmath.context.startup import initialize
@@ -65,6 +66,7 @@ __all__ = [
     "memset32",
     "put",
     "put_signal",
+    "reduce_scatter_offset",
     "register",
     "rendezvous",
     "set_backend",
@@ -362,18 +364,49 @@ def register() -> None:
     Raises BackendUnavailable without torch, NotImplementedError where this torch does not define
     one of them.
     """
+    operators = _operators_of_torch()
+    operators.serve(memset32)
+    context = get_context()
+    if context is not None and context.team is not None:
+        operators.serve_gpus(memset32)
+
+
+@collective_call
+def reduce_scatter_offset(
+    input: Any,
+    out: Sequence[Any],
+    group: Any,
+    *,
+    dim: int,
+    offsets: Sequence[int] | None = None,
+    dst_ranks: Sequence[int] | None = None,
+    red_op: str = "sum",
+) -> None:
+    """The sums of blocks of all ranks' matrices, torch tensors, each on a chosen rank. Collective.
+
+    Block i of `input` ends before index `offsets[i]` of axis `dim`, where the next begins; without
+    `offsets` there is one for each rank, as even as possible. It goes to rank `dst_ranks[i]`, in
+    turn unless these are given; a rank's `out` are its blocks in their order, of which it may have
+    any number, of any sizes. `red_op` is "sum", "avg", "min", "max" or "product".
+
+    Raises on all ranks: ValueError for blocks that are not within the axis, ranks that do not
+    exist, and an `out` of other shapes or types; CollectiveMismatch where ranks name other blocks.
+    Source: torch.distributed._symmetric_memory.reduce_scatter_offset.
+    """
+    sums = _operators_of_torch().sums
+    sums.reduce_scatter_offset(input, out, group, dim, offsets, dst_ranks, red_op)
+
+
+def _operators_of_torch() -> Any:
     try:
-        from shardmath.symmetric_operators import serve, serve_gpus
+        from shardmath import symmetric_operators
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise BackendUnavailable(
             "torch.ops.symm_mem needs torch: pip install 'shardmath[torch]'"
         ) from error
-    serve(memset32)
-    context = get_context()
-    if context is not None and context.team is not None:
-        serve_gpus(memset32)
+    return symmetric_operators
 
 
 def _begun(device: Any) -> DistributedContext:

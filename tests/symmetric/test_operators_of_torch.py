@@ -124,6 +124,9 @@ def test_blocks_are_summed_at_chosen_ranks():
             ops.nccl_reduce_scatter_offset(x, out, "g", dim, ends, owners, "sum")
             assert all(map(torch.equal, out, mine))
             assert torch.equal(x, of_rank(rank, shape, torch.bfloat16))
+            words = {"dim": dim, "offsets": ends, "dst_ranks": owners}
+            symm_mem.reduce_scatter_offset(x, [each.fill_(99) for each in out], "g", **words)
+            assert all(map(torch.equal, out, mine))
         x, out = of_rank(rank, (6, 4)), [torch.empty(2, 4, dtype=torch.float64)]
         for arguments, message in [
             ((x, out, "g", 2), "expected a matrix and dim 0 or 1"),

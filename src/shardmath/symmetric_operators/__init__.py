@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory  # it defines a part of the operators
 from shardmath.base.collective_call import collective_call
 from shardmath.symmetric_operators import moves, products, rows, signals, sums
 
-__all__ = ["serve", "serve_gpus"]
+__all__ = ["serve", "serve_gpus", "sums"]
 
 _Kernels = dict[str, Callable[..., Any]]
 _EVERYWHERE: _Kernels = {

@@ -105,26 +105,17 @@ def _tile_reduce(
     _multi_root_tile_reduce([in_tile], out_tile, [root], group_name, reduce_op)
 
 
-def _reduce_scatter_offset(
+def reduce_scatter_offset(
     x: Any,
-    out: list[Any],
-    group_name: str,
+    out: Sequence[Any],
+    group: Any,
     dim: int,
-    offsets: list[int] | None = None,
-    dst_ranks: list[int] | None = None,
+    offsets: Sequence[int] | None = None,
+    dst_ranks: Sequence[int] | None = None,
     red_op: str = "sum",
 ) -> None:
-    """The sums of blocks of matrices, each on a rank of its own choice. Collective.
-
-    Block i ends before index `offsets[i]` of axis `dim`, where the next begins; without `offsets`
-    there is one for each rank, as even as possible. It goes to rank `dst_ranks[i]`, in turn unless
-    these are given, whose `out` are its blocks in their order. Ranks may get different numbers of
-    blocks, of any sizes.
-
-    Raises on all ranks: ValueError for blocks that are not within the axis, ranks that do not
-    exist, and an `out` of other shapes or types; CollectiveMismatch where ranks name other blocks.
-    """
-    context = context_of_group(group_name)
+    """See `symmetric_memory.reduce_scatter_offset`."""
+    context = context_of_group(group)
     op = reduction(context, red_op)
 
     def describe() -> Any:
@@ -202,5 +193,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_low_contention_reduce_scatter": _low_contention_reduce_scatter,
     "tile_reduce": _tile_reduce,
     "multi_root_tile_reduce": _multi_root_tile_reduce,
-    "nccl_reduce_scatter_offset": _reduce_scatter_offset,
+    "nccl_reduce_scatter_offset": reduce_scatter_offset,
 }
