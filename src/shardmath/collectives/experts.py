@@ -3,7 +3,7 @@
 Kernels of `kernels/experts.cu` push the rows straight into every rank's result, which is symmetric
 memory, between two barriers on the stream. They can be captured in CUDA graphs, and replayed with
 other counts. What does not fit all ranks find alike: nothing is written then, and the next call of
-each, or its wait, raises ValueError.
+each, or its wait, raises ValueError, which ends the context.
 """
 
 from __future__ import annotations

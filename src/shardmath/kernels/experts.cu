@@ -14,7 +14,8 @@
 //                     so where they do not fit, all see it, and none sends.
 //     send_rows       tiles of this rank's chunks, straight into the peers' memory. Blocks begin with different peers,
 //                     so that all links are busy, and take the tiles of the next when those of one are gone.
-//     finish_sending  one block: a barrier, after which all rows are there. Then what did not fit is reported.
+//     finish_sending  one block: a barrier, after which all rows are there. Then what did not fit is reported; these
+//                     ranks' later exchanges and collectives do nothing, as their hosts raise errors at other calls.
 //
 // Reuse. A peer writes this rank's table in `tell_counts`, after its last `finish_sending`, which waited for this
 // rank's: behind all that has read the table, and behind what used the result before.
@@ -268,8 +269,12 @@ struct Sending : Exchange {
 extern "C" __global__ void __launch_bounds__(1024) tell_counts(const __grid_constant__ ExpertsArgument a) {
     __shared__ Shared shared;
     const Telling telling(a, shared);
-    telling.send_counts();
-    if (!barrier(a.team, a.channel, kCollective)) {
+    bool met = load_relaxed(&a.team.own().broken) == 0;
+    if (met) {
+        telling.send_counts();
+        met = barrier(a.team, a.channel, kCollective);
+    }
+    if (!met) {
         if (thread_number() == 0) telling.refuse(kCollective, 0, 0, 0);
         return;
     }
@@ -285,9 +290,10 @@ extern "C" __global__ void __launch_bounds__(256) send_rows(const __grid_constan
 }
 
 extern "C" __global__ void __launch_bounds__(1024) finish_sending(const __grid_constant__ ExpertsArgument a) {
-    const bool met = barrier(a.team, a.channel, kCollective);
     const Plan& plan = *a.plan;
-    if (!met || thread_number() != 0 || plan.operation == 0 || plan.operation == kCollective) return;
+    if (plan.operation == kCollective || !barrier(a.team, a.channel, kCollective)) return;
+    if (plan.operation == 0 || thread_number() != 0) return;
+    store_relaxed(&a.team.own().broken, 1);
     note(a.team, a.team.rank, (u32)plan.operation, (u32)plan.place, plan.expected, plan.seen);
     report(a.team);
 }

@@ -54,22 +54,22 @@ _PLACES = {
     structs.OF_SHARD: "part",
     structs.OF_WORD: "word",
 }
-# What an expired wait leaves in no known state.
-_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT)
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
     structs.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
-    structs.NO_ROOM: (
-        "found that {seen} rows come to rank {place}, whose out has room for {expected}"
-    ),
-    structs.BAD_ROWS: (
-        "found that chunk {seen} of rank {place} is not within the {expected} rows of its input"
-    ),
-    structs.OTHER_ROWS: (
-        "found that rank {place} exchanges rows of another size, or in another order"
-    ),
 }
+# What all ranks find alike in an exchange of rows that the GPU counts.
+_MISCOUNTS = {
+    structs.NO_ROOM: "{seen} rows come to rank {place}, whose out has room for {expected}",
+    structs.BAD_ROWS: "chunk {seen} of rank {place} is not within the {expected} rows of its input",
+    structs.OTHER_ROWS: "rank {place} exchanges rows of another size, or in another order",
+}
+# What leaves the counts of these ranks' kernels in no known state.
+_BREAKING = (
+    *(structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT),
+    *_MISCOUNTS,
+)
 
 
 class Team:
@@ -352,11 +352,15 @@ class Team:
         self._notes[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)
         refused = late[self.rank].tolist()
-        reason = _REFUSED.get(refused[0] & 0xFFFFFFFF)
-        if reason is not None:
-            place, seen = refused[0] >> 32, _signed(refused[2])
-            reason = reason.format(expected=refused[1], seen=seen, place=place)
+        if refused[0] in _REFUSED:
+            reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
             return ValueError(f"{self._who()}: a kernel {reason}")
+        miscount = _MISCOUNTS.get(refused[0] & 0xFFFFFFFF)
+        if miscount is not None:
+            place = refused[0] >> 32
+            self.broken = miscount.format(expected=refused[1], seen=refused[2], place=place)
+            error = ValueError(f"in an exchange whose counts are on GPUs {self.broken}")
+            return self._board.concluded(self._board.verdict(error))
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"{self._board.names.described([rank])} had come to {seen} of {expected} in "

@@ -234,17 +234,14 @@ def test_what_does_not_fit_is_found_by_all_and_nothing_is_written(kernel):
         assert notes == [(structs.OTHER_ROWS, last)] * size and job.untouched()
 
 
-def test_an_exchange_after_one_that_does_not_fit(kernel):
-    """What was noted once stays until the host has read it; the ranks are in step."""
+def test_nothing_is_exchanged_after_what_does_not_fit(kernel):
+    """No host has read yet what was noted, and no rank waits for another."""
     size, job = kernel[0], Job(kernel)
     shuffle = Shuffle("back", size, 2, combines=True)
-    job.put([shuffle] * size, [[3] * shuffle.chunks] * size, lacking=0)
+    for lacking in (None, 0, None, None):
+        job.put([shuffle] * size, [[3] * shuffle.chunks] * size, lacking=lacking)
     job.run()
-    for rank in job.ranks:
-        rank.report[:] = 0
-        rank.pad[: structs.PAD_BYTES] = 0
-        rank.launches.clear()
-    job.results.clear()
-    job.put([shuffle] * size, [[3] * shuffle.chunks] * size)
-    job.run()
-    assert job.wrong() == []
+    assert sorted(set(job.wrong())) == [1, 2, 3]
+    del job.results[:size]
+    assert job.untouched()
+    assert [note[0] for note in reported(job)] == [structs.NO_ROOM] * size

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardmath import symmetric_memory as symm_mem
-from shardmath.errors import BackendUnavailable, OpTimeout
+from shardmath.errors import BackendUnavailable, OpTimeout, RankFailure
 
 DTYPES = ["float32", "bfloat16", "complex128", "int8", "float8_e4m3fn"]
 
@@ -42,7 +42,7 @@ def there_and_back(context, dtype, captured):
             (1, (3,), 1),
             (3, (8,), 4),
             (40, (5,), 2),
-            (2, (1 << 15,), 1),
+            (2, (1 << 12,), 1),
         ]:
             every = list(tables(size, experts))
             most = max(int(table.sum()) for table in every) + align * experts
@@ -98,39 +98,39 @@ def test_rows_to_experts_and_back(gpus, size, dtype, captured):
     assert gpus.run(there_and_back, dtype, captured, ranks=size) == [[]] * size
 
 
-def check_misfits(context):
-    """What all ranks raise where one rank's counts do not fit, and a call after it."""
-    with context:
-        torch, ops = ready(context)
-        rank, size, said = context.rank, context.size, []
+def check_misfits(context, wrong):
+    """What is raised, and what was written, where the last rank's first count is `wrong`."""
+    own, said = context.split(0, context.rank), []  # it ends with the error
+    with own:
+        torch, ops = ready(own)
+        rank, size = own.rank, own.size
         x, out = on_heap(torch.ones(2 * size, 4)), on_heap(torch.zeros(2 * size, 4))
         told = torch.zeros(2, size, dtype=torch.int64, device="cuda")
-        even = torch.full((size,), 2, dtype=torch.int64, device="cuda")
-        last = rank == size - 1
-        ops.all_to_all_vdev(x, out.zero_(), even, told, "g")
-        for wrong in (-1, 2 * size + 1):
-            out.zero_()
-            torch.cuda.synchronize()
-            context.barrier()
-            counts = even.clone()
-            counts[0] = wrong if last else 2
-            ops.all_to_all_vdev(x, out, counts, told, "g")
-            try:
-                context.team.synchronize(torch.cuda.current_stream().cuda_stream)
-            except ValueError as error:
-                said.append(str(error).partition(": a kernel ")[2])
-            said.append(float(out.sum()))
-            context.barrier()
-        ops.all_to_all_vdev(x, out, even, told, "g")
+        counts = torch.full((size,), 2, dtype=torch.int64, device="cuda")
+        ops.all_to_all_vdev(x, out, counts, told, "g")
+        said.append(float(out.sum()) / size)
+        out.zero_()
+        if rank == size - 1:
+            counts[0] = wrong
         torch.cuda.synchronize()
-        return said, float(out.sum())
+        own.barrier()
+        ops.all_to_all_vdev(x, out, counts, told, "g")
+        for call in (torch.cuda.synchronize, own.barrier, own.barrier):
+            try:
+                call()
+            except (ValueError, RankFailure) as error:
+                said += [type(error).__name__, str(error).partition("\n")[0].partition("GPUs ")[2]]
+        said.append(float(out.sum()))
+    context.barrier()
+    return said
 
 
-def test_counts_that_do_not_fit(gpus, size):
-    (one, total), *others = gpus.run(check_misfits, ranks=size)
-    assert all(other == (one, total) for other in others) and total == 8 * size
-    assert f"chunk 0 of rank {size - 1} is not within" in one[0] and one[1] == one[3] == 0
-    assert "not within" in one[2]
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_counts_that_do_not_fit(gpus, size, wrong):
+    for first, *errors, last in gpus.run(check_misfits, wrong, ranks=size):
+        assert (first, last) == (8, 0)
+        assert errors[0] == "ValueError"
+        assert errors[1].startswith(f"chunk 0 of rank {size - 1} is not within the {2 * size} rows")
 
 
 # -- sums, memory of peers, signals ----------------------------------------------------------------

@@ -58,12 +58,11 @@ REPORTS = {
     "collective": (structs.OF_COLLECTIVE | 7 << 32, "in a collective, block 7"),
     "word": (structs.OF_WORD, "in a wait for a value, word 0"),
 }
-# What a kernel has found wrong, of which rank it notes that: all ranks note the same.
-REFUSALS = {
-    structs.NO_ROOM: "found that 3 rows come to rank 2, whose out has room for 4",
-    structs.BAD_ROWS: "found that chunk 3 of rank 2 is not within the 4 rows of its input",
-    structs.OTHER_ROWS: "found that rank 2 exchanges rows of another size, or in another order",
-    structs.NO_CHANNEL: "named channel 3; there are 4, numbered from 0",
+# What kernels have found wrong with a rank: all ranks find the same.
+MISCOUNTS = {
+    structs.NO_ROOM: "3 rows come to rank 2, whose out has room for 4",
+    structs.BAD_ROWS: "chunk 3 of rank 2 is not within the 4 rows of its input",
+    structs.OTHER_ROWS: "rank 2 exchanges rows of another size, or in another order",
 }
 
 
@@ -98,15 +97,18 @@ def test_a_report_in_words(name, part, monkeypatch):
         assert who in str(caught.value) and "call recover() of the context" in str(caught.value)
 
 
-@pytest.mark.parametrize("operation", REFUSALS)
-def test_a_refusal_in_words(operation, monkeypatch):
+@pytest.mark.parametrize("operation", MISCOUNTS)
+def test_miscounts_in_words(operation, monkeypatch):
+    """The rank that reads it tells its peers, and none of them goes on."""
     monkeypatch.setattr(team, "call", lambda *_: None)
-    board = boards(4, (1, 3))[0][0]
-    place = 0 if operation == structs.NO_CHANNEL else 2
-    found = reporting(board, [1, operation | place << 32, 4, 3, *[0] * (3 * board.size - 3)])
-    with pytest.raises(ValueError, match="rank 0 .*: a kernel " + REFUSALS[operation]):
+    board, peer = boards(4, (1, 3))[0][:2]
+    found = reporting(board, [1, operation | 2 << 32, 4, 3, *[0] * (3 * board.size - 3)])
+    with pytest.raises(ValueError, match=MISCOUNTS[operation]):
         found.check()
-    found.require_usable()
+    with pytest.raises(RankFailure, match=MISCOUNTS[operation]):
+        found.require_usable()
+    with pytest.raises(ValueError, match=MISCOUNTS[operation]):
+        peer.barrier("barrier")
 
 
 def check_words(context, library, part):
