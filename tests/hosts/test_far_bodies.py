@@ -13,7 +13,10 @@ import test_moving
 import test_operators_of_torch
 import test_redistribute_any
 import test_reducing
+import test_rows_of_torch
+import torch
 from hypothesis import given
+from torch_operators import operators
 
 from draws import drawn
 from shardmath.distribution import Redistribute, Slab
@@ -77,6 +80,16 @@ def signals_with_values(context):
 
 def test_signals_have_values(far_contexts):
     far_contexts.run(signals_with_values, ranks=3)
+
+
+def rows_to_experts(context):
+    with context:
+        ops = operators(context)
+        test_rows_of_torch.there_and_back(ops, context, 2, (3,), torch.bfloat16)
+
+
+def test_rows_to_experts_and_back(far_contexts):
+    far_contexts.run(rows_to_experts, ranks=4)
 
 
 def test_all_reduce_in_many_blocks(far_contexts):

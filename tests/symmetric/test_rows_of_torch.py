@@ -161,6 +161,7 @@ def test_mistakes_are_errors_of_all_ranks():
             ({"splits": torch.tensor([2, 2, 3, 2])}, "rank 1 sends rows 7 to 9 of an input of 8"),
             ({"splits": torch.tensor([2, 2, -1, 2])}, "rank 1: -1 is no count of rows"),
             ({"splits": even[:3]}, "3 counts are no multiple of 2 ranks"),
+            ({"splits": even.float()}, "counts and offsets are integers"),
             ({"told": told[:, :3]}, "rank 1: expected in_splits of 4 counts"),
             ({"align": 0}, "major_align is 1 or more, not 0"),
             ({"out": out.double()}, "rank 1: out has rows of"),

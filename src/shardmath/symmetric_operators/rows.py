@@ -81,6 +81,13 @@ class Shuffle(Immutable, words="{operation}: {ranks} ranks of {experts} experts"
         return max((start + count for start, count in ends if count), default=0)
 
 
+def _integers(x: Any) -> list[int]:
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        raise ValueError(f"counts and offsets are integers, not {x.dtype}")
+    numbers: list[int] = x.reshape(-1).tolist()
+    return numbers
+
+
 def _before(counts: Counts) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
@@ -182,8 +189,8 @@ def _exchange(
         return
 
     def describe() -> Any:
-        counts = splits.tolist()
-        begins = _before(counts) if starts is None else starts.tolist()
+        counts = _integers(splits)
+        begins = _before(counts) if starts is None else _integers(starts)
         return _described(make(), x, out, told, counts, begins)
 
     shuffle, table, begins = context.agree("all_to_all_vdev", describe, _checked)
