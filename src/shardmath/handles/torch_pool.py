@@ -15,7 +15,6 @@ from shardmath.symmetric.heap import Buffer
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-_immortal: list[object] = []  # torch may call them whenever a pool ends
 
 
 class PoolAllocator:
@@ -25,7 +24,8 @@ class PoolAllocator:
         self._heap = context.heap
         self._segments: dict[int, Buffer] = {}
         calls = _ALLOCATE(self._allocate), _FREE(self._free)
-        _immortal.append(calls)
+        # They are never freed: torch may call them when a pool ends, as late as the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(calls))
         self.functions = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
 
     @classmethod
