@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, elements, lists_of, placed, shapes, splits
 
 import shardmath
 from draws import drawn
@@ -20,6 +22,8 @@ def plain(key):
         return ("tuple", [plain(one) for one in key])
     if isinstance(key, slice):
         return ("slice", [key.start, key.stop, key.step])
+    if isinstance(key, np.ndarray):
+        return ("array", [key.ravel().tolist(), str(key.dtype), list(key.shape)])
     return ("...", None) if key is Ellipsis else ("index", key)
 
 
@@ -27,7 +31,8 @@ def key_of(data):
     kind, value = data
     if kind == "tuple":
         return tuple(key_of(one) for one in value)
-    return {"slice": lambda: slice(*value), "...": lambda: Ellipsis, "index": lambda: value}[kind]()
+    made = {"slice": lambda: slice(*value), "...": lambda: Ellipsis, "index": lambda: value}
+    return made[kind]() if kind in made else np.array(*value[:2]).reshape(value[2])
 
 
 @st.composite
@@ -64,6 +69,69 @@ def test_indices(contexts, cases):
 
 
 @st.composite
+def keys_with_arrays(draw, shape):
+    """Arrays that broadcast, of indices along some axes, or masks, beside slices and the like."""
+    together = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=2)))
+    keys, axis, arrays = [], 0, 0
+    while axis < len(shape):
+        extent = shape[axis]
+        kind = draw(st.sampled_from(["array", "array", "index", "slice", "mask"]))
+        if axis == len(shape) - 1 and not arrays:
+            kind = "array"
+        if kind == "mask" and not arrays:
+            held = elements(
+                shape[axis:][: draw(st.integers(1, 2))], "bool", draw(st.integers(0, 9))
+            )
+            keys.append(held)
+            together = (np.count_nonzero(held),)
+            axis += held.ndim - 1
+        elif kind == "index" and extent:
+            keys.append(draw(st.integers(-extent, extent - 1)))
+        elif kind == "slice":
+            keys.append(draw(st.slices(extent)))
+        else:
+            dims = together if extent else (0,)
+            kept = dims[draw(st.integers(0, len(dims) - 1)) :] if arrays else dims
+            if not extent:
+                together = dims
+            numbers = np.random.default_rng(draw(st.integers(0, 99)))
+            low, high = (-extent, extent) if extent else (0, 1)
+            keys.append(numbers.integers(low, high, kept))
+        arrays += isinstance(keys[-1], np.ndarray)
+        axis += 1
+    if draw(st.booleans()):
+        keys.insert(draw(st.integers(0, len(keys))), None)
+    if draw(st.integers(0, 3)) == 0:
+        keys.insert(draw(st.integers(0, len(keys))), Ellipsis)
+    return tuple(keys) if len(keys) > 1 or draw(st.booleans()) else keys[0]
+
+
+@st.composite
+def array_indexings(draw, size):
+    """As `indexings`, of keys with arrays."""
+    shape = draw(shapes(1))
+    key = draw(keys_with_arrays(shape))
+    try:
+        selected = np.zeros(shape)[key].shape
+    except IndexError:  # arrays of an axis without elements, beside others
+        key = (np.zeros((0, 1), int),) * len(shape)
+        selected = (0, 1)
+    kept = selected[draw(st.integers(0, len(selected))) :]
+    kept = tuple(1 if draw(st.integers(0, 5)) == 0 else n for n in kept)
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    value = draw(st.sampled_from(("number", "plain", "split", "split")))
+    other = draw(splits(kept, size)) if value == "split" else None
+    return shape, draw(splits(shape, size)), plain(key), library, kept, value, other
+
+
+@drawn(10)
+@given(cases=lists_of(array_indexings))
+def test_arrays_of_indices(contexts, cases):
+    size, calls = cases
+    contexts.run(body, calls, ranks=size)
+
+
+@st.composite
 def maskings(draw, size):
     """An array and a mask of its first axes, split or the same on all ranks."""
     shape = draw(shapes(1))
@@ -81,6 +149,17 @@ def mask(context, cases):
         agree(x[split_mask], a[m])
         a[m] = -1.25
         x[split_mask] = -1.25
+        agree(x, a)
+        values = elements(a[m].shape, "float64", 2)
+        a[m] = values
+        x[split_mask] = values
+        agree(x, a)
+        a[m] *= 2
+        x[split_mask] *= 2
+        agree(x, a)
+        a[m] = values[:1]
+        with context:
+            x[split_mask] = shardmath.from_global(array_of(context, values[:1], library), Slab.X)
         agree(x, a)
 
 
@@ -103,13 +182,19 @@ def follows(context):
             x[2:, 1][...] = 3
             x[:, 2:] += 1
             x[0] = np.arange(4)
+            assert x[:, [3, 0]].distribution == Slab.X
+            x[[0, 5, 5], 1] = 2, 9, 2  # each rank writes what it has, and the last value stays
+            x[x[:, 0] < -1] = x[x[:, 0] < -1]
+            for call in (lambda: x[[1, 4]], lambda: operator.setitem(x, [1, 4], x[2:4])):
+                with pytest.raises(RuntimeError, match=r"of indices: 2 indices|what is assigned"):
+                    call()
             with pytest.raises(RuntimeError, match="one element for all ranks"):
                 x[0, 0]
         assert x.sum() == 12 + 12 - 2 + 6
         assert x[0, 3].distribution == Replicated()
         cyclic = x.to(BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4)))
         assert cyclic[:, 1:3].distribution == BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4))
-        assert [float(row.sum()) for row in x] == [6.0, 2.0, 5.0, 5.0, 5.0, 5.0]
+        assert [float(row.sum()) for row in x] == [7.0, 2.0, 5.0, 5.0, 5.0, 4.0]
         assert len(x) == 6
 
 
@@ -123,16 +208,32 @@ def mistakes(context):
         for key in (6, (0, 0, 0), (..., ...), "a", 1.5, (0, -5), (True, 0)):
             with pytest.raises(IndexError):
                 x[key]
-        with pytest.raises(NotImplementedError, match=r"take\(x, indices, axis=0\)"):
-            x[[1, 2]]
-        with pytest.raises(ValueError, match="do not broadcast"):
+        for key, words in (
+            ([1, 6], "index 6 of axis 0, which has 6"),
+            ((0, [-5]), "index -5 of axis 1, which has 4"),
+            ([0.5], "indices are integers or bool"),
+            (([1, 2], [1, 2, 3]), r"shapes \(2,\), \(3,\) do not broadcast"),
+            (([1], [1], [1]), "3 indices for an array of 2 axes"),
+            ((slice(None), np.ones(6, bool)), r"a mask of shape \(6,\) from axis 1"),
+            ((..., [1], ...), "one ellipsis"),
+            (([1], "a"), "axis 1: 'a' is no index"),
+        ):
+            with pytest.raises(IndexError, match=words):
+                x[key]
+            with pytest.raises(IndexError, match=words):
+                x[key] = 1
+        with pytest.raises(ValueError, match=r"a value of shape \(3,\) for a selection of shape"):
+            x[[1, 2], [1, 2]] = np.zeros(3)
+        with pytest.raises(ValueError, match=r"a value of shape \(3,\) for"):
             x[1:] = np.zeros(3)
         with pytest.raises(ValueError, match="a value of shape"):
             x[1] = np.zeros((2, 4))
         with pytest.raises(IndexError, match="a mask of shape"):
             x[np.zeros(4, bool)] = 0
-        with pytest.raises(NotImplementedError, match=r"where\(mask, values, x\)"):
+        with pytest.raises(ValueError, match=r"a value of shape \(3,\) for .* shape \(0,\)"):
             x[x > 0] = np.zeros(3)
+        with pytest.raises(IndexError, match="a mask of shape"):
+            x[x[:4] > 0] = np.zeros(3)
         assert not x.sum()
 
 

@@ -18,6 +18,7 @@ from shardmath.distributed import (
     calls,
     elementwise,
     halos,
+    index_arrays,
     indexing,
     manipulation,
     parts,
@@ -25,7 +26,6 @@ from shardmath.distributed import (
     products,
     protocols,
     reductions,
-    searching,
 )
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
@@ -182,8 +182,7 @@ class DistributedArray(Distributed):
         if len(numbers) != self.ndim:
             raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
         order = tuple(operator.index(axis) % self.ndim for axis in order)
-        local = self.local.permute(order) if self.library.name == "torch" else None
-        made = with_axes(self, self.local.transpose(order) if local is None else local, order)
+        made = with_axes(self, parts.permuted(self.local, order, self.library), order)
         assert made is not None, "every distribution has a transposed one"
         return made  # type: ignore[return-value]
 
@@ -239,10 +238,15 @@ class DistributedArray(Distributed):
         return self.like(self.library.resolved(local), self.distribution, self.layout)
 
     def __getitem__(self, key: Any) -> Any:
-        return searching.selected(self, key) if indexing.is_mask(key) else indexing.get(self, key)
+        if index_arrays.has_arrays(key):
+            return index_arrays.get(self, key)
+        return indexing.get(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        indexing.put(self, key, value)
+        if index_arrays.has_arrays(key):
+            index_arrays.put(self, key, value)
+        else:
+            indexing.put(self, key, value)
 
     def __len__(self) -> int:
         if not self.ndim:

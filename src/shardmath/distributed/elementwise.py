@@ -150,6 +150,12 @@ def broadcast_shape(operands: Sequence[Any]) -> Shape:
         ) from None
 
 
+def broadcasts(given: Shape, shape: Shape) -> bool:
+    """Whether an array of one shape broadcasts to another."""
+    pairs = zip(given[::-1], shape[::-1], strict=False)
+    return len(given) <= len(shape) and all(one in (1, extent) for one, extent in pairs)
+
+
 def whole(x: Any, first: D) -> D:
     """The operand `x` as an array on the ranks of `first`; a plain one is the same on all."""
     if isinstance(x, Distributed):

@@ -1,4 +1,4 @@
-"""Indexing: integers, slices with any step, an ellipsis and new axes; boolean masks in assignments.
+"""Indexing: integers, slices with any step, an ellipsis and new axes; one value where a mask holds.
 
 Each rank takes from its part what the index selects there, as a view where NumPy's would be one.
 The result keeps the distribution that follows:
@@ -9,7 +9,8 @@ The result keeps the distribution that follows:
                        x[4, 3]      ()  Replicated         one element, sent to all ranks
 
 A slice of block-cyclic axes may be what no distribution describes; then the array is moved first,
-to one block for each rank of its grid, or the selection to a distribution that there is.
+to one block for each rank of its grid, or the selection to a distribution that there is. Arrays of
+indices are in `index_arrays`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from shardmath.arrays import array_of
 from shardmath.distributed import parts
-from shardmath.distributed.elementwise import broadcast_shape, needed_layout
+from shardmath.distributed.elementwise import broadcasts, needed_layout
 from shardmath.distributed.layouts import (
     Axes,
     Indices,
@@ -70,7 +71,7 @@ class Picked(NamedTuple):
 def get(x: Distributed, key: Any) -> Any:
     """`x[key]`. Collective where nothing is left of split axes, and along block-cyclic ones.
 
-    Raises IndexError for an index that there is not, NotImplementedError for arrays.
+    Raises IndexError for an index that there is not.
     """
     index = _of_number(key, x.shape) if type(key) is int else read(key, x.shape)
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
@@ -109,7 +110,7 @@ def _reading(layout: Layout, distribution: Distribution, index: Index, rank: int
     selected = selected_layout(layout, index.ranges)
     if selected is None:
         return None
-    where = selector([pick.where for pick in _picks(layout.spans(rank), index.ranges)])
+    where = selector([pick.where for pick in picks_of(layout.spans(rank), index.ranges)])
     everywhere = None
     if not index.axes and not selected.is_replicated:
         everywhere = Layout.replicated(selected.global_shape, selected.size)
@@ -123,27 +124,24 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     """`x[key] = value`. Collective where a value that is split has to move.
 
     `value` is a number, an array that is the same on all ranks, or a distributed array, and is
-    broadcast; with a mask it is one number. Raises IndexError for an index that there is not,
-    ValueError where the shapes do not fit.
+    broadcast. Raises IndexError for an index that there is not, ValueError where the shapes do not
+    fit.
     """
     if isinstance(value, list | tuple):
         value = np.asarray(value)
-    if is_mask(key):
-        _put_where(x, key, value)
-        return
     index = read(key, x.shape)
-    if broadcast_shape([value, Shaped(index.shape)]) != index.shape:
-        raise ValueError(f"a value of shape {value.shape} for a selection of shape {index.shape}")
-    picks = _picks(x.layout.spans(x.context.rank), index.ranges)
+    require_value(value, index.shape)
+    picks = picks_of(x.layout.spans(x.context.rank), index.ranges)
     part = _values(x, index, picks, value)
     if all(len(pick.selected) for pick in picks):
         x.local[selector([pick.where for pick in picks])] = part
 
 
-class Shaped(NamedTuple):
-    """What stands for a selection where shapes are broadcast."""
-
-    shape: Shape
+def require_value(value: Any, shape: Shape) -> None:
+    """Raise ValueError for a value that does not broadcast to a selection of that shape."""
+    given = tuple(getattr(value, "shape", ()))
+    if not broadcasts(given, shape):
+        raise ValueError(f"a value of shape {given} for a selection of shape {shape}")
 
 
 def is_mask(key: Any) -> bool:
@@ -157,8 +155,7 @@ def is_mask(key: Any) -> bool:
 def read(key: Any, shape: Shape) -> Index:
     """The key as ranges of all axes.
 
-    Raises IndexError for too many indices, or one past the end, and for what is no index;
-    NotImplementedError for arrays.
+    Raises IndexError for too many indices, or one past the end, and for what is no index.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     consumed = sum(k is not None and k is not Ellipsis for k in keys)
@@ -171,33 +168,31 @@ def read(key: Any, shape: Shape) -> Index:
     keys[place : place + 1] = [slice(None)] * (len(shape) - consumed)
     ranges: list[range] = []
     axes: list[int | None] = []
-    for one in keys:
+    for along in keys:
         axis = len(ranges)
-        if one is None:
+        if along is None:
             axes.append(None)
-        elif isinstance(one, slice):
-            ranges.append(range(*one.indices(shape[axis])))
+        elif isinstance(along, slice):
+            ranges.append(range(*along.indices(shape[axis])))
             axes.append(axis)
         else:
-            ranges.append(_one(one, shape[axis], axis))
+            ranges.append(one(along, shape[axis], axis))
     return Index(tuple(ranges), tuple(axes))
 
 
 _of_number = lru_cache(maxsize=1024)(read)  # which comes in loops; slices have no hash
 
 
-def _one(key: Any, extent: int, axis: int) -> range:
-    if getattr(key, "ndim", 0) or isinstance(key, list):
-        raise NotImplementedError(
-            f"axis {axis}: an array of indices; use take(x, indices, axis={axis})"
-        )
+def one(key: Any, extent: int, axis: int) -> range:
+    """The range of one index of an axis. Raises IndexError for what is none."""
     try:
         if isinstance(key, bool | np.bool_):
             raise TypeError
         number = operator.index(key)
     except TypeError:
         raise IndexError(
-            f"axis {axis}: {key!r} is no index: give integers, slices, ... or None, or one mask"
+            f"axis {axis}: {key!r} is no index: give integers, slices, ..., None, or arrays of "
+            "integers or bool"
         ) from None
     if not -extent <= number < extent:
         raise IndexError(f"index {number} of axis {axis}, which has {extent}")
@@ -210,7 +205,7 @@ def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
     """The layout of a selection, all axes kept; None where there is none."""
     parts_ = []
     for part in layout.parts:
-        chosen = [pick.spans for pick in _picks(part, ranges)]
+        chosen = [pick.spans for pick in picks_of(part, ranges)]
         if None in chosen:
             return None
         parts_.append(tuple(spans for spans in chosen if spans is not None))
@@ -218,7 +213,8 @@ def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
 
 
 @lru_cache(maxsize=4096)
-def _picks(part: tuple[Spans, ...], ranges: tuple[range, ...]) -> list[Picked]:
+def picks_of(part: tuple[Spans, ...], ranges: tuple[range, ...]) -> list[Picked]:
+    """What ranges select of one rank's part, along each axis."""
     return [_pick(spans, along) for spans, along in zip(part, ranges, strict=True)]
 
 
@@ -331,12 +327,10 @@ def _aligned(x: Distributed, index: Index, part: Any) -> Any:
     return part.reshape([extents.get(axis, 1) for axis in range(x.ndim)])
 
 
-def _put_where(x: Distributed, mask: Any, value: Any) -> None:
-    """`x[mask] = value`; the mask has the first axes of `x`."""
-    if getattr(value, "shape", ()):
-        raise NotImplementedError(
-            "x[mask] = values, one for each element that is set: use where(mask, values, x)"
-        )
+def put_where(x: Distributed, mask: Any, value: Any) -> None:
+    """`x[mask] = value`, one value for all; the mask has the first axes of `x`. Collective where
+    either has to move. Raises IndexError where the mask has another shape.
+    """
     if tuple(mask.shape) != x.shape[: mask.ndim] or not mask.ndim:
         raise IndexError(f"a mask of shape {tuple(mask.shape)} for an array of shape {x.shape}")
     if isinstance(mask, Distributed):

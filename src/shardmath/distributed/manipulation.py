@@ -22,12 +22,10 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray
-from shardmath.collectives import all_to_all
-from shardmath.distributed import indexing, parts
-from shardmath.distributed.elementwise import applied, broadcast_shape, whole
+from shardmath.distributed import gathering, indexing, parts
+from shardmath.distributed.elementwise import applied, broadcast_shape, broadcasts, whole
 from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound, with_axis
-from shardmath.distributed.movement import brought, permit, received
+from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, received
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import (
@@ -117,7 +115,7 @@ def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
     Parts are views. Raises ValueError where the shape does not fit.
     """
     target = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
-    if broadcast_shape([x, indexing.Shaped(target)]) != target:
+    if not broadcasts(x.shape, target):
         raise ValueError(f"an array of shape {x.shape} does not broadcast to {target}")
     plain = parts.on_device(np.zeros((), bool), x.library, x.library.spec(x.local).device)
     wide = parts.broadcast(plain, target, x.library)
@@ -478,50 +476,8 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
-    numbers = on_all_ranks(indices)
-    if numbers.dtype.kind not in "iu" and numbers.size:
-        raise IndexError(f"take wants integers, not {numbers.dtype}")
-    extent = x.shape[axis]
-    line = numbers.reshape(-1).astype(np.intp)
-    wrong = line[(line < -extent) | (line >= extent)]
-    if wrong.size:
-        raise IndexError(f"index {wrong[0]} of axis {axis}, which has {extent}")
-    line = np.where(line < 0, line + extent, line)
-    made = _taken(x, line, axis)
-    if numbers.ndim == 1:
-        return made
-    return reshape(made, (*x.shape[:axis], *numbers.shape, *x.shape[axis + 1 :]))
-
-
-def _taken(x: Any, line: Any, axis: int) -> Any:
-    """The elements at indices of a line, none of them negative."""
-    shape = tuple(len(line) if number == axis else n for number, n in enumerate(x.shape))
-    size, rank, library = x.context.size, x.context.rank, x.library
-    if axis not in x.layout.partitioned_axes:
-        distribution, layout = with_axis(x, axis, len(line))
-        return x.like(parts.taken(x.local, line, axis, library), distribution, layout)
-    if x.layout.partitioned_axes != (axis,) or not x.layout.disjoint():
-        x = in_slabs(x, axis, "take")
-    permit(lambda: f"take: {len(line)} indices of axis {axis}, which is split: {x.layout}")
-    owners = np.empty(x.shape[axis], np.intp)
-    for other, spans in enumerate(x.layout.column(axis)):
-        owners[indices(spans)] = other
-    layout = layout_of(Slab(axis), shape, size)
-    owner = owners[line]
-    sent = [line[spans.start : spans.stop] for spans in layout.column(axis)]
-    sent = [piece[owners[piece] == rank] for piece in sent]
-    held = indices(x.layout.spans(rank)[axis])
-    own = layout.spans(rank)[axis]
-    order = np.argsort(owner[own.start : own.stop], kind="stable")
-    received_ = all_to_all(
-        parts.taken(x.local, np.searchsorted(held, np.concatenate(sent)), axis, library),
-        axis=axis,
-        send_counts=[len(piece) for piece in sent],
-        receive_counts=np.bincount(owner[own.start : own.stop], minlength=size).tolist(),
-        context=x.context,
-    )
-    local = parts.taken(received_, np.argsort(order), axis, library)
-    return x.like(local, Slab(axis), layout)
+    numbers = gathering.checked(on_all_ranks(indices), x.shape[axis], axis)
+    return gathering.gathered(x, [numbers], axis, "take")
 
 
 def tril(x: Any, k: int = 0) -> Any:
@@ -542,20 +498,6 @@ def _triangle(x: Any, keeps: Any) -> Any:
     mask = parts.on_device(kept, x.library, x.library.spec(x.local).device)
     zero = dtypes.of(x.library.spec(x.local).dtype).kind != "b" and 0
     return x.like(parts.chosen(mask, x.local, zero, x.library), x.distribution, x.layout)
-
-
-def in_slabs(x: Any, axis: int, purpose: str) -> Any:
-    """`x` in slabs of an axis, for a `purpose`. Collective, and raises, as `brought`."""
-    slab = layout_of(Slab(axis), x.shape, x.context.size)
-    return x.like(brought(x, slab, purpose), Slab(axis), slab)
-
-
-def on_all_ranks(x: Any) -> HostArray:
-    """The elements of `x`, a distributed array or one that is the same on all ranks, as NumPy's."""
-    if not isinstance(x, Distributed):
-        return np.asarray(x)
-    everywhere = Layout.replicated(x.shape, x.context.size)
-    return parts.on_host(brought(x, everywhere, "an array for all ranks"), x.library)
 
 
 def first_of(arrays: Sequence[Any]) -> Any:

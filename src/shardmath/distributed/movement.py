@@ -13,7 +13,10 @@ from contextvars import ContextVar, Token
 from functools import lru_cache
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
 from shardmath.arrays import array_of
+from shardmath.arrays.base import HostArray
 from shardmath.base import current
 from shardmath.base.caller import caller_place
 from shardmath.base.collective_call import collective_call
@@ -23,7 +26,15 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import layout_of, places, selector, unbound
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Pattern, Spans, bytes_received, classify
+from shardmath.geometry import (
+    Distribution,
+    Layout,
+    Pattern,
+    Slab,
+    Spans,
+    bytes_received,
+    classify,
+)
 from shardmath.operators.layouts import bind_layout
 from shardmath.operators.redistribute.operation import Redistribution
 from shardmath.program.performing import Arguments, Names
@@ -215,6 +226,20 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
         return x.library.empty(shape, spec.dtype, "C", spec.device)
     along = [places(a, b) for a, b in zip(held, needed, strict=True)]
     return array_of(x.local[selector(along)])
+
+
+def in_slabs(x: Any, axis: int, purpose: str) -> Any:
+    """`x` in slabs of an axis, for a `purpose`. Collective, and raises, as `brought`."""
+    slab = layout_of(Slab(axis), x.shape, x.context.size)
+    return x.like(brought(x, slab, purpose), Slab(axis), slab)
+
+
+def on_all_ranks(x: Any) -> HostArray:
+    """The elements of `x`, a distributed array or one that is the same on all ranks, as NumPy's."""
+    if not isinstance(x, Distributed):
+        return np.asarray(x)
+    everywhere = Layout.replicated(x.shape, x.context.size)
+    return parts.on_host(brought(x, everywhere, "an array for all ranks"), x.library)
 
 
 def described(x: Distributed, layout: Layout) -> str:

@@ -112,6 +112,11 @@ def flipped(x: Any, axes: Sequence[int], library: Library) -> Any:
     return x[tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))]
 
 
+def permuted(x: Any, axes: Sequence[int], library: Library) -> Any:
+    """A view of `x` with its axes in another order."""
+    return x.permute(tuple(axes)) if library.name == "torch" else x.transpose(tuple(axes))
+
+
 def native_dtype(dtype: Any, library: Library) -> Any:
     """A data type, given by any library's object or by name, in the library's words."""
     known = dtypes.of(dtype)
@@ -181,6 +186,15 @@ def taken(x: Any, numbers: HostArray, axis: int, library: Library) -> Any:
     if library.name == "torch":
         return module_of(library).index_select(x, axis, there)
     return module_of(library).take(x, there, axis=axis)
+
+
+def picked(x: Any, numbers: Sequence[HostArray], axis: int, library: Library) -> Any:
+    """The elements of `x` at indices along several axes, from `axis` on, which become one."""
+    if len(numbers) == 1:
+        return taken(x, numbers[0], axis, library)
+    device = library.spec(x).device
+    there = tuple(on_device(line, library, device) for line in numbers)
+    return x[(slice(None),) * axis + there]
 
 
 def order(x: Any, axis: int, library: Library) -> Any:

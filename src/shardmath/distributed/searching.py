@@ -19,21 +19,34 @@ import numpy as np
 
 from shardmath.collectives import all_gather, all_to_all
 from shardmath.distributed import parts, reductions
-from shardmath.distributed.elementwise import applied, whole, wrapped
+from shardmath.distributed.elementwise import (
+    applied,
+    local_part,
+    needed_layout,
+    whole,
+    wrapped,
+)
+from shardmath.distributed.indexing import require_value
 from shardmath.distributed.layouts import distribution_of, indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
     concat,
     first_of,
     flip,
-    in_slabs,
-    on_all_ranks,
     one_axis,
     reshape,
     take,
 )
-from shardmath.distributed.movement import brought, end_explanation, part_in, permit
+from shardmath.distributed.movement import (
+    brought,
+    end_explanation,
+    in_slabs,
+    on_all_ranks,
+    part_in,
+    permit,
+)
 from shardmath.distributed.scans import diff
+from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated, Slab, Spans
 
 # -- in order --------------------------------------------------------------------------------------
@@ -221,6 +234,31 @@ def selected(x: Any, mask: Any) -> Any:
     columns = [held.layout.column(axis) for axis in range(mask.ndim)]
     needed = Layout.product(mask.shape, columns, size=x.context.size)
     return _together(held, held.local[brought(mask, needed, "the mask")])
+
+
+def put_selected(x: Any, mask: Any, value: Any) -> None:
+    """`x[mask] = value`, an element or a row for each place where a split mask of the first axes
+    holds, in C order. Collective.
+
+    In rows the elements that a rank sets follow each other among the values, as `selected` leaves
+    them: where x is in slabs of rows, x[mask] = f(x[mask]) moves nothing. Raises IndexError where
+    the mask has another shape, ValueError where the values have another than x[mask].
+    """
+    if mask.shape != x.shape[: mask.ndim] or not mask.ndim:
+        raise IndexError(f"a mask of shape {mask.shape} for an array of shape {x.shape}")
+    held = _in_rows(x)
+    columns = [held.layout.column(axis) for axis in range(mask.ndim)]
+    needed = Layout.product(mask.shape, columns, size=x.context.size)
+    where = brought(mask, needed, "the mask")
+    chosen = _together(held, held.local[where])
+    require_value(value, chosen.shape)
+    if isinstance(value, Distributed):
+        part = brought(value, needed_layout(chosen.layout, value.shape), "what is assigned")
+    else:
+        part = local_part(value, chosen.layout, x)
+    held.local[where] = part
+    if held.local is not x.local:
+        x.local[...] = brought(held, x.layout, "what is assigned")
 
 
 def _in_rows(x: Any) -> Any:

@@ -1,0 +1,141 @@
+"""Elements at any indices: what `take`, `x[[3, 1, 5]]` and `x[rows, columns]` read.
+
+Every rank knows all indices and all layouts, so it knows which rank has each element that is
+selected and which rank gets it: one exchange, of nothing but these elements, brings them there.
+
+    indices   5 0 4 | 1 1 3        the result is split evenly, at the bar
+    owners    1 0 1 | 0 0 0        x has 0, ..., 3 on rank 0, and 4, ... on rank 1
+
+An element that is selected twice is sent twice. Along axes that no rank shares nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.collectives import all_to_all
+from shardmath.distributed import parts
+from shardmath.distributed.layouts import (
+    distribution_of,
+    indices,
+    layout_of,
+    rearranged_distribution,
+    unbound,
+)
+from shardmath.distributed.movement import in_slabs, permit
+from shardmath.geometry import Layout, Slab, Spans
+
+
+def checked(numbers: HostArray, extent: int, axis: int) -> HostArray:
+    """Indices of an axis, none of them negative. Raises IndexError for one that there is not, and
+    for what is no integer.
+    """
+    if numbers.dtype.kind not in "iu" and numbers.size:
+        raise IndexError(f"axis {axis}: indices are integers or bool, not {numbers.dtype}")
+    numbers = numbers.astype(np.intp)
+    wrong = numbers[(numbers < -extent) | (numbers >= extent)]
+    if wrong.size:
+        raise IndexError(f"index {wrong[0]} of axis {axis}, which has {extent}")
+    return np.where(numbers < 0, numbers + extent, numbers)
+
+
+def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
+    """The elements at `numbers`: indices, of one shape, along the axes from `place` on, in whose
+    stead the result has the axes of that shape.
+
+    Collective where these axes are split; the result is then in slabs of the longest of its new
+    axes. Raises RuntimeError where moves are forbidden.
+    """
+    shape, axes = numbers[0].shape, range(place, place + len(numbers))
+    if not set(axes).isdisjoint(x.layout.partitioned_axes):
+        return _gathered_from_ranks(x, numbers, place, purpose)
+    columns = [x.layout.column(axis) for axis in range(x.ndim)]
+    extents = (*x.shape[:place], *shape, *x.shape[axes.stop :])
+    kept = [*columns[:place], *(None for _ in shape), *columns[axes.stop :]]
+    layout = Layout.product(extents, kept, size=x.context.size)
+    names = (
+        *range(place),
+        *(place if number == 0 else None for number in range(len(shape))),
+        *range(axes.stop, x.ndim),
+    )
+    like = rearranged_distribution(unbound(x.distribution), names)
+    distribution = distribution_of(layout, x.context.rank, like)
+    local = parts.picked(x.local, [line.reshape(-1) for line in numbers], place, x.library)
+    assert distribution is not None, "axes that are whole go, and come"
+    return x.like(local.reshape(layout.local_shape(x.context.rank)), distribution, layout)
+
+
+def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
+    """The same, of axes that are split."""
+    shape, size = numbers[0].shape, x.context.size
+    axes = range(place, place + len(numbers))
+    x = in_slabs_of(x, axes, purpose)
+    lines = [line.reshape(-1) for line in numbers]
+    count = len(lines[0])
+    permit(lambda: f"{purpose}: {count} indices of axis {place}, which is split: {x.layout}")
+    target = Slab(place + int(np.argmax(shape)))
+    layout = layout_of(target, (*x.shape[:place], *shape, *x.shape[axes.stop :]), size)
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    wanted = []
+    for part in layout.parts:
+        along = part[place : place + len(shape)]
+        wanted.append(flat[tuple(slice(s.start, s.stop) for s in along)].reshape(-1))
+    local = exchanged(x, lines, place, wanted)
+    return x.like(local.reshape(layout.local_shape(x.context.rank)), target, layout)
+
+
+def in_slabs_of(x: Any, axes: range, purpose: str) -> Any:
+    """`x`, in slabs of the longest of `axes` unless it is split along these alone, and no element
+    is on two ranks.
+    """
+    if set(x.layout.partitioned_axes) <= set(axes) and x.layout.disjoint():
+        return x
+    return in_slabs(x, max(axes, key=lambda axis: x.shape[axis]), purpose)
+
+
+def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[HostArray]) -> Any:
+    """This rank's elements of those at `lines` along the axes from `place` on, which become one.
+    Collective.
+
+    The array is split along these axes alone, and each element is on one rank. `wanted` says which
+    numbers of the lines each rank gets, in which order.
+    """
+    rank, size, library = x.context.rank, x.context.size, x.library
+    owners = np.empty(len(lines[0]), np.intp)
+    for number, part in enumerate(x.layout.parts):
+        owners[owned(part[place : place + len(lines)], x.shape[place:], lines)] = number
+    sent = [numbers[owners[numbers] == rank] for numbers in wanted]
+    mine = np.concatenate(sent)
+    held = x.layout.spans(rank)[place : place + len(lines)]
+    picked = parts.picked(x.local, local_places(held, [line[mine] for line in lines]), place,
+                          library)  # fmt: skip
+    sources = owners[wanted[rank]]
+    received = all_to_all(
+        picked,
+        axis=place,
+        send_counts=[len(numbers) for numbers in sent],
+        receive_counts=np.bincount(sources, minlength=size).tolist(),
+        context=x.context,
+    )
+    order = np.argsort(sources, kind="stable")  # as they come, of rank after rank
+    return parts.taken(received, np.argsort(order), place, library)
+
+
+def owned(part: Sequence[Spans], extents: Sequence[int], lines: Sequence[HostArray]) -> HostArray:
+    """At which numbers of the lines, of indices along as many axes, elements of a part are."""
+    there: HostArray = np.ones(len(lines[0]), bool)
+    for spans, extent, line in zip(part, extents, lines, strict=False):
+        held = np.zeros(extent, bool)
+        held[indices(spans)] = True
+        there &= held[line]
+    return there
+
+
+def local_places(part: Sequence[Spans], lines: Sequence[HostArray]) -> list[HostArray]:
+    """Where indices of a part, along as many axes, lie in it."""
+    return [np.searchsorted(indices(spans), line) for spans, line in zip(part, lines, strict=True)]

@@ -1,0 +1,242 @@
+"""Arrays of indices in `[]`, and masks that are one of several indices: NumPy's advanced indexing.
+
+    x (n, m, k)   x[[3, 1, 5]]              (3, m, k)
+                  x[rows, columns]          (..., k), of the shape to which both broadcast
+                  x[mask, 0] = values       a mask is the arrays of the indices at which it holds
+
+Arrays stand for one line of elements along their axes, in whose stead the result has the axes of
+their shape: where these axes were, if they follow each other, and otherwise first. Slices and new
+axes beside them are read first, and are views. What is read comes as `gathering` says; what is
+written each rank writes in its part, of an index that occurs twice the last value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays import library_of
+from shardmath.arrays.base import HostArray
+from shardmath.distributed import gathering, indexing, parts, searching
+from shardmath.distributed.elementwise import whole
+from shardmath.distributed.indexing import Index
+from shardmath.distributed.layouts import selector
+from shardmath.distributed.manipulation import broadcast_to, moveaxis, permute_dims, reshape
+from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, permit
+from shardmath.distributed.state import Distributed
+from shardmath.geometry import Layout
+
+_READ, _WRITTEN = "an array of indices", "what is assigned"
+
+
+class Selection(NamedTuple):
+    """What a key with arrays selects: `basic` is the key with a slice of the whole axis for each
+    array, `axes` are those axes of `x[basic]`, and `numbers` the arrays, of one shape, whose axes
+    begin at axis `place` of the result.
+    """
+
+    basic: tuple[Any, ...]
+    axes: tuple[int, ...]
+    numbers: tuple[HostArray, ...]
+    place: int
+
+
+def has_arrays(key: Any) -> bool:
+    """Whether there is an array of indices, a mask or a list in the key."""
+    keys = key if type(key) is tuple else (key,)
+    return any(isinstance(one, list | tuple) or getattr(one, "ndim", 0) for one in keys)
+
+
+def get(x: Any, key: Any) -> Any:
+    """`x[key]`, of a key with arrays. Collective where an axis that they index is split, where a
+    mask is all of the key, and where the arrays are distributed.
+
+    Raises IndexError for an index that there is not, and for arrays that do not broadcast.
+    """
+    key = _as_indices(key) if isinstance(key, list) else key
+    if indexing.is_mask(key):
+        return searching.selected(x, key)
+    basic, axes, numbers, place = _read(key, x.shape)
+    x = indexing.get(x, basic)
+    first, count = axes[0], len(axes)
+    if axes != tuple(range(first, first + count)):
+        first = 0
+        x = permute_dims(x, [*axes, *(axis for axis in range(x.ndim) if axis not in axes)])
+    made = gathering.gathered(x, numbers, first, _READ)
+    if first == place:
+        return made
+    new = range(numbers[0].ndim)
+    return moveaxis(made, [first + n for n in new], [place + n for n in new])
+
+
+def put(x: Any, key: Any, value: Any) -> None:
+    """`x[key] = value`, of a key with arrays; the value is broadcast, and of an index that occurs
+    twice the last one stays. Collective where the mask, the arrays or the value are distributed.
+
+    Raises IndexError as `get`, ValueError where the value does not have the shape.
+    """
+    key = _as_indices(key) if isinstance(key, list) else key
+    value = np.asarray(value) if isinstance(value, list | tuple) else value
+    if indexing.is_mask(key):
+        if not getattr(value, "shape", ()):
+            indexing.put_where(x, key, value)
+            return
+        if isinstance(key, Distributed):
+            searching.put_selected(x, key, value)
+            return
+    _put(x, _read(key, x.shape), value)
+
+
+# -- what a key selects ----------------------------------------------------------------------------
+
+
+def _as_indices(given: Any) -> HostArray:
+    """A list as an array; an empty one is of integers, as in NumPy."""
+    made = np.asarray(given)
+    return made if made.size else made.astype(np.intp)
+
+
+def _read(key: Any, shape: tuple[int, ...]) -> Selection:
+    """The key as arrays, and what is beside them; integers beside arrays are arrays, too."""
+    keys = [_plain(one) for one in (key if type(key) is tuple else (key,))]
+    if sum(one is Ellipsis for one in keys) > 1:
+        raise IndexError("an index has one ellipsis at most")
+    consumed = sum(_axes_of(one) for one in keys)
+    if consumed > len(shape):
+        raise IndexError(f"{consumed} indices for an array of {len(shape)} axes")
+    if not any(one is Ellipsis for one in keys):
+        keys.append(Ellipsis)
+    basic: list[Any] = []
+    axes: list[int] = []
+    numbers: list[HostArray] = []
+    groups, axis, follows = 0, 0, False  # `axis` is one of the array
+    for one in keys:
+        if one is Ellipsis:
+            basic.extend([slice(None)] * (len(shape) - consumed))
+            axis += len(shape) - consumed
+        elif one is None or isinstance(one, slice):
+            basic.append(one)
+            axis += one is not None
+        else:
+            lines = _numbers(one, shape, axis)
+            axes.extend(range(len(basic), len(basic) + len(lines)))
+            basic.extend([slice(None)] * len(lines))
+            numbers.extend(lines)
+            axis += len(lines)
+            groups += not follows
+        follows = not (one is Ellipsis or one is None or isinstance(one, slice))
+    try:
+        together = np.broadcast_arrays(*numbers)
+    except ValueError:
+        shapes = ", ".join(str(line.shape) for line in numbers)
+        raise IndexError(f"arrays of indices of shapes {shapes} do not broadcast") from None
+    return Selection(tuple(basic), tuple(axes), tuple(together), axes[0] if groups == 1 else 0)
+
+
+def _plain(one: Any) -> Any:
+    """One index, arrays as NumPy's."""
+    if isinstance(one, list | tuple):
+        return _as_indices(one)
+    if not getattr(one, "ndim", 0):
+        return one
+    if isinstance(one, Distributed):
+        return on_all_ranks(one)
+    return parts.on_host(one, library_of(one)) if parts.is_array(one) else np.asarray(one)
+
+
+def _axes_of(one: Any) -> int:
+    """How many axes of an array an index is of."""
+    if one is None or one is Ellipsis:
+        return 0
+    return one.ndim if isinstance(one, np.ndarray) and one.dtype.kind == "b" else 1
+
+
+def _numbers(one: Any, shape: tuple[int, ...], axis: int) -> Sequence[HostArray]:
+    """An integer, an array of integers or a mask as the indices along each axis from `axis` on."""
+    if not getattr(one, "ndim", 0):
+        return [np.asarray(indexing.one(one, shape[axis], axis).start)]
+    if one.dtype.kind != "b":
+        return [gathering.checked(one, shape[axis], axis)]
+    if one.shape != shape[axis : axis + one.ndim]:
+        raise IndexError(f"a mask of shape {one.shape} from axis {axis} of {shape} on")
+    return np.nonzero(one)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _put(x: Any, selection: Selection, value: Any) -> None:
+    basic, axes, numbers, place = selection
+    index = indexing.read(basic, x.shape)
+    rest = [extent for axis, extent in enumerate(index.shape) if axis not in axes]
+    shape = (*rest[:place], *numbers[0].shape, *rest[place:])
+    indexing.require_value(value, shape)
+    indexed = [axis for axis in map(index.axes.__getitem__, axes) if axis is not None]
+    kept = [axis for axis in range(x.ndim) if axis not in indexed]
+    lines, extents = [line.reshape(-1) for line in numbers], [x.shape[axis] for axis in indexed]
+    last = _last_of_each(lines, extents)
+
+    def of_rank(rank: int) -> HostArray:
+        """The numbers of the lines that a rank writes."""
+        part = [x.layout.spans(rank)[axis] for axis in indexed]
+        return np.flatnonzero(gathering.owned(part, extents, lines) & last)
+
+    picks = indexing.picks_of(x.layout.spans(x.context.rank), index.ranges)
+    picks_kept = [picks[axis] for axis in kept]
+    mine = of_rank(x.context.rank)
+    if not isinstance(value, bool | int | float | complex):
+        value = broadcast_to(whole(value, x), shape)
+        value = moveaxis(value, [place + n for n in range(numbers[0].ndim)],
+                         range(numbers[0].ndim))  # fmt: skip
+        value = reshape(value, (len(lines[0]), *(len(index.ranges[axis]) for axis in kept)))
+        value = _part(x, value, index, kept, [of_rank(rank) for rank in range(x.context.size)])
+    if not len(mine) or not all(len(pick.selected) for pick in picks_kept):
+        return
+    held = [x.layout.spans(x.context.rank)[axis] for axis in indexed]
+    places = gathering.local_places(held, [line[mine] for line in lines])
+    local = parts.permuted(x.local, [*indexed, *kept], x.library)
+    local[_places(places, [pick.where for pick in picks_kept])] = value
+
+
+def _last_of_each(lines: Sequence[HostArray], extents: Sequence[int]) -> HostArray:
+    """Which numbers of the lines are the last of their index."""
+    count = len(lines[0])
+    last: HostArray = np.zeros(count, bool)
+    if count:
+        flat = np.ravel_multi_index(tuple(lines), tuple(extents))
+        last[count - 1 - np.unique(flat[::-1], return_index=True)[1]] = True
+    return last
+
+
+def _part(
+    x: Any, value: Any, index: Index, kept: Sequence[int], wanted: Sequence[HostArray]
+) -> Any:
+    """What this rank writes of `value`, whose first axis counts the lines and whose others are the
+    axes of x that are `kept`; `wanted` are the numbers of the lines that each rank writes.
+    """
+    rank, split = x.context.rank, set(x.layout.partitioned_axes)
+    descending = [place for place, axis in enumerate(kept, 1) if index.ranges[axis].step < 0]
+    if split and split.isdisjoint(kept) and not value.layout.is_replicated:
+        permit(lambda: f"{_WRITTEN}: {value.layout}, of which each rank gets the lines that it has")
+        slabs = in_slabs(value, 0, _WRITTEN)
+        local = gathering.exchanged(slabs, [np.arange(value.shape[0])], 0, wanted)
+        return parts.flipped(local, descending, x.library)
+    selected = indexing.selected_layout(x.layout, index.ranges)
+    columns = [None if selected is None else selected.column(axis) for axis in kept]
+    layout = Layout.product(value.shape, [None, *columns], size=x.context.size)
+    local = brought(value, layout, _WRITTEN)
+    if selected is None:
+        picks = indexing.picks_of(x.layout.spans(rank), index.ranges)
+        local = local[selector([slice(0, len(local)), *(picks[axis].selected for axis in kept)])]
+    return parts.flipped(parts.taken(local, wanted[rank], 0, x.library), descending, x.library)
+
+
+def _places(lines: Sequence[HostArray], beside: Sequence[slice | HostArray]) -> tuple[Any, ...]:
+    """What indexes lines of elements, along as many axes, and what is selected of those behind."""
+    if all(isinstance(one, slice) for one in beside):
+        return (*lines, *beside)
+    along = [np.arange(b.start, b.stop, b.step) if isinstance(b, slice) else b for b in beside]
+    first, *others = np.ix_(np.arange(len(lines[0])), *along)
+    return (*(line[first] for line in lines), *others)
