@@ -12,6 +12,7 @@ from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
 
 import shardmath
 from draws import drawn
+from shardmath.distributed import standard
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
 FUNCTIONS = {
@@ -73,6 +74,53 @@ def body(context, cases):
 def test_elementwise_functions(contexts, cases):
     size, calls = cases
     contexts.run(body, calls, ranks=size)
+
+
+ELEMENTWISE = {  # of the standard, by its names
+    name: function
+    for name, function in standard.NAMES.items()
+    if callable(function) and name not in standard.TYPES
+}
+
+
+@st.composite
+def pairs(draw, size):
+    """A library, a type, and two arrays that broadcast."""
+    shape = draw(shapes())
+    library = draw(st.sampled_from(("numpy", "numpy", "torch")))
+    kinds = (*REAL, "bool", "complex64") if library == "numpy" else ("int64", "float32", "float64")
+    kept = shape[draw(st.integers(0, len(shape))) :]
+    arrays = [(one, draw(splits(one, size))) for one in (shape, kept)]
+    return library, draw(st.sampled_from(kinds)), arrays
+
+
+def every_function(context, cases):
+    for library, dtype, arrays in cases:
+        whole = [elements(shape, dtype, seed) for seed, (shape, _) in enumerate(arrays)]
+        if dtype != "bool":
+            whole[1] = abs(whole[1])  # shifts, and powers of integers, are by 0 at least
+        split = [placed(context, a, how, library)
+                 for a, (_, how) in zip(whole, arrays, strict=True)]  # fmt: skip
+        for name, function in ELEMENTWISE.items():
+            if library == "torch" and (dtype == "int64") != name.startswith("bitwise"):
+                continue  # torch has fewer types for most functions
+            count = getattr(function, "nin", 1)
+            with np.errstate(all="ignore"):
+                try:
+                    expected = function(*whole[:count])
+                except TypeError:  # of such elements
+                    with pytest.raises(TypeError):
+                        function(*split[:count])
+                    continue
+                got = function(*split[:count])
+            agree(got, expected, close=True, strict=library == "numpy")
+
+
+@drawn(8)
+@given(cases=lists_of(pairs, most=4))
+def test_every_elementwise_function_of_the_namespace(contexts, cases):
+    size, calls = cases
+    contexts.run(every_function, calls, ranks=size)
 
 
 @st.composite

@@ -73,6 +73,10 @@ def create(context, cases):
             made = distributed.empty(shape, "complex64", distribution=first)
             agree(distributed.full_like(made, 2), np.full(shape, 2, "complex64"))
             agree(distributed.zeros_like(made, "bool"), np.zeros(shape, "bool"))
+            agree(distributed.ones_like(distributed.empty_like(made)), np.ones(shape, "complex64"))
+            plain = elements(shape, "int16")
+            agree(distributed.asarray(plain, "float32", distribution=first), plain.astype("f4"))
+            agree(distributed.from_dlpack(plain), plain)
             numbers = distributed.fromfunction(lambda *i: sum(i) + 1.5, shape, distribution=first)
             agree(numbers, np.fromfunction(lambda *i: sum(i) + 1.5, shape))
             assert (sum(numbers.indices()) + 1.5 == numbers.local).all()
@@ -85,6 +89,10 @@ def create(context, cases):
             for end in (True, False):
                 agree(distributed.linspace(-1, 3, n, end, distribution=second),
                       np.linspace(-1, 3, n, end), close=True)  # fmt: skip
+            if n:
+                agree(distributed.fft.fftfreq(n, 0.5, distribution=second), np.fft.fftfreq(n, 0.5))
+                agree(distributed.fft.rfftfreq(n, 0.5, distribution=Slab.X),
+                      np.fft.rfftfreq(n, 0.5))  # fmt: skip
             rows, columns = square
             agree(distributed.eye(rows, columns, 1, "i4", distribution=third),
                   np.eye(rows, columns, 1, "i4"))  # fmt: skip

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
+import math
 import os
 import socket
 
 import numpy as np
 import pytest
-from split_arrays import agree
+from hypothesis import given
+from hypothesis import strategies as st
+from split_arrays import agree, elements, placed, shapes, splits
 
 import shardmath
+from draws import drawn
 from ranks import Pool, with_context
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
 from shardmath.fft import rfft
@@ -71,6 +76,73 @@ def converted(context, store):
                 computed(mesh, torch, tensors)
     finally:
         world.destroy_process_group()
+
+
+@st.composite
+def meshes(draw, size):
+    """The places of a mesh of so many ranks, along one axis or two."""
+    return draw(st.sampled_from([(size,), *((n, size // n) for n in (1, 2, 4) if size % n == 0)]))
+
+
+@st.composite
+def tensors_and_arrays(draw, size):
+    """A mesh, a shape, a type, which axis each axis of the mesh shards, and another split."""
+    mesh, shape = draw(meshes(size)), draw(shapes())
+    axes = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
+    dtype = draw(st.sampled_from(("int64", "float32", "complex128")))
+    return mesh, shape, dtype, [draw(axes) for _ in mesh], draw(splits(shape, size))
+
+
+def convert_dtensors(context, cases, store):
+    torch = importlib.import_module("torch")
+    world = importlib.import_module("torch.distributed")
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh_of = importlib.import_module("torch.distributed.device_mesh").init_device_mesh
+    world.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=context.rank, world_size=context.size
+    )
+    try:
+        torch.set_num_threads(1)
+        with context:
+            for places, shape, dtype, axes, split in cases:
+                mesh, a = mesh_of("cpu", places), elements(shape, dtype)
+                placements = [
+                    tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
+                ]
+                given_ = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
+                part = given_.to_local()
+                try:
+                    x = shardmath.from_dtensor(given_)
+                except NotImplementedError:  # some ranks have the same part, and others do not
+                    copies = [n for n, axis in zip(places, axes, strict=True) if axis is None]
+                    assert copies and max(copies) > 1 and len({*axes}) > 1
+                    continue
+                agree(x, a)
+                assert x.local.data_ptr() == part.data_ptr()
+                agree(shardmath.from_dtensor(shardmath.to_dtensor(x, mesh)), a)
+                y = placed(context, a, split, "torch")
+                try:
+                    back = shardmath.to_dtensor(y, mesh)
+                except ValueError as error:
+                    assert "no placements on a mesh" in str(error)
+                    continue
+                assert back.to_local().data_ptr() == y.local.data_ptr()
+                assert torch.equal(back.full_tensor(), torch.from_numpy(a))
+    finally:
+        world.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_any_dtensor(distributed_torch, tmp_path, size):
+    stores = itertools.count()
+
+    @drawn(2)
+    @given(cases=st.lists(tensors_and_arrays(size), min_size=8, max_size=15))
+    def check(cases):
+        store = tmp_path / f"store{next(stores)}"
+        distributed_torch.run(convert_dtensors, cases, str(store), ranks=size)
+
+    check()
 
 
 def groups(context, mesh_of):
@@ -135,10 +207,17 @@ def test_dtensors(distributed_torch, tmp_path):
     distributed_torch.run(converted, str(tmp_path / "store"), ranks=4)
 
 
-def of_jax(context, port):
+def jax_of(context, port):
+    """JAX, whose processes are the ranks."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax = importlib.import_module("jax")
-    jax.distributed.initialize(f"127.0.0.1:{port}", context.size, context.rank)
+    if not jax.distributed.is_initialized():
+        jax.distributed.initialize(f"127.0.0.1:{port}", context.size, context.rank)
+    return jax
+
+
+def of_jax(context, port):
+    jax = jax_of(context, port)
     mesh = jax.sharding.Mesh(jax.devices(), ("x",))
     a = np.arange(24, dtype="f4").reshape(6, 4)
 
@@ -171,7 +250,6 @@ def of_jax(context, port):
     alone = context.split(context.rank)
     with alone, pytest.raises(ValueError, match="the array is on processes"):
         shardmath.from_jax(made("x"))
-    jax.distributed.shutdown()
 
 
 def to_jax_of_any_part(mesh):
@@ -192,10 +270,69 @@ def to_jax_of_any_part(mesh):
         shardmath.to_jax(shardmath.ones(8, distribution=Slab.X), mesh)
 
 
+@st.composite
+def jax_arrays(draw, size):
+    """A mesh, a shape that JAX splits evenly, which names of the mesh split each axis, a type, and
+    another split.
+    """
+    mesh = draw(meshes(size))
+    order = draw(st.permutations(range(len(mesh))))
+    ndim = draw(st.integers(0, 3))
+    axes = [draw(st.none() | st.integers(0, ndim - 1)) if ndim else None for _ in mesh]
+    names = [[number for number in order if axes[number] == axis] for axis in range(ndim)]
+    counts = [math.prod(mesh[number] for number in split) for split in names]
+    shape = tuple(count * draw(st.sampled_from([0, 1, 2, 3])) for count in counts)
+    dtype = draw(st.sampled_from(("bool", "int32", "float32", "complex64")))
+    return mesh, shape, names, dtype, draw(splits(shape, size))
+
+
+def convert_jax_arrays(context, cases, port):
+    jax = jax_of(context, port)
+    devices = np.array(jax.devices())
+    with context:
+        for places, shape, split_names, dtype, split in cases:
+            letters = "xy"[: len(places)]
+            mesh = jax.sharding.Mesh(devices.reshape(places), tuple(letters))
+            names = [tuple(letters[number] for number in axis) for axis in split_names]
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+            a = elements(shape, dtype)
+            given_ = jax.make_array_from_callback(shape, sharding, lambda index, a=a: a[index])
+            try:
+                x = shardmath.from_jax(given_)
+            except NotImplementedError:  # some processes have the same shard, and others do not
+                unused = [n for number, n in enumerate(places)
+                          if not any(number in axis for axis in split_names)]  # fmt: skip
+                assert max(unused, default=1) > 1 and any(split_names)
+                continue
+            agree(x, a)
+            agree(shardmath.from_jax(shardmath.to_jax(x, mesh)), a)
+            try:
+                back = shardmath.to_jax(placed(context, a, split), mesh)
+            except ValueError as error:
+                assert "no sharding on a mesh" in str(error)
+                continue
+            agree(shardmath.from_jax(back), a)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
-def test_jax_arrays():
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_jax_arrays(size):
     with socket.socket() as held:  # its port, which JAX's server shares, is no one else's
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
-        with Pool(2, with_context) as ranks:
-            ranks.run(of_jax, held.getsockname()[1], ranks=2)
+        port = held.getsockname()[1]
+        with Pool(size, with_context) as ranks:
+
+            @drawn(3, shrunk=False)
+            @given(cases=st.lists(jax_arrays(size), min_size=8, max_size=20))
+            def check(cases):
+                ranks.run(convert_jax_arrays, cases, port)
+
+            check()
+            if size == 2:
+                ranks.run(of_jax, port)
+            ranks.run(leave_jax)
+
+
+def leave_jax(context):
+    importlib.import_module("jax").distributed.shutdown()

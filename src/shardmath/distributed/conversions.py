@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import product
+from itertools import permutations, product
 from types import ModuleType
 from typing import Any
 
@@ -181,11 +181,12 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
     (float64, without jax_enable_x64).
     """
     jax = import_module("jax")
-    names, context = mesh.axis_names, x.context
+    context = x.context
     where = mesh.devices.flat[0].platform
     if (where == "cpu") != (x.device == "cpu"):
         raise ValueError(f"the parts are on {x.device}, and the mesh is of devices of {where}")
-    for choice in product([None, *range(x.ndim)], repeat=len(names)):
+    axes = product([None, *range(x.ndim)], repeat=len(mesh.axis_names))
+    for choice, names in product(axes, permutations(mesh.axis_names)):  # which split an axis so
         along = [
             tuple(name for name, axis in zip(names, choice, strict=True) if axis == number)
             for number in range(x.ndim)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from shardmath.arrays import array_of, dtypes
+from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
 from shardmath.call.agreement import raise_on_all_ranks
@@ -228,9 +228,9 @@ class DistributedArray(Distributed):
     @property
     def imag(self) -> Self:
         """The imaginary parts, a view where the elements are complex. Local."""
-        is_complex = dtypes.of(self.library.spec(self.local).dtype).kind == "c"
-        local = self.local.imag if is_complex else self.local * 0
-        return self.like(array_of(local), self.distribution, self.layout)
+        if dtypes.of(self.library.spec(self.local).dtype).kind != "c":
+            return elementwise.filled(self, 0)
+        return self.like(self.local.imag, self.distribution, self.layout)
 
     def conj(self) -> Self:
         """The complex conjugate of each element. Local."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
 from shardmath.distributed import gathering, indexing, parts
 from shardmath.distributed.elementwise import applied, broadcast_shape, broadcasts, whole
 from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound, with_axis
@@ -182,6 +183,84 @@ def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
         elif count > 1:
             x = concat([x] * count, axis)
     return x
+
+
+# The modes of pad, and the arguments of each that there are.
+_MODES: dict[Any, tuple[str, ...]] = {
+    "constant": ("constant_values",),
+    "empty": (),
+    "edge": (),
+    "reflect": ("reflect_type",),
+    "symmetric": ("reflect_type",),
+    "wrap": (),
+}
+
+
+def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any:
+    """The array with elements before and behind along its axes, as numpy.pad.
+
+    `pad_width` is their number, a pair (before, behind), a pair for each axis, or a dictionary of
+    axes. They are `constant_values`, by default 0, or, by the modes "edge", "reflect", "symmetric"
+    and "wrap", copies, which are taken as by `take`. Elements move where a split axis is padded.
+
+    Raises ValueError for widths below 0, and for copies along an axis of no elements;
+    NotImplementedError for other modes.
+    """
+    widths = _pairs(pad_width, array.ndim)
+    if np.any(widths < 0):
+        raise ValueError(f"pad_width is {pad_width!r}: it is 0 at least")
+    taken, reflection = _MODES.get(mode), words.get("reflect_type", "even")
+    if taken is None or not {*words} <= {*taken} or reflection != "even":
+        given = "".join(f", {name}={value!r}" for name, value in words.items())
+        raise NotImplementedError(
+            f"pad(x, width, {mode!r}{given}): make what is to be put before and behind, and "
+            "np.concatenate([before, x, behind], axis)"
+        )
+    if mode in ("constant", "empty"):
+        values = _pairs(words.get("constant_values", 0), array.ndim)
+        return _padded(array, widths.tolist(), values)
+    for axis, (extent, ends) in enumerate(zip(array.shape, widths, strict=True)):
+        if np.any(ends):
+            if not extent:
+                raise ValueError(f"pad by {mode!r} of axis {axis}, which has no elements")
+            array = take(array, np.pad(np.arange(extent), ends, mode), axis)
+    return array
+
+
+def _pairs(given: Any, axes: int) -> HostArray:
+    """What is given for all axes, for both ends, or for each: a row for each axis."""
+    if isinstance(given, dict):
+        rows: list[Any] = [(0, 0)] * axes
+        for axis, ends in given.items():
+            rows[one_axis(axis, axes)] = np.broadcast_to(ends, 2)
+        given = rows
+    return np.broadcast_to(np.asarray(given), (axes, 2))
+
+
+def _padded(x: Any, widths: Sequence[Sequence[int]], values: HostArray) -> Any:
+    """The array between constants."""
+    shape = tuple(n + sum(ends) for n, ends in zip(x.shape, widths, strict=True))
+    padded = [axis for axis, ends in enumerate(widths) if any(ends)]
+    if not padded:
+        return x.copy()
+    spec = x.library.spec(x.local)
+    if set(padded).isdisjoint(x.layout.partitioned_axes):
+        made = x
+        for axis in padded:
+            distribution, layout = with_axis(made, axis, shape[axis])
+            made = made.like(x.local, distribution, layout)
+        distribution, layout = made.distribution, made.layout
+    else:
+        distribution, layout = _in_one_block(x.distribution, shape, x)
+    local = parts.full(layout.local_shape(x.context.rank), 0, x.local, spec.dtype, x.library)
+    made = x.like(local, distribution, layout)
+    inner = tuple(slice(w[0], w[0] + n) for w, n in zip(widths, x.shape, strict=True))
+    indexing.put(made, inner, x)
+    for axis in padded:  # corners have what is put along the last axis
+        along, (before, behind) = (slice(None),) * axis, widths[axis]
+        indexing.put(made, (*along, slice(0, before)), values[axis][0].item())
+        indexing.put(made, (*along, slice(shape[axis] - behind, None)), values[axis][1].item())
+    return made
 
 
 # -- arrays together -------------------------------------------------------------------------------

@@ -226,6 +226,32 @@ def _type_kept(x: Any, name: str) -> Any:
     return x.long() if is_narrow else x.clone()
 
 
+def histogram(
+    x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any, library: Library
+) -> tuple[Any, Any]:
+    """How many elements of `x` lie in each bin, or the sums of their weights, and the bins' edges,
+    as numpy.histogram; torch has no such function for every device and type.
+    """
+    if library.name == "numpy":
+        return np.histogram(x, bins, ends, weights=weights)
+    spec = library.spec(x)
+    if library.name != "torch":
+        bins = bins if np.ndim(bins) == 0 else converted(bins, x)
+        counts, edges = module_of(library).histogram(x, bins, ends, weights=weights)
+        return counts, edges
+    module = module_of(library)
+    edges = np.histogram_bin_edges(np.empty(0, dtypes.to_numpy(spec.dtype)), bins, ends)
+    bounds = on_device(edges.astype("float64"), library, spec.device)
+    values = x.reshape(-1).double()
+    places = module.bucketize(values, bounds, right=True) - 1
+    places = module.where(values == bounds[-1], len(edges) - 2, places)  # the last bin is closed
+    held = (places >= 0) & (places < len(edges) - 1)
+    words = {} if weights is None else {"weights": weights.reshape(-1)[held].double()}
+    counts = module.bincount(places[held], minlength=len(edges) - 1, **words)
+    counts = counts if weights is None else counts.to(weights.dtype)
+    return counts, on_device(edges, library, spec.device)
+
+
 _REDUCTIONS = {
     "sum": np.add,
     "prod": np.multiply,

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import (
+    contractions,
     decompositions,
     elementwise,
     manipulation,
@@ -20,6 +21,7 @@ from shardmath.distributed import (
     reductions,
     scans,
     searching,
+    statistics,
     systems,
     transforms,
 )
@@ -157,6 +159,11 @@ def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
     return function_of(ours, given, words)
 
 
+def has(function: Callable[..., Any]) -> bool:
+    """Whether a function of NumPy's takes these arrays, by `__array_function__`."""
+    return _ours(function) is not None
+
+
 @lru_cache(maxsize=256)
 def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
@@ -175,6 +182,7 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 _NAMESPACES = {
     "numpy": (
+        contractions,
         elementwise,
         manipulation,
         norms,
@@ -182,6 +190,7 @@ _NAMESPACES = {
         reductions,
         scans,
         searching,
+        statistics,
     ),
     "numpy.fft": (transforms,),
     "numpy.linalg": (decompositions, norms, products, manipulation, systems),

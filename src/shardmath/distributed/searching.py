@@ -84,8 +84,7 @@ _VALUES, _NUMBERS = 0, 1
 
 
 def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[Any]:
-    """What is asked for of an axis in order: the elements, their indices."""
-    reductions.require_ordered(x, "sort")
+    """What is asked for of an axis in order, split as x is: the elements, their indices."""
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
@@ -93,14 +92,21 @@ def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[A
         back = [flip(line, axis) for line in _in_order(flip(x, axis), axis, False, *which)]
         last = x.shape[axis] - 1
         return [last - line if n == _NUMBERS else line for n, line in zip(which, back, strict=True)]
-    if x.ndim == 1 and x.layout.partitioned_axes:
-        lines = _sorted_line(x)
-    else:
-        held = whole_along(x, axis)
-        order = parts.order(held.local, axis, x.library)
-        values = parts.taken_along(held.local, order, axis, x.library)
-        lines = wrapped(held, values), wrapped(held, order)
+    lines = in_order(x, axis)
     return [x.like(brought(lines[n], x.layout, "sort"), x.distribution, x.layout) for n in which]
+
+
+def in_order(x: Any, axis: int) -> tuple[Any, Any]:
+    """The elements in order along an axis, and the index that each had there, both split as
+    sorting leaves them. Collective where the axis is split. Raises TypeError for complex numbers.
+    """
+    reductions.require_ordered(x, "sort")
+    if x.ndim == 1 and x.layout.partitioned_axes:
+        return _sorted_line(x)
+    held = whole_along(x, axis)
+    order = parts.order(held.local, axis, x.library)
+    values = parts.taken_along(held.local, order, axis, x.library)
+    return wrapped(held, values), wrapped(held, order)
 
 
 def whole_along(x: Any, axis: int) -> Any:
