@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
 
 import numpy as np
 import pytest
@@ -212,8 +214,23 @@ def mistakes(context):
             np.add(x, 1, out=np.ones((4, 3)))
         with pytest.raises(ValueError, match="has shape"):
             x += np.ones((2, 4, 3))
+        with pytest.raises(NotImplementedError, match=r"np.vstack .*np.concatenate.*axis=0"):
+            np.vstack([x, x])
         with pytest.raises(TypeError, match="unhashable"):
             hash(x)
+        with pytest.raises(TypeError, match=r"not pickled.*shardmath\.save\(path, x\)"):
+            pickle.dumps(x)
+        with pytest.raises(AttributeError, match=r"no argsort.*use np\.argsort\(x\), x\.local"):
+            x.argsort()
+        with pytest.raises(AttributeError, match="object has no attribute 'rows'"):
+            x.rows  # noqa: B018
+        assert 1 in x and 2 not in x and not hasattr(x, "__array_interface__")
+        other = copy.deepcopy(x)
+        other += copy.copy(x)
+        assert x.sum() == 12 and other.sum() == 24
+        for got, expected in zip(divmod(7 * x, 2), divmod(np.full((4, 3), 7.0), 2), strict=True):
+            agree(got, expected)
+        agree(divmod(7, 2 * x)[0], np.full((4, 3), 3.0))
         with pytest.raises(ValueError, match="neither true nor false"):
             bool(x)
         assert repr(x) == (

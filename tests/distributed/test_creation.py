@@ -14,6 +14,7 @@ import shardmath
 from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import Replicated, Slab
+from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import decode
 
 DTYPES = ("bool", "int16", "float16", "bfloat16", "float64", "complex64", "S3")
@@ -173,6 +174,8 @@ def mistakes(context):
             shardmath.zeros(4, distribution=Slab.Y)
         with pytest.raises(ValueError, match="from 0 to 1"):
             shardmath.zeros(4, distribution=Slab.X).numpy(root=2)
+        with pytest.raises(CollectiveMismatch, match=r"root must be equal .* rank 1 has 0"):
+            shardmath.zeros(4, distribution=Slab.X).numpy(root=1 - context.rank)
         with pytest.raises(TypeError, match=r"to takes a distribution"):
             shardmath.zeros(4, distribution=Slab.X).to(3)
         with pytest.raises(ValueError, match="float64 or float32"):

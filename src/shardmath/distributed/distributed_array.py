@@ -30,7 +30,7 @@ from shardmath.distributed import (
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
-from shardmath.distributed.movement import agreed_layout, brought, part_in, within
+from shardmath.distributed.movement import agreed_layout, brought, whole_on, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.redistribute import redistribute
@@ -110,17 +110,14 @@ class DistributedArray(Distributed):
         """The global array as NumPy's, on every rank, or on rank `root`, the others getting None.
         Collective.
 
-        A new array, also where every rank had it. Raises ValueError for a `root` that is no rank.
+        A new array, also where every rank had it. Raises the same on all ranks: ValueError for a
+        `root` that is no rank, CollectiveMismatch where ranks pass different ones.
         """
         size = self.context.size
         if root is not None and not (type(root) is int and 0 <= root < size):
             wrong = ValueError(f"root is None or a rank from 0 to {size - 1}, not {root!r}")
-            raise_on_all_ranks(self.context, "rearrange", wrong)
-        if root is None or self.layout.is_replicated:
-            target = Layout.replicated(self.shape, size)
-        else:
-            target = Layout.on_one_rank(self.shape, size, rank=root)
-        part = part_in(self, target)
+            raise_on_all_ranks(self.context, "numpy", wrong)
+        part = whole_on(self, root)
         if root not in (None, self.context.rank):
             return None
         host = parts.on_host(part, self.library)
@@ -154,6 +151,18 @@ class DistributedArray(Distributed):
         """An array with its own elements, split alike. Local."""
         local = self.local.clone() if self.library.name == "torch" else self.local.copy()
         return self.like(local, self.distribution, self.layout)
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedArray is not pickled, as it is of several processes: "
+            "shardmath.save(path, x) writes it, and x.numpy() is the whole on every rank"
+        )
 
     def astype(self, dtype: Any, copy: bool = True) -> Self:
         """The elements in another type, given by NumPy's or torch's object or by name. Local."""
@@ -253,6 +262,9 @@ class DistributedArray(Distributed):
             raise TypeError("an array of no axes has no length")
         return self.shape[0]
 
+    def __contains__(self, value: Any) -> bool:
+        return bool(reductions.any(self == value))
+
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:
             raise TypeError("an array of no axes is not iterable")
@@ -266,6 +278,15 @@ class DistributedArray(Distributed):
     argmin, argmax = reductions.argmin, reductions.argmax
     mean = reductions.mean
     var, std = protocols.spread(reductions.var), protocols.spread(reductions.std)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        function = f"np.{name}(x), " if hasattr(np, name) else ""
+        raise AttributeError(
+            f"a DistributedArray has no {name}, as NumPy's arrays do: use {function}x.local.{name} "
+            f"of this rank's part, or x.numpy().{name} of the whole"
+        )
 
     # -- text and numbers --------------------------------------------------------------------------
 
@@ -385,6 +406,12 @@ class DistributedArray(Distributed):
 
     def __rmatmul__(self, other: Any) -> Any:
         return products.matmul(other, self) if is_operand(other) else NotImplemented
+
+    def __divmod__(self, other: Any) -> Any:
+        return np.divmod(self, other) if is_operand(other) else NotImplemented
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return np.divmod(other, self) if is_operand(other) else NotImplemented
 
     def __neg__(self) -> Self:
         return wrapped(self, -self.local)

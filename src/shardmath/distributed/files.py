@@ -213,7 +213,8 @@ def _require_saveable(
     for name, value in values.items():
         if not isinstance(x, Mapping):
             raise TypeError(
-                f"save takes a DistributedArray or a dictionary of such, not {type(x).__name__}"
+                f"save takes a DistributedArray or a dictionary of such, not {type(x).__name__}; "
+                "a rank's part becomes one by shardmath.array(part, distribution)"
             )
         if not isinstance(value, _PLAIN):
             raise TypeError(

@@ -163,6 +163,34 @@ class Rearrangement(Redistribution):
 REARRANGE = Rearrangement()
 
 
+class Whole(Rearrangement):
+    """The array on every rank, or on one: its words are the global shape, this rank's part, and the
+    rank that gets all, None for every rank.
+    """
+
+    names = Names(
+        "numpy",
+        ("operand",),
+        ("out",),
+        separate="the operand: the whole array is not where a part is",
+    )
+
+    def encoded(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
+        shape, part, root = words
+        held, _ = super().encoded((shape, part, part))
+        return held, root
+
+    def layouts(
+        self, sources: Sequence[Any], targets: Sequence[Any], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Layout, Layout]:
+        root = require_equal("root", targets)
+        src, _ = super().layouts(sources, sources, shapes)
+        return src, _whole_layout(src.global_shape, src.size, root)
+
+
+WHOLE = Whole()
+
+
 @collective_call
 def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "the array") -> Any:
     """This rank's part of `x` in another layout: `out`, or a new array. Collective."""
@@ -173,6 +201,28 @@ def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "
     words = (layout.global_shape, x.layout.spans(rank), layout.spans(rank))
     arguments = Arguments((x.local,), (out,), words, None, None)
     return within(x.context, lambda: call(REARRANGE, arguments))
+
+
+@collective_call
+def whole_on(x: Distributed, root: int | None) -> Any:
+    """The array `x` of all ranks: its own part where every rank has all, and otherwise a new array,
+    on every rank or on rank `root`, of no elements on the others. Collective.
+    """
+    if x.layout.is_replicated:
+        return x.local
+    layout = _whole_layout(x.shape, x.context.size, root)
+    zeros = in_place_of(lambda: f"numpy: {described(x, layout)}", x, layout)
+    if zeros is not None:
+        return zeros
+    words = (x.layout.global_shape, x.layout.spans(x.context.rank), root)
+    arguments = Arguments((x.local,), (None,), words, None, None)
+    return within(x.context, lambda: call(WHOLE, arguments))
+
+
+def _whole_layout(shape: tuple[int, ...], size: int, root: int | None) -> Layout:
+    if root is None:
+        return Layout.replicated(shape, size)
+    return Layout.on_one_rank(shape, size, rank=root)
 
 
 def part_in(x: Distributed, layout: Layout) -> Any:

@@ -152,8 +152,10 @@ def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
     """
     ours = _ours(function)
     if ours is None:
+        name = getattr(function, "__name__", str(function))
+        way = _INSTEAD.get(name)
         raise NotImplementedError(
-            f"np.{getattr(function, '__name__', function)} of a DistributedArray: apply it to "
+            f"np.{name} of a DistributedArray: {f'use {way}, or ' if way else ''}apply it to "
             "x.local, each rank's part, or to x.numpy(), the whole"
         )
     return function_of(ours, given, words)
@@ -248,6 +250,18 @@ def _svd(a: Any, full_matrices: bool = True, *more: Any, **words: Any) -> Any:
     return decompositions.svd(a, full_matrices, *more, **words)
 
 
+# What does the same as some of NumPy's functions that are not here.
+_INSTEAD = {
+    "append": "np.concatenate([x, y])",
+    "column_stack": "np.stack(arrays, axis=1)",
+    "delete": "x[np.setdiff1d(np.arange(len(x)), indices)]",
+    "hstack": "np.concatenate(arrays, axis=1)",
+    "inner": "np.tensordot(x, y, axes=(-1, -1))",
+    "savez": "shardmath.save(folder, {'x': x, 'y': y})",
+    "save": "shardmath.save(path, x)",
+    "vdot": "np.vecdot(x.ravel(), y.ravel())",
+    "vstack": "np.concatenate(arrays, axis=0)",
+}
 # NumPy's functions that have another name here, or other arguments.
 _RENAMED: dict[str, Callable[..., Any]] = {
     "amin": reductions.min,

@@ -11,6 +11,7 @@ beside it that nobody knows, and rank 0 renames that when all have written and s
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -79,7 +80,14 @@ def agreed_token(context: DistributedContext, operation: str) -> str:
 
 
 def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
-    create(file)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no folder to save in", str(path.parent))
+    try:
+        create(file)
+    except OSError as error:
+        if error.filename == str(file):
+            error.filename = str(path)  # the name that the user knows
+        raise
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
     with suppress(FileNotFoundError):

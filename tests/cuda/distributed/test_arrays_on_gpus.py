@@ -7,8 +7,10 @@ import test_arithmetic
 import test_creation
 import test_functions_of_the_package
 import test_indexing
+import test_numpys_functions
 import test_products_of_arrays
 import test_reductions
+import test_standard
 from hypothesis import given
 from split_arrays import lists_of
 from visible import RANKS
@@ -18,10 +20,14 @@ from draws import drawn
 SPLIT_AT_RANDOM = [
     (test_creation.whole, test_creation.arrays, 20),
     (test_arithmetic.body, test_arithmetic.operands, 20),
+    (test_arithmetic.every_function, test_arithmetic.pairs, 4),
     (test_arithmetic.update, test_arithmetic.updates, 20),
     (test_reductions.body, test_reductions.reductions, 20),
     (test_indexing.body, test_indexing.indexings, 20),
+    (test_indexing.body, test_indexing.array_indexings, 20),
     (test_indexing.mask, test_indexing.maskings, 20),
+    (test_standard.body, test_standard.calls, 40),
+    (test_numpys_functions.body, test_numpys_functions.calls, 40),
     (test_products_of_arrays.multiply, test_products_of_arrays.factors, 10),
     (test_products_of_arrays.transform, test_products_of_arrays.transforms, 6),
 ]
@@ -29,6 +35,7 @@ OF_TWO_RANKS = [
     test_arithmetic.moves,
     test_reductions.distributions,
     test_indexing.follows,
+    test_numpys_functions.follows,
     test_products_of_arrays.follows,
     test_functions_of_the_package.body,
 ]
