@@ -80,7 +80,7 @@ def agreed_token(context: DistributedContext, operation: str) -> str:
 
 
 def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
-    if not path.parent.is_dir():
+    if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no folder to save in", str(path.parent))
     try:
         create(file)
