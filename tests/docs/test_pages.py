@@ -119,5 +119,17 @@ def test_links_lead_somewhere() -> None:
     assert not missing
 
 
+def test_programs_are_as_short_as_pages_say() -> None:
+    length = re.compile(r"\((\S*?examples/\w+\.py)\)\s+in\s+(\d+)\s+lines")
+    said = [(page, *found) for page in PAGES for found in length.findall(page.read_text())]
+    assert said
+    for page, target, lines in said:
+        assert len((page.parent / target).read_text().splitlines()) == int(lines), target
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    (short,) = re.findall(r"Programs of less than (\d+) lines:(.*)\Z", tutorial, re.DOTALL)
+    for target in re.findall(r"\((\S+\.py)\)", short[1]):
+        assert len((ROOT / "docs" / target).read_text().splitlines()) < int(short[0]), target
+
+
 def test_configuration_is_up_to_date() -> None:
     assert configuration.PAGE.read_text() == configuration.page()
