@@ -56,8 +56,12 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Any:
     def method(self: Any, other: Any) -> Any:
-        if type(other) is type(self) and self.layout == other.layout:
+        kind = type(other)
+        if kind is type(self) and self.layout == other.layout:
             function(self.local, other.local)
+            return self
+        if kind is float or kind is int or kind is complex or kind is bool:
+            function(self.local, other)
             return self
         write = lambda into, operands: function(into, operands[1])  # noqa: E731
         return applied(function, (self, other), out=self, write=write)

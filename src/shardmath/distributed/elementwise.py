@@ -19,7 +19,14 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
+from shardmath.distributed.layouts import (
+    distribution_of,
+    interned,
+    layout_of,
+    places,
+    selector,
+    unbound,
+)
 from shardmath.distributed.movement import brought, described, explained, received, stays
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Spans
@@ -29,7 +36,9 @@ D = TypeVar("D", bound=Distributed)
 
 
 class Operand(NamedTuple):
-    """One operand as all ranks know it; `distribution` is None for boxes, each rank's own."""
+    """One operand as all ranks know it; `distribution` is None for boxes, each rank's own, and
+    where it does not matter.
+    """
 
     layout: Layout
     distribution: Distribution | None
@@ -107,11 +116,13 @@ def applied(
     for x in arrays:
         if x.context is not first.context:
             raise ValueError("the operands are split over the ranks of different contexts")
+    together = alike(first, operands) if out is None else None
+    if together is not None:
+        return _results(first, function(*together), first.distribution, first.layout)
     shape = broadcast_shape(operands)
     if out is None:
-        described_operands = tuple(_operand(x) for x in arrays)
-        layout, chosen, needed = _arrangement(shape, described_operands)
-    elif np.broadcast_shapes(shape, out.shape) != out.shape:
+        layout, chosen, needed = _arrangement(shape, _described(shape, arrays))
+    elif not broadcasts(shape, out.shape):
         raise ValueError(f"the result has shape {shape}, out has {out.shape}")
     else:
         layout, chosen = out.layout, None
@@ -132,22 +143,31 @@ def applied(
         assert distribution is not None, "arrangements are chosen so"
     else:
         distribution = arrays[chosen].distribution
-    results = function(*locals_)
-    if isinstance(results, tuple):
-        return tuple(first.like(array_of(one), distribution, layout) for one in results)
-    return first.like(array_of(results), distribution, layout)
+    return _results(first, function(*locals_), distribution, layout)
+
+
+def _results(x: Distributed, made: Any, distribution: Distribution, layout: Layout) -> Any:
+    """The array, or the arrays, of which a function has made this rank's part."""
+    if isinstance(made, tuple):
+        return tuple(x.like(array_of(one), distribution, layout) for one in made)
+    return x.like(array_of(made), distribution, layout)
 
 
 def broadcast_shape(operands: Sequence[Any]) -> Shape:
     """The shape of the result. Raises ValueError, with all shapes, where there is none."""
-    shapes = [tuple(getattr(x, "shape", ())) for x in operands]
+    shapes = tuple([tuple(getattr(x, "shape", ())) for x in operands])
     try:
-        return np.broadcast_shapes(*shapes)
+        return _broadcast(shapes)
     except ValueError:
         raise ValueError(
             f"operands of global shapes {', '.join(map(str, shapes))} do not broadcast; an array "
             "that is one rank's part becomes one operand by shardmath.array(part, distribution)"
         ) from None
+
+
+@lru_cache(maxsize=1024)
+def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
+    return np.broadcast_shapes(*shapes)
 
 
 def broadcasts(given: Shape, shape: Shape) -> bool:
@@ -181,7 +201,7 @@ def explain(function: Any, *operands: Any, **words: Any) -> str:
     if not arrays:
         raise TypeError("explain says what becomes of distributed arrays, and none was given")
     shape = broadcast_shape(operands)
-    layout, _, needed = _arrangement(shape, tuple(_operand(x) for _, x in arrays))
+    layout, _, needed = _arrangement(shape, _described(shape, [x for _, x in arrays]))
     name = getattr(function, "__name__", str(function))
     lines = [f"{name}: the result is {layout}"]
     for (number, x), target in zip(arrays, needed, strict=True):
@@ -204,9 +224,21 @@ def _explained_call(function: Any, operands: Any, words: Any) -> str:
     return "\n".join([f"{name}: {', '.join(results)}", *(lines or ["nothing moves"])])
 
 
-def _operand(x: Distributed) -> Operand:
-    distribution = None if x.distribution.per_rank else unbound(x.distribution)
-    return Operand(x.layout, distribution, x.library.spec(x.local).itemsize)
+def _described(shape: Shape, arrays: Sequence[Distributed]) -> tuple[Operand, ...]:
+    """The operands as all ranks know them. Their distributions matter where none has the shape of
+    the result.
+    """
+    some_has_it = any(x.layout.global_shape == shape for x in arrays)
+    return tuple(
+        [
+            Operand(
+                x.layout,
+                None if some_has_it or x.distribution.per_rank else unbound(x.distribution),
+                x.local.dtype.itemsize,
+            )
+            for x in arrays
+        ]
+    )
 
 
 # -- where operands come together ------------------------------------------------------------------
@@ -241,7 +273,7 @@ def _widened(shape: Shape, operands: Sequence[Operand]) -> list[tuple[int | None
             None if axis < new or held[axis - new] != extent else x.layout.column(axis - new)
             for axis, extent in enumerate(shape)
         ]
-        candidates.append((None, Layout.product(shape, columns, size=size)))
+        candidates.append((None, interned(Layout.product(shape, columns, size=size))))
     fits = [one for one in candidates if one[0] is not None or distribution_of(one[1], 0)]
     return fits or [(None, Layout.replicated(shape, size))]
 
@@ -257,7 +289,7 @@ def needed_layout(layout: Layout, shape: Shape) -> Layout:
         one if extent == 1 != layout.global_shape[new + axis] else layout.column(new + axis)
         for axis, extent in enumerate(shape)
     ]
-    return Layout.product(shape, columns, size=layout.size)
+    return interned(Layout.product(shape, columns, size=layout.size))
 
 
 def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
@@ -267,9 +299,19 @@ def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
     shape = tuple(getattr(x, "shape", ()))
     if not shape:
         return x
-    needed = needed_layout(layout, shape).spans(first.context.rank)
+    key = _own_part(layout, shape, first.context.rank)
+    whole_array = parts.converted(x, first.local)
+    return whole_array if key is None else whole_array[key]
+
+
+@lru_cache(maxsize=1024)
+def _own_part(layout: Layout, shape: Shape, rank: int) -> Any:
+    """What a rank takes of an array of `shape` that it has whole, beside its part; None: all."""
+    needed = needed_layout(layout, shape).spans(rank)
+    if all(spans.length == extent for spans, extent in zip(needed, shape, strict=True)):
+        return None
     along = [places(Spans.interval(0, n), s) for n, s in zip(shape, needed, strict=True)]
-    return parts.converted(x, first.local)[selector(along)]
+    return selector(along)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

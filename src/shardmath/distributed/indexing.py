@@ -30,6 +30,7 @@ from shardmath.distributed.layouts import (
     Indices,
     distribution_of,
     indices,
+    interned,
     layout_of,
     rearranged_distribution,
     rearranged_layout,
@@ -209,7 +210,7 @@ def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
         if None in chosen:
             return None
         parts_.append(tuple(spans for spans in chosen if spans is not None))
-    return Layout(tuple(len(along) for along in ranges), tuple(parts_))
+    return interned(Layout(tuple(len(along) for along in ranges), tuple(parts_)))
 
 
 @lru_cache(maxsize=4096)

@@ -38,7 +38,15 @@ def layout_of(distribution: Distribution, shape: tuple[int, ...], size: int) -> 
 
     Raises BindDistributionError where the shape or the number of ranks does not fit.
     """
-    return Layout.bind([distribution] * size, shape)
+    return interned(Layout.bind([distribution] * size, shape))
+
+
+@lru_cache(maxsize=4096)
+def interned(layout: Layout) -> Layout:
+    """The first layout that was equal to this one: caches find the same object by its identity,
+    where to compare equal ones takes longer than small operations do.
+    """
+    return layout
 
 
 def listed(distributions: Any) -> list[Any]:
@@ -79,15 +87,32 @@ def with_axis(x: Distributed, axis: int, extent: int) -> tuple[Distribution, Lay
     """The distribution and the layout of `x`, had it an axis of another extent, whole on each rank;
     the others are split as they are.
     """
-    layout = _with_axis(x.layout, axis, extent)
-    distribution = distribution_of(layout, x.context.rank, unbound(x.distribution))
+    return _with_axis(x.layout, x.distribution, axis, extent, x.context.rank)
+
+
+@lru_cache(maxsize=1024)
+def _with_axis(
+    held: Layout, like: Distribution, axis: int, extent: int, rank: int
+) -> tuple[Distribution, Layout]:
+    layout = interned(held.with_column(axis, extent, None))
+    distribution = distribution_of(layout, rank, unbound(like))
     assert distribution is not None, "an axis that is whole has any extent"
     return distribution, layout
 
 
 @lru_cache(maxsize=1024)
-def _with_axis(layout: Layout, axis: int, extent: int) -> Layout:
-    return layout.with_column(axis, extent, None)
+def with_new_axis(
+    held: Layout, like: Distribution, axis: int, extent: int, rank: int
+) -> tuple[Distribution, Layout] | None:
+    """The distribution and the layout with a new axis, whole on each rank, before `axis`; None
+    where no distribution describes it.
+    """
+    columns = [held.column(number) for number in range(held.ndim)]
+    shape = (*held.global_shape[:axis], extent, *held.global_shape[axis:])
+    layout = Layout.product(shape, [*columns[:axis], None, *columns[axis:]], size=held.size)
+    names = (*range(axis), None, *range(axis, held.ndim))
+    distribution = distribution_of(layout, rank, rearranged_distribution(unbound(like), names))
+    return None if distribution is None else (distribution, interned(layout))
 
 
 def fits(distribution: Distribution, layout: Layout) -> bool:
@@ -131,7 +156,7 @@ def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
         is_empty = any(not part[axis].block and layout.global_shape[axis] for axis in gone)
         parts.append(tuple(Spans(0, 0, 0, 0) for _ in kept) if is_empty else kept)
     shape = tuple(1 if axis is None else layout.global_shape[axis] for axis in axes)
-    return Layout(shape, tuple(parts))
+    return interned(Layout(shape, tuple(parts)))
 
 
 def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribution | None:
@@ -157,10 +182,17 @@ def rearranged(x: Distributed, part: Any, axes: Axes) -> Distributed | None:
     """The array that `part` is a part of, with these axes of `x`; None where no distribution
     describes it.
     """
-    layout = rearranged_layout(x.layout, axes)
-    like = rearranged_distribution(x.distribution, axes)
-    distribution = distribution_of(layout, x.context.rank, like)
-    return None if distribution is None else x.like(part, distribution, layout)
+    found = _rearranged(x.layout, x.distribution, axes, x.context.rank)
+    return None if found is None else x.like(part, *found)
+
+
+@lru_cache(maxsize=1024)
+def _rearranged(
+    held: Layout, like: Distribution, axes: Axes, rank: int
+) -> tuple[Distribution, Layout] | None:
+    layout = rearranged_layout(held, axes)
+    distribution = distribution_of(layout, rank, rearranged_distribution(like, axes))
+    return None if distribution is None else (distribution, layout)
 
 
 def _rearranged_grid(grid: ProcessGrid, axes: Axes) -> ProcessGrid | None:

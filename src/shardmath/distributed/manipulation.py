@@ -25,7 +25,14 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.distributed import gathering, indexing, parts
 from shardmath.distributed.elementwise import applied, broadcast_shape, broadcasts, whole
-from shardmath.distributed.layouts import distribution_of, indices, layout_of, unbound, with_axis
+from shardmath.distributed.layouts import (
+    distribution_of,
+    indices,
+    layout_of,
+    unbound,
+    with_axis,
+    with_new_axis,
+)
 from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, received
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
@@ -285,7 +292,13 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     operands = [whole(x, first) for x in arrays]
     if any(x.shape != first.shape for x in operands):
         raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in operands)}")
-    axis = one_axis(axis, first.ndim + 1)
+    axis, operands = one_axis(axis, first.ndim + 1), of_one_type(operands)
+    if all(x.layout is first.layout or x.layout == first.layout for x in operands):
+        given = first.layout, first.distribution, axis, len(operands), first.context.rank
+        if (found := with_new_axis(*given)) is not None:
+            return first.like(
+                parts.stacked([x.local for x in operands], axis, first.library), *found
+            )
     return _joined([expand_dims(x, axis) for x in operands], axis, None)
 
 
@@ -432,6 +445,7 @@ def _resolved(shape: Shape, target: Sequence[int]) -> Shape:
     return tuple(given)
 
 
+@lru_cache(maxsize=1024)
 def _groups(source: Shape, target: Shape) -> tuple[Group, ...]:
     """The fewest axes before and after that have the same elements, in order."""
     groups: list[Group] = []

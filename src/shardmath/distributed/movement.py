@@ -263,19 +263,27 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
 
     Collective where anything moves. Raises RuntimeError where that is forbidden.
     """
-    if layout == x.layout:
+    if layout is x.layout or layout == x.layout:
         return x.local
     if not stays(x.layout, layout):
         if explanation.get() is None:
             permit(lambda: f"{purpose}: {described(x, layout)}")
         return rearranged(x, layout, purpose=purpose)
-    held, needed = x.layout.spans(x.context.rank), layout.spans(x.context.rank)
-    if not all(spans.block for spans in needed):  # of which a part may lack what is not there
+    key = _within_part(x.layout, layout, x.context.rank)
+    if key is None:
         spec = x.library.spec(x.local)
         shape = layout.local_shape(x.context.rank)
         return x.library.empty(shape, spec.dtype, "C", spec.device)
-    along = [places(a, b) for a, b in zip(held, needed, strict=True)]
-    return array_of(x.local[selector(along)])
+    return array_of(x.local[key])
+
+
+@lru_cache(maxsize=1024)
+def _within_part(held: Layout, needed: Layout, rank: int) -> Any:
+    """Where a rank has what it needs; None where it needs nothing, which it may not have."""
+    pairs = list(zip(held.spans(rank), needed.spans(rank), strict=True))
+    if not all(spans.block for _, spans in pairs):
+        return None
+    return selector([places(one, other) for one, other in pairs])
 
 
 def in_slabs(x: Any, axis: int, purpose: str) -> Any:

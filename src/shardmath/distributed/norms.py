@@ -23,9 +23,8 @@ from shardmath.distributed.manipulation import (
     first_of,
     matrix_transpose,
     moveaxis,
+    of_one_type,
     one_axis,
-    stack,
-    unstack,
 )
 from shardmath.distributed.movement import brought
 from shardmath.distributed.products import matmul
@@ -245,8 +244,15 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     for x in pair:
         if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
             raise ValueError(f"cross takes vectors of 3 elements along axis {axis}, not {x.shape}")
-    a, b = (unstack(_in_whole(x, one_axis(axis, x.ndim)), axis) for x in pair)
-    return stack([a[i] * b[j] - a[j] * b[i] for i, j in ((1, 2), (2, 0), (0, 1))], axis)
+    ndim = max(x.ndim for x in pair)
+    a, b = (_in_whole(x, one_axis(axis, x.ndim)) for x in pair)
+    if a.ndim != b.ndim:  # so that the axis has one number in both
+        a, b = (moveaxis(x, axis, -1) for x in (a, b))
+        made = cross(*(x[(None,) * (ndim - x.ndim) + (...,)] for x in (a, b)))
+        return moveaxis(made, -1, axis)
+    together = of_one_type([a, b])
+    number, library = one_axis(axis, ndim), first.library
+    return elementwise.applied(lambda x, y: parts.crossed(x, y, number, library), together)
 
 
 def _in_whole(x: Any, axis: int) -> Any:

@@ -173,6 +173,13 @@ def joined(pieces: Sequence[Any], axis: int, library: Library) -> Any:
     return module_of(library).concatenate(pieces, axis=axis)
 
 
+def stacked(pieces: Sequence[Any], axis: int, library: Library) -> Any:
+    """The arrays one after the other along a new axis."""
+    if library.name == "torch":
+        return module_of(library).stack(pieces, dim=axis)
+    return module_of(library).stack(pieces, axis=axis)
+
+
 def repeated(x: Any, times: int, axis: int, library: Library) -> Any:
     """`x` with each index of an axis so many times."""
     if library.name == "torch":
@@ -209,6 +216,19 @@ def taken_along(x: Any, numbers: Any, axis: int, library: Library) -> Any:
     if library.name == "torch":
         return module_of(library).take_along_dim(x, numbers, dim=axis)
     return module_of(library).take_along_axis(x, numbers, axis=axis)
+
+
+def crossed(x: Any, y: Any, axis: int, library: Library) -> Any:
+    """The cross products of vectors of three elements along an axis, which both have."""
+    module = module_of(library)
+    if library.name == "torch":
+        return module.linalg.cross(x, y, dim=axis)
+    made = module.empty(np.broadcast_shapes(x.shape, y.shape), x.dtype)  # C order, unlike np.cross
+    a, b, c = (tuple(z[(slice(None),) * axis + (n, ...)] for n in range(3)) for z in (x, y, made))
+    for n, (i, j) in enumerate(((1, 2), (2, 0), (0, 1))):
+        module.multiply(a[i], b[j], out=c[n])
+        module.subtract(c[n], a[j] * b[i], out=c[n])
+    return made
 
 
 def accumulated(x: Any, name: str, axis: int, dtype: Any, library: Library) -> Any:
