@@ -56,13 +56,14 @@ def array_of(shape, dtype):
 
 @contextlib.contextmanager
 def cut_to(short, turn):
-    """Runs and rounds of so many bytes."""
-    usual = shared_file.WRITTEN, shared_file.READ, shared_file.ROUND
-    shared_file.WRITTEN, shared_file.READ, shared_file.ROUND = short, short, turn
+    """Runs of so many bytes, and rounds, and rows that are moved, of so many."""
+    lengths = {"WRITTEN": short, "READ": short, "ROUND": turn, "MOVED": turn}
+    usual = {name: getattr(shared_file, name) for name in lengths}
+    vars(shared_file).update(lengths)
     try:
         yield
     finally:
-        shared_file.WRITTEN, shared_file.READ, shared_file.ROUND = usual
+        vars(shared_file).update(usual)
 
 
 def saved(context, cases, folder, lengths):
@@ -99,6 +100,25 @@ def test_save_and_load(contexts, tmp_path_factory, cases, lengths):
     size, calls = cases
     folder = tmp_path_factory.mktemp("files")
     contexts.run(saved, calls, str(folder), lengths, ranks=size)
+
+
+def columns(context, folder):
+    """Short runs, which are brought to slabs a few rows at a time."""
+    a = np.arange(1 * 37 * 5 * 2.0).reshape(1, 37, 5, 2)
+    path = f"{folder}/columns.npy"
+    grid = ProcessGrid(shape=(1, 1, context.size, 1))
+    with context, cut_to(1 << 20, 200):
+        for split in (Slab(2), Slab(3), BlockCyclic(grid, (1, 37, 1, 2)), Replicated()):
+            x = shardmath.from_global(a, split)
+            shardmath.save(path, x)
+            assert (np.load(path) == a).all()
+            agree(shardmath.load(path, distribution=split), a)
+            shardmath.save(path, x[:, ::-2, 1:])
+            assert (np.load(path) == a[:, ::-2, 1:]).all()
+
+
+def test_short_runs_are_brought_to_slabs_in_turns(contexts, tmp_path):
+    contexts.run(columns, str(tmp_path), ranks=3)
 
 
 def fewer(context, folder):

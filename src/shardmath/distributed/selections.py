@@ -19,7 +19,7 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.movement import part_in
 from shardmath.distributed.progress import shown
-from shardmath.distributed.shared_file import ROUND
+from shardmath.distributed.shared_file import ROUND, long_axis
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Spans
 
@@ -30,7 +30,7 @@ Key = tuple[slice, ...]
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, size: int) -> tuple[int, ...]:
     """The shape of chunks of some 16 MiB, of which each of `size` ranks has some. Pure."""
-    split, rest, chunk = _first_long_axis(shape), itemsize * prod(shape), []
+    split, rest, chunk = long_axis(shape), itemsize * prod(shape), []
     for axis, extent in enumerate(shape):
         rest //= max(extent, 1)
         most = -(-extent // size) if axis == split else extent
@@ -42,7 +42,7 @@ def layout_of_chunks(shape: tuple[int, ...], chunk: tuple[int, ...], size: int) 
     """Whole chunks for each rank, as evenly as they come. Pure."""
     if not shape:
         return Layout.replicated(shape, size)
-    axis = _first_long_axis(shape)
+    axis = long_axis(shape)
     wide, extent = chunk[axis], shape[axis]
     even = [Spans.even(-(-extent // wide), size, rank) for rank in range(size)]
     columns: list[list[Spans] | None] = [None] * len(shape)
@@ -56,7 +56,7 @@ def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int,
     layout = layout_of_chunks(x.shape, chunk, context.size)
     part = part_in(x, layout)
     host = together(context, operation, lambda: parts.on_host(part, x.library))
-    unit = chunk[_first_long_axis(x.shape)] if x.ndim else 1
+    unit = chunk[long_axis(x.shape)] if x.ndim else 1
 
     def write(here: Key, there: Key) -> None:
         if x.ndim or context.rank == 0:  # of an array without axes all ranks have the one element
@@ -90,12 +90,8 @@ def layout_of_slices(layout: Layout) -> Layout:
     """The layout in which ranks read by slices: this one, where its parts are such. Pure."""
     if all(spans.slice() is not None for part in layout.parts for spans in part):
         return layout
-    axis = _first_long_axis(layout.global_shape)
+    axis = long_axis(layout.global_shape)
     return Layout.slab(layout.global_shape, layout.size, axis=axis)
-
-
-def _first_long_axis(shape: tuple[int, ...]) -> int:
-    return next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
 
 
 def _turns(layout: Layout, rank: int, itemsize: int, unit: int) -> Iterator[tuple[Key, Key]]:
@@ -107,7 +103,7 @@ def _turns(layout: Layout, rank: int, itemsize: int, unit: int) -> Iterator[tupl
     if not shape:
         yield (), ()
         return
-    axis = _first_long_axis(shape)
+    axis = long_axis(shape)
     row = itemsize * prod(shape) // max(shape[axis], 1)
     step = unit * max(1, ROUND // max(row * unit, 1))
     for start in range(0, max(spans.length for spans in layout.column(axis)), step):

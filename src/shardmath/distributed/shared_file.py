@@ -26,7 +26,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
-from shardmath.distributed import parts
+from shardmath.distributed import indexing, parts
 from shardmath.distributed.layouts import run_length, runs
 from shardmath.distributed.movement import brought, rearranged, stays
 from shardmath.distributed.progress import shown
@@ -40,6 +40,7 @@ T = TypeVar("T")
 WRITTEN, READ = 1 << 20, 1 << 14
 BEGUN = 1 << 24  # bytes that a rank writes before the disk begins with them
 ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
+MOVED = 1 << 24  # bytes of a rank's rows that are brought into slabs at a time
 SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
@@ -122,29 +123,77 @@ def layout_in_file(layout: Layout, itemsize: int, *, written: bool) -> Layout:
     long = all(itemsize * run >= min(shortest, itemsize * whole) for run, whole in bytes_of)
     if not shape or (long and layout.disjoint()):
         return layout
-    axis = next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
-    return Layout.slab(shape, layout.size, axis=axis)
+    return Layout.slab(shape, layout.size, axis=long_axis(shape))
+
+
+def long_axis(shape: tuple[int, ...]) -> int:
+    """The first axis of several indices: a slab of it is one run of a file. Pure."""
+    return next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
 
 
 def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
     """Write the array from byte `offset` of a file on, in C order. Collective."""
+    context = x.context
     layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize, written=True)
-    kept = stays(x.layout, layout)
-    part = brought(x, layout, operation) if kept else rearranged(x, layout)
-
-    def begin() -> tuple[int, HostArray]:
-        host = np.ascontiguousarray(parts.on_host(part, x.library))
-        return os.open(file, os.O_WRONLY), host
-
-    descriptor, host = together(x.context, operation, begin)
+    descriptor = together(context, operation, partial(os.open, file, os.O_WRONLY))
     try:
-        turns = _rounds(layout, x.context.rank, host, _Writer(descriptor, offset).write)
-        for number, turn in enumerate(shown(turns, f"{operation} {file.name}", x.context), 1):
-            together(x.context, operation, turn)
-            if number % SYNCED == 0 or number == len(turns):
-                together(x.context, operation, partial(os.fdatasync, descriptor))
+        writer = _Writer(descriptor, offset)
+        as_it_lies = stays(x.layout, layout)
+        turns = (_runs_in_turns if as_it_lies else _slabs_in_turns)(x, layout, operation, writer)
+        synced = SYNCED if as_it_lies else max(1, SYNCED * ROUND // MOVED)
+        for number, turn in enumerate(shown(turns, f"{operation} {file.name}", context), 1):
+            turn()
+            if number % synced == 0 or number == len(turns):
+                together(context, operation, partial(os.fdatasync, descriptor))
     finally:
         os.close(descriptor)
+
+
+def _runs_in_turns(
+    x: Distributed, layout: Layout, operation: str, writer: _Writer
+) -> list[Callable[[], None]]:
+    """The turns in which every rank writes its part where it lies in the file."""
+    context, part = x.context, brought(x, layout, operation)
+
+    def begin() -> HostArray:
+        return np.ascontiguousarray(parts.on_host(part, x.library))
+
+    host = together(context, operation, begin)
+    turns = _rounds(layout, context.rank, host, writer.write)
+    return [partial(together, context, operation, turn) for turn in turns]
+
+
+def _slabs_in_turns(
+    x: Distributed, layout: Layout, operation: str, writer: _Writer
+) -> list[Callable[[], None]]:
+    """The turns in which ranks bring some rows into slabs and write these, so that the disk begins
+    with the first, and no rank needs memory for more than `MOVED` bytes besides.
+    """
+    context, size, shape = x.context, x.context.size, x.shape
+    axis = long_axis(shape)
+    row = prod(shape) // shape[axis] * x.library.spec(x.local).itemsize
+    is_cut = not any(spans.period for spans in x.layout.column(axis))  # a slice of it is at hand
+    step = max(1, MOVED // row) * size if is_cut else shape[axis]
+    rooms: dict[tuple[int, ...], Any] = {}
+
+    def turn(start: int) -> None:
+        rows = x
+        if step < shape[axis]:
+            rows = indexing.get(x, (slice(None),) * axis + (slice(start, start + step),))
+        slabs = Layout.slab(rows.shape, size, axis=axis)
+        local = slabs.local_shape(context.rank)
+        made = rooms[local] = rearranged(rows, slabs, rooms.get(local))
+
+        def write() -> None:
+            host = np.ascontiguousarray(parts.on_host(made, x.library))
+            data = host.reshape(-1).view(np.uint8).data
+            place, done = (start + slabs.spans(context.rank)[axis].start) * row, 0
+            while done < len(data):
+                done += writer.write(data[done:], place + done)
+
+        together(context, operation, write)
+
+    return [partial(turn, start) for start in range(0, shape[axis], step)]
 
 
 class _Writer:
