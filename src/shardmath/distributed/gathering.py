@@ -66,8 +66,12 @@ def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> 
     like = rearranged_distribution(unbound(x.distribution), names)
     distribution = distribution_of(layout, x.context.rank, like)
     local = parts.picked(x.local, [line.reshape(-1) for line in numbers], place, x.library)
-    assert distribution is not None, "axes that are whole go, and come"
-    return x.like(local.reshape(layout.local_shape(x.context.rank)), distribution, layout)
+    local = local.reshape(layout.local_shape(x.context.rank))
+    if distribution is not None:
+        return x.like(local, distribution, layout)
+    target = Slab(place)  # cycles of an axis without elements, and so without any here
+    layout = layout_of(target, extents, x.context.size)
+    return x.like(local.reshape(layout.local_shape(x.context.rank)), target, layout)
 
 
 def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
@@ -112,8 +116,8 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
     sent = [numbers[owners[numbers] == rank] for numbers in wanted]
     mine = np.concatenate(sent)
     held = x.layout.spans(rank)[place : place + len(lines)]
-    picked = parts.picked(x.local, local_places(held, [line[mine] for line in lines]), place,
-                          library)  # fmt: skip
+    places = local_places(held, [line[mine] for line in lines])
+    picked = parts.picked(x.local, places, place, library)
     sources = owners[wanted[rank]]
     received = all_to_all(
         picked,
