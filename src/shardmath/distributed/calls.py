@@ -17,7 +17,7 @@ from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from shardmath.distributed import parts, products, systems, transforms
 from shardmath.distributed.layouts import layout_of, unbound
-from shardmath.distributed.movement import agreed_layout, within
+from shardmath.distributed.movement import agreed_layout, end_explanation, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
 from shardmath.operators.fft import (
@@ -102,6 +102,7 @@ def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) ->
     out = words.pop("out", None)
     if not words and out is None:
         return x.to(distribution)
+    end_explanation(lambda: f"redistribute: {x.layout} to {distribution}")
     into = None if out is None else out.local
     local = within(
         x.context,
@@ -125,6 +126,7 @@ def _of_parts(function: Function) -> Function:
                 f"{function.__name__} whose result is no array that every rank has, nor a slab: "
                 "call it with x.local, and make an array of the result with shardmath.array"
             )
+        end_explanation(lambda: f"{function.__name__} of {x.layout}")
         into = None if out is None else out.local
         local = function(x.local, out=into, context=x.context, **words)
         if out is not None:

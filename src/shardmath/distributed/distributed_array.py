@@ -30,7 +30,16 @@ from shardmath.distributed import (
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
-from shardmath.distributed.movement import agreed_layout, brought, whole_on, within
+from shardmath.distributed.movement import (
+    agreed_layout,
+    brought,
+    described,
+    end_explanation,
+    explanation,
+    in_place_of,
+    whole_on,
+    within,
+)
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.redistribute import redistribute
@@ -57,12 +66,13 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
 def _in_place(function: Callable[[Any, Any], Any]) -> Any:
     def method(self: Any, other: Any) -> Any:
         kind = type(other)
-        if kind is type(self) and self.layout == other.layout:
-            function(self.local, other.local)
-            return self
-        if kind is float or kind is int or kind is complex or kind is bool:
-            function(self.local, other)
-            return self
+        if explanation.get() is None:
+            if kind is type(self) and self.layout == other.layout:
+                function(self.local, other.local)
+                return self
+            if kind is float or kind is int or kind is complex or kind is bool:
+                function(self.local, other)
+                return self
         write = lambda into, operands: function(into, operands[1])  # noqa: E731
         return applied(function, (self, other), out=self, write=write)
 
@@ -102,11 +112,15 @@ class DistributedArray(Distributed):
             raise_on_all_ranks(self.context, "redistribute", wrong)
         if not distribution.per_rank and distribution == self.distribution:
             return self
-        local = within(
-            self.context,
-            lambda: redistribute(self.local, self.distribution, distribution),
-        )
+        if distribution.per_rank:
+            end_explanation(lambda: f"to: {self.layout} becomes {distribution}, of each rank")
         target = agreed_layout(distribution, self.shape, self.context)
+        local = in_place_of(lambda: f"to: {described(self, target)}", self, target)
+        if local is None:
+            local = within(
+                self.context,
+                lambda: redistribute(self.local, self.distribution, distribution),
+            )
         return self.like(local, unbound(distribution), target)
 
     @collective_call
@@ -356,7 +370,11 @@ class DistributedArray(Distributed):
                 return wrapped(self, parts.elementwise(self.library, ufunc)(*operands))
             (out,) = words.get("out", (None,)) if len(words) == 1 else (None,)
             if operands is not None and isinstance(out, type(self)) and out.layout == self.layout:
-                return protocols.written(ufunc, operands, out, {})
+                return (
+                    out
+                    if explanation.get() is not None
+                    else protocols.written(ufunc, operands, out, {})
+                )
         return protocols.ufunc(self, ufunc, method, inputs, words)
 
     def __array_function__(self, function: Any, types: Any, given: Any, words: Any) -> Any:

@@ -27,7 +27,14 @@ from shardmath.distributed.layouts import (
     selector,
     unbound,
 )
-from shardmath.distributed.movement import brought, described, explained, received, stays
+from shardmath.distributed.movement import (
+    brought,
+    described,
+    explained,
+    explanation,
+    received,
+    stays,
+)
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Spans
 
@@ -136,7 +143,8 @@ def applied(
     ]
     if out is not None:
         assert write is not None, "what has an out is written"
-        write(out.local, locals_)
+        if explanation.get() is None:
+            write(out.local, locals_)
         return out
     if chosen is None:
         distribution = distribution_of(layout, first.context.rank)

@@ -20,7 +20,7 @@ from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
-from shardmath.distributed.movement import Rearrangement, within
+from shardmath.distributed.movement import Rearrangement, end_explanation, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Move, Spans, Traffic, moves
 from shardmath.geometry.integers import integers
@@ -59,6 +59,7 @@ def halo(
     a part is several blocks, as in `BlockCyclic`, and for an `out` of another shape or type;
     CollectiveMismatch where the ranks give different widths.
     """
+    end_explanation(lambda: f"halo: rims of {width} of {x.layout}")
     words = (x.layout.global_shape, x.layout.spans(x.context.rank), width, periodic)
     arguments = Arguments((x.local,), (out,), words, None, None)
     wide = within(x.context, lambda: call(HALO, arguments))

@@ -24,7 +24,7 @@ from shardmath.distributed.elementwise import whole
 from shardmath.distributed.indexing import Index
 from shardmath.distributed.layouts import selector
 from shardmath.distributed.manipulation import broadcast_to, moveaxis, permute_dims, reshape
-from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, permit
+from shardmath.distributed.movement import brought, explanation, in_slabs, on_all_ranks, permit
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout
 
@@ -192,7 +192,8 @@ def _put(x: Any, selection: Selection, value: Any) -> None:
                          range(numbers[0].ndim))  # fmt: skip
         value = reshape(value, (len(lines[0]), *(len(index.ranges[axis]) for axis in kept)))
         value = _part(x, value, index, kept, [of_rank(rank) for rank in range(x.context.size)])
-    if not len(mine) or not all(len(pick.selected) for pick in picks_kept):
+    is_nothing = not len(mine) or not all(len(pick.selected) for pick in picks_kept)
+    if is_nothing or explanation.get() is not None:
         return
     held = [x.layout.spans(x.context.rank)[axis] for axis in indexed]
     places = gathering.local_places(held, [line[mine] for line in lines])

@@ -37,7 +37,7 @@ from shardmath.distributed.layouts import (
     selector,
     unbound,
 )
-from shardmath.distributed.movement import brought
+from shardmath.distributed.movement import brought, explanation
 from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
@@ -134,7 +134,7 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     require_value(value, index.shape)
     picks = picks_of(x.layout.spans(x.context.rank), index.ranges)
     part = _values(x, index, picks, value)
-    if all(len(pick.selected) for pick in picks):
+    if explanation.get() is None and all(len(pick.selected) for pick in picks):
         x.local[selector([pick.where for pick in picks])] = part
 
 
@@ -344,4 +344,5 @@ def put_where(x: Distributed, mask: Any, value: Any) -> None:
     if isinstance(value, Distributed):
         whole = Layout.replicated((), x.context.size)
         value = brought(value, whole, "the value")
-    x.local[part] = value
+    if explanation.get() is None:
+        x.local[part] = value
