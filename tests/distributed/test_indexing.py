@@ -14,6 +14,7 @@ from split_arrays import agree, array_of, elements, lists_of, placed, shapes, sp
 import shardmath
 from draws import drawn
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
+from shardmath.errors import CollectiveMismatch
 
 
 def plain(key):
@@ -222,6 +223,13 @@ def mistakes(context):
                 x[key]
             with pytest.raises(IndexError, match=words):
                 x[key] = 1
+        for rows, words in (
+            ([[0, 5], [1, 4]], r"first 4 indices .* rank 0 has \[0, 5\], rank 1 has \[1, 4\]"),
+            ([[0, 5], [1]], "how many indices there are .* rank 1 has 1"),
+            ([[0] * 9, [0] * 8 + [1]], "the indices must be equal on all ranks: .* checksum"),
+        ):
+            with pytest.raises(CollectiveMismatch, match=words):
+                x[rows[context.rank]]
         with pytest.raises(ValueError, match=r"a value of shape \(3,\) for a selection of shape"):
             x[[1, 2], [1, 2]] = np.zeros(3)
         with pytest.raises(ValueError, match=r"a value of shape \(3,\) for"):

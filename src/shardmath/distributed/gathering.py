@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.base.collective_call import collective_call
 from shardmath.collectives import all_to_all
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import (
     distribution_of,
@@ -29,6 +33,8 @@ from shardmath.distributed.layouts import (
 )
 from shardmath.distributed.movement import in_slabs, permit
 from shardmath.geometry import Layout, Slab, Spans
+
+_SHOWN = 4  # indices that an error shows
 
 
 def checked(numbers: HostArray, extent: int, axis: int) -> HostArray:
@@ -102,14 +108,17 @@ def in_slabs_of(x: Any, axes: range, purpose: str) -> Any:
     return in_slabs(x, max(axes, key=lambda axis: x.shape[axis]), purpose)
 
 
+@collective_call
 def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[HostArray]) -> Any:
     """This rank's elements of those at `lines` along the axes from `place` on, which become one.
     Collective.
 
     The array is split along these axes alone, and each element is on one rank. `wanted` says which
-    numbers of the lines each rank gets, in which order.
+    numbers of the lines each rank gets, in which order. Raises CollectiveMismatch on all ranks
+    where they give different lines.
     """
     rank, size, library = x.context.rank, x.context.size, x.library
+    require_equal_on_all_ranks(x.context, [*lines, *wanted])
     owners = np.empty(len(lines[0]), np.intp)
     for number, part in enumerate(x.layout.parts):
         owners[owned(part[place : place + len(lines)], x.shape[place:], lines)] = number
@@ -128,6 +137,27 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
     )
     order = np.argsort(sources, kind="stable")  # as they come, of rank after rank
     return parts.taken(received, np.argsort(order), place, library)
+
+
+def require_equal_on_all_ranks(context: DistributedContext, lines: Sequence[HostArray]) -> None:
+    """Raise CollectiveMismatch on all ranks where they give different indices. Collective.
+
+    They are told apart by their number and a checksum: a rank does not send them all.
+    """
+
+    def described() -> tuple[Any, ...]:
+        checksum = 0
+        for line in lines:
+            checksum = crc32(np.ascontiguousarray(line).data, checksum)
+        first = lines[0]
+        return len(first), first[:_SHOWN].tolist(), checksum
+
+    def compared(specs: list[tuple[Any, ...]]) -> None:
+        require_equal("how many indices there are", [count for count, *_ in specs])
+        require_equal(f"the first {_SHOWN} indices", [shown for _, shown, _ in specs])
+        require_equal("the indices", [f"checksum {checksum:08x}" for *_, checksum in specs])
+
+    context.agree("indices", described, compared)
 
 
 def owned(part: Sequence[Spans], extents: Sequence[int], lines: Sequence[HostArray]) -> HostArray:
