@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 
 import numpy as np
@@ -201,6 +202,36 @@ def follows(context):
 
 def test_the_distribution_that_follows(contexts):
     contexts.run(follows, ranks=2)
+
+
+def given_otherwise(context):
+    """Indices as lists, ranges and tensors, and of no axes."""
+    torch = importlib.import_module("torch")
+    a = np.arange(24.0).reshape(6, 4)
+    for library in ("numpy", "torch"):
+        x = placed(context, a.copy(), [Slab.X.encode()] * context.size, library)
+        tensor = torch.tensor([5, 0, 3])
+        for key, same in (
+            (range(5, 0, -2), [5, 3, 1]),
+            ((range(3), -1), ([0, 1, 2], -1)),
+            (tensor, tensor.numpy()),
+            ((slice(None), tensor[1:]), (slice(None), [0, 3])),
+            (torch.arange(6) > 3, np.arange(6) > 3),
+            ((Ellipsis, torch.arange(4) > 1), (Ellipsis, [2, 3])),
+            (np.int64(2), 2),
+            (np.array(2), 2),
+            ([], []),
+            ([[True, False, False, True]] * 6, np.array([[True, False, False, True]] * 6)),
+        ):
+            agree(x[key], a[same])
+            x[key] = 2 * x[key] + 1
+            a[same] = 2 * a[same] + 1
+            agree(x, a)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_indices_that_are_no_arrays_of_numpys(contexts, ranks):
+    contexts.run(given_otherwise, ranks=ranks)
 
 
 def mistakes(context):

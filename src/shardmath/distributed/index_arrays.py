@@ -29,6 +29,7 @@ from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout
 
 _READ, _WRITTEN = "an array of indices", "what is assigned"
+_LISTS = (list, tuple, range)  # of indices, as good as an array of them
 
 
 class Selection(NamedTuple):
@@ -46,7 +47,7 @@ class Selection(NamedTuple):
 def has_arrays(key: Any) -> bool:
     """Whether there is an array of indices, a mask or a list in the key."""
     keys = key if type(key) is tuple else (key,)
-    return any(isinstance(one, list | tuple) or getattr(one, "ndim", 0) for one in keys)
+    return any(isinstance(one, _LISTS) or getattr(one, "ndim", 0) for one in keys)
 
 
 def get(x: Any, key: Any) -> Any:
@@ -55,7 +56,7 @@ def get(x: Any, key: Any) -> Any:
 
     Raises IndexError for an index that there is not, and for arrays that do not broadcast.
     """
-    key = _as_indices(key) if isinstance(key, list) else key
+    key = _as_indices(key) if isinstance(key, list | range) else key
     if indexing.is_mask(key):
         return searching.selected(x, key)
     basic, axes, numbers, place = _read(key, x.shape)
@@ -77,7 +78,7 @@ def put(x: Any, key: Any, value: Any) -> None:
 
     Raises IndexError as `get`, ValueError where the value does not have the shape.
     """
-    key = _as_indices(key) if isinstance(key, list) else key
+    key = _as_indices(key) if isinstance(key, list | range) else key
     value = np.asarray(value) if isinstance(value, list | tuple) else value
     if indexing.is_mask(key):
         if not getattr(value, "shape", ()):
@@ -137,7 +138,7 @@ def _read(key: Any, shape: tuple[int, ...]) -> Selection:
 
 def _plain(one: Any) -> Any:
     """One index, arrays as NumPy's."""
-    if isinstance(one, list | tuple):
+    if isinstance(one, _LISTS):
         return _as_indices(one)
     if not getattr(one, "ndim", 0):
         return one
