@@ -18,7 +18,7 @@ import shardmath
 from draws import drawn
 from shardmath import distributed
 from shardmath.collectives import all_reduce
-from shardmath.distributed import standard
+from shardmath.distributed import protocols, standard
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
 DTYPES = ("bool", "int8", "int64", "uint8", "float32", "float64", "complex128")
@@ -368,6 +368,19 @@ def test_the_page_lists_what_the_standard_asks():
     assert len(named) == len({*named})
     not_there = {"__dlpack__", "__dlpack_device__"}
     assert {*named} == {*STANDARD.split(), *OF_ARRAYS.split()} - not_there
+
+
+def test_the_page_lists_functions_of_numpy_that_there_are():
+    text = ARRAYS_PAGE.read_text()
+    beyond = text[text.index("Beyond the standard there are") : text.index("and of scipy.fft")]
+    for name in re.findall("`([a-z_.0-9]+)`", beyond):
+        spaces = (np, np.linalg, np.fft)
+        found = [function_of(space, name) for space in spaces if hasattr(space, name.split(".")[0])]
+        assert any(protocols.has(one) for one in found), name
+    assert all(
+        protocols.has(getattr(np, name)) for name in ("median", "histogram", "pad", "einsum")
+    )
+    assert not protocols.has(np.partition)
 
 
 def plain(context):
