@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import resource
 import subprocess
@@ -263,16 +264,17 @@ def test_files_that_cannot_be_written(contexts, tmp_path):
 def full(context, folder):
     """A disk that is full before the file is there, and while it is written."""
     reserve = os.posix_fallocate
-    with context:
-        x = shardmath.zeros(100_000, distribution=Slab.X)
-        for function in (reserve, lambda *_: None):
+    with context, cut_to(1 << 20, 1 << 14):
+        rows = shardmath.zeros(100_000, distribution=Slab.X)
+        columns = shardmath.zeros((1000, 100), distribution=Slab.Y)  # in turns, of which some fit
+        for x, function in itertools.product((rows, columns), (reserve, lambda *_: None)):
             os.posix_fallocate = function
             try:
                 with refused(folder, OSError, "rank.*No space left on device"):
                     shardmath.save(f"{folder}/old.npy", x)
             finally:
                 os.posix_fallocate = reserve
-        shardmath.save(f"{folder}/small.npy", x[:1000])
+        shardmath.save(f"{folder}/small.npy", rows[:1000])
 
 
 def test_a_full_disk(contexts, tmp_path):

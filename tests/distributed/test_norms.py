@@ -149,10 +149,13 @@ def vectors(context):
             lambda: linalg.norm(x, axis=(0, 0)),
             lambda: linalg.matrix_norm(x, ord=3),
             lambda: linalg.cross(x.T, y.T),
+            lambda: linalg.cross(x, y[:2]),
             lambda: linalg.outer(x, y),
         ):
             with pytest.raises(ValueError):
                 call()
+        with pytest.raises(TypeError, match="cross of bool"):
+            linalg.cross(x > 0, y > 0)
         for call in (
             lambda: linalg.matrix_norm(x[0]),
             lambda: linalg.matrix_power(x, 2),

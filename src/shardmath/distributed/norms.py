@@ -237,21 +237,24 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """The cross products of vectors of three elements along an axis, as numpy.linalg.cross.
 
     Both are brought to parts that have the axis whole. Collective where it is split. Raises
-    ValueError where it has another extent.
+    ValueError where it has another extent, and where the arrays do not broadcast; TypeError for
+    bool.
     """
     first = first_of((x1, x2))
     pair = [elementwise.whole(x, first) for x in (x1, x2)]
     for x in pair:
         if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
             raise ValueError(f"cross takes vectors of 3 elements along axis {axis}, not {x.shape}")
+        if dtypes.of(x.library.spec(x.local).dtype).kind == "b":
+            raise TypeError("cross of bool, which has no differences: take it of x.astype(int)")
     ndim = max(x.ndim for x in pair)
-    a, b = (_in_whole(x, one_axis(axis, x.ndim)) for x in pair)
-    if a.ndim != b.ndim:  # so that the axis has one number in both
-        a, b = (moveaxis(x, axis, -1) for x in (a, b))
-        made = cross(*(x[(None,) * (ndim - x.ndim) + (...,)] for x in (a, b)))
+    if pair[0].ndim != pair[1].ndim:  # so that the axis has one number in both
+        ends = [moveaxis(x, axis, -1) for x in pair]
+        made = cross(*(x[(None,) * (ndim - x.ndim) + (...,)] for x in ends))
         return moveaxis(made, -1, axis)
-    together = of_one_type([a, b])
+    elementwise.broadcast_shape(pair)  # which raises before anything moves
     number, library = one_axis(axis, ndim), first.library
+    together = of_one_type([_in_whole(x, number) for x in pair])
     return elementwise.applied(lambda x, y: parts.crossed(x, y, number, library), together)
 
 
