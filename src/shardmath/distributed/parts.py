@@ -31,7 +31,13 @@ _TORCH = {
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of a library that we know."""
-    return any(library.owns_type(type(x)) for library in libraries().values())
+    kind: Any = type(x)
+    return _is_array_type(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_array_type(kind: type) -> bool:
+    return any(library.owns_type(kind) for library in libraries().values())
 
 
 def module_of(library: Library) -> Any:
