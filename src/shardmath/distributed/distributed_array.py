@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -297,14 +297,16 @@ class DistributedArray(Distributed):
     mean = reductions.mean
     var, std = protocols.spread(reductions.var), protocols.spread(reductions.std)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_") or not hasattr(np.ndarray, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        function = f"np.{name}(x), " if hasattr(np, name) else ""
-        raise AttributeError(
-            f"a DistributedArray has no {name}, as NumPy's arrays do: use {function}x.local.{name} "
-            f"of this rank's part, or x.numpy().{name} of the whole"
-        )
+    if not TYPE_CHECKING:  # for which every name would be an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or not hasattr(np.ndarray, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            function = f"np.{name}(x), " if hasattr(np, name) else ""
+            raise AttributeError(
+                f"a DistributedArray has no {name}, as NumPy's arrays do: use {function}"
+                f"x.local.{name} of this rank's part, or x.numpy().{name} of the whole"
+            )
 
     # -- text and numbers --------------------------------------------------------------------------
 
