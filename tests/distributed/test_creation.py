@@ -176,6 +176,8 @@ def mistakes(context):
             shardmath.zeros(4, distribution=Slab.X).numpy(root=2)
         with pytest.raises(CollectiveMismatch, match=r"root must be equal .* rank 1 has 0"):
             shardmath.zeros(4, distribution=Slab.X).numpy(root=1 - context.rank)
+        with pytest.raises(ValueError, match="all ranks must give the same distribution"):
+            shardmath.zeros(4, distribution=Slab.X).to(Slab.Y if context.rank else Replicated())
         with pytest.raises(TypeError, match=r"to takes a distribution"):
             shardmath.zeros(4, distribution=Slab.X).to(3)
         with pytest.raises(ValueError, match="float64 or float32"):

@@ -114,13 +114,15 @@ class DistributedArray(Distributed):
             return self
         if distribution.per_rank:
             end_explanation(lambda: f"to: {self.layout} becomes {distribution}, of each rank")
+        if explanation.get() is not None:
+            target = agreed_layout(distribution, self.shape, self.context)
+            zeros = in_place_of(lambda: f"to: {described(self, target)}", self, target)
+            return self.like(zeros, unbound(distribution), target)
+        local = within(  # which raises on all ranks what is wrong on one
+            self.context,
+            lambda: redistribute(self.local, self.distribution, distribution),
+        )
         target = agreed_layout(distribution, self.shape, self.context)
-        local = in_place_of(lambda: f"to: {described(self, target)}", self, target)
-        if local is None:
-            local = within(
-                self.context,
-                lambda: redistribute(self.local, self.distribution, distribution),
-            )
         return self.like(local, unbound(distribution), target)
 
     @collective_call
