@@ -1,0 +1,461 @@
+"""The phases of a product of float8 operands that are multiplied as they are, as steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from shardmath.arrays.dtypes import FLOAT8
+from shardmath.geometry import Move, shared_part
+from shardmath.geometry.integers import up
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.local.gpu import Matrix, scaled
+from shardmath.local.gpu.scaled import GRAIN
+from shardmath.operators.matmul.gpu.panels import Interval
+from shardmath.operators.matmul.gpu.product_lowering import ProductLowering
+from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
+from shardmath.operators.matmul.gpu.scale_moves import (
+    ScaleMoves,
+    blocks_in_layout,
+    lies_as,
+    scale_layout,
+)
+from shardmath.operators.matmul.gpu.steps import AddUp, Clear, LayOut, Name, Push, ScaleOf
+from shardmath.operators.matmul.scaling import SCALES, Scaling
+from shardmath.program.rank_program import Peer
+from shardmath.program.steps import READ, TAKEN, Await, Convert, Record
+from shardmath.program.steps import Move as MoveStep
+from shardmath.redistribution.plan import SomeMoves
+
+_SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
+_LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
+
+
+class ScaledLowering(ProductLowering):
+    """Lowers a product of float8 operands, which are multiplied as they are, with their scales.
+
+    cuBLASLt wants both operands along k, and all at multiples of 16 bytes. What lies so is used in
+    place; the rest comes, or is copied, into memory that is padded along k with zeros. A result
+    that does not suit is computed in padded memory too, whose last lines nobody reads. Scales
+    travel as the elements do, and are laid out for each interval of k as its product wants them.
+
+    Lines of an operand that all ranks need are sent to all, beside the products of those that are
+    here: see `rounds`. Every rank has room for them and their scales, where peers write. A barrier
+    before says that nobody reads what was there, one behind a round that its lines have come.
+    Copies are one behind the other on a stream of their own, and the barriers on yet another:
+    neither waits for a product, nor a copy for a barrier.
+    """
+
+    @property
+    def _target(self) -> Name:
+        return self.sums or "d"
+
+    # -- where things lie --------------------------------------------------------------------------
+
+    @property
+    def _scaling(self) -> Scaling:
+        assert self.problem.scaling is not None
+        return self.problem.scaling
+
+    @cached_property
+    def _gives_result(self) -> bool:
+        """Whether products give D itself: nothing follows that cuBLASLt could not do."""
+        out, adds = self.out, self.addend
+        if self._target != "d" or "alpha" in self.placement.zeros or self.problem.sums_c:
+            return False
+        several = len(self.intervals) > 1
+        if self.problem.epilog is not MatmulEpilog.DEFAULT or (several and out.dtype != "float32"):
+            return False
+        if out.dtype in FLOAT8:
+            known = out.dtype == "float8_e4m3fn" or out.dtype in self._scaling.given
+            return known and not adds and set(self.rank_plan.modes) == {"tensor"}
+        if not adds:
+            return True
+        addend = self.matrix(adds)
+        addend = addend if out.leading is not None else addend.transposed()
+        leading = addend.leading
+        aligned = leading is not None and not (leading * addend.itemsize | addend.address) % GRAIN
+        return aligned and addend.dtype == out.dtype
+
+    @property
+    def _ends(self) -> bool:
+        """Whether products are written to D itself, and nothing follows them."""
+        return self._gives_result and self._is_direct
+
+    @cached_property
+    def _is_direct(self) -> bool:
+        """Whether products are written to the target where it lies."""
+        if self._target == "d" and not self._gives_result:
+            return False
+        blocks = bool({"vectors", "squares"} & set(self.rank_plan.modes))
+        return scaled.takes_result(self.matrix(self._target), blocks=blocks)
+
+    @cached_property
+    def _product(self) -> Matrix:
+        """The target of the products, or memory that is padded for one that cannot take them:
+        float32, in the order of D.
+        """
+        target = self.matrix(self._target)
+        if self._is_direct:
+            return target
+        rows, columns = up(target.rows, GRAIN), up(target.columns, GRAIN)
+        return Matrix.packed(0, (rows, columns), "float32", self.order)
+
+    def _lines(self, index: int) -> int:
+        """Rows of op(A), columns of op(B), in the memory of an operand."""
+        return (self._product.rows, self._product.columns)[index]
+
+    # -- begin -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Publish this rank's scales; in rounds, send lines to those who multiply them."""
+        self._publish_scales()
+        rounds = self.rank_plan.rounds
+        if rounds is None:
+            return
+        self._prepare_lines(rounds)
+        self._send_lines(rounds)
+        if not self.rank_plan.multiplies:
+            self._await_round(rounds.count)
+
+    def _multiply(self) -> tuple[Name, ...] | None:
+        target, ends = self._target, self._ends
+        if not self._is_direct:
+            self.take("product", 4 * self._product.size)
+            target = self.lay("product", "product", self._product)
+        quantized = None
+        if ends and self.quantizes:
+            quantized = self._scale_of_result(), "amax" if self._scaling.amax else ""
+        if self.rank_plan.rounds is None:
+            self._multiply_into(target, ends=ends, quantized=quantized)
+        else:
+            self._multiply_lines(self.rank_plan.rounds, target, quantized)
+        if self._is_direct:
+            return None if ends else (target,)
+        wanted = self.matrix(self._target)
+        part = self.part("wanted product", target, (0, wanted.rows), (0, wanted.columns))
+        if self._target == "d":
+            return (part,)
+        self.emit(AddUp((part,), self._target))
+        return (self._target,)
+
+    def _scale_of_result(self) -> Name:
+        """An array of the scale of an eight-bit D; "" where it is 1."""
+        name = SCALES[3]
+        if name not in self.arrays and name in self.placement.ones:
+            return ""
+        given = self.scales_as(3, (1, 1)) if name in self.arrays else ""
+        scale = self.new("scale d", (1, 1), "float32", "C")
+        self.emit(LayOut(given, name, Blocks(None, None), (scale,), 1))
+        return scale
+
+    # -- products ----------------------------------------------------------------------------------
+
+    @property
+    def _scale_numbers(self) -> tuple[str, ...]:
+        return SCALES[:2] if set(self.rank_plan.modes) == {"tensor"} else ()
+
+    def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
+        return list(zip(self._lay_out(0), self._lay_out(1), strict=True))
+
+    def _end(self, index: int, interval: Interval, held: Matrix) -> int:
+        hi = interval.hi
+        return min(up(hi, GRAIN) if hi == self.k else hi, self._columns(index, held).rows)
+
+    def _multiply_lines(
+        self, rounds: Rounds, target: Name, quantized: tuple[Name, Name] | None
+    ) -> None:
+        """Products of the lines that have come, beside the rounds that bring others."""
+        index, addend = rounds.index, self.addend if self._ends else ""
+        other, scale = self._dense(1 - index, target), self._lay_out(1 - index)[0]
+        assert other, "one operand is exchanged, the other is here"
+        stages = rounds.stages(self.rank)
+        if not rounds.cuts:
+            stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
+        for number, stage in enumerate(stages):
+            self._await_round(stage.round)
+            is_own = bool(rounds.cuts) and not stage.round
+            lines = self._sent if is_own else self._received_lines(index, stage)
+            is_known = is_own or self.rank_plan.modes[index] == "tensor"
+            laid = self._lay_out(index)[0] if is_known else self._received_scale(index, stage)
+            words = quantized
+            if quantized is not None and quantized[1]:
+                word = self.part(f"amax {number}", "amax", (0, 1), (number, number + 1))
+                words = quantized[0], word
+            self._gemm(
+                (lines, other) if index == 0 else (other, lines),
+                self._of_lines(target, index, stage),
+                self._of_lines(addend, index, stage) if addend else "",
+                ends=self._ends,
+                scales=(laid, scale) if index == 0 else (scale, laid),
+                quantized=words,
+                spare=_SPARE_PROCESSORS if stage.round < rounds.count else 0,
+            )
+        self._await_round(rounds.count)
+
+    def _of_lines(self, name: Name, index: int, stage: Stage) -> Name:
+        """The part of a product's matrix that a stage's lines of an operand make."""
+        x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
+        if index == 0:
+            return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
+        return self.part(part, name, (0, x.rows), (stage.lo, stage.hi))
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def _columns(self, index: int, x: Matrix) -> Matrix:
+        """An operand with its lines as columns; or, of that, the operand."""
+        return x.transposed() if index == 0 else x
+
+    def _panel(self, index: int, name: Name, interval: Interval, target: Name) -> Name:
+        memory, lines = f"panel {'ab'[index]}", self._lines(index)
+        self.take(memory, (up(self.rank_plan.schedule[1], GRAIN) + GRAIN) * lines)
+        start, k = up(interval.offset, GRAIN) * lines, interval.hi - interval.lo
+        width = self.rank_plan.operand_plans[index].width
+        return self._padded(index, name, memory, start, k, width, lines)
+
+    def _dense(self, index: int, target: Name) -> Name:
+        plan = self.rank_plan.operand_plans[index]
+        if plan.gathers:
+            return ""
+        own, lines, packed = self.own_part(index), self._lines(index), f"packed {'ab'[index]}"
+        if lines == plan.width and scaled.fits(self._columns(index, self.matrix(own))):
+            return own
+        self.take(packed, self._deep * lines)
+        into = self._padded(index, packed, packed, 0, self.k, plan.width, lines)
+        self._copy_own(index, plan.moves, into)
+        return packed
+
+    def _copy_own(self, index: int, moves: tuple[Move, ...], target: Name) -> None:
+        """Copy this rank's own elements of an operand, which `moves` say, to the target."""
+        moves = tuple(move for move in moves if move.elements)
+        if moves:
+            factor = self.factors[index]
+            taken = SomeMoves(moves, self.matrix(factor).itemsize)
+            self.emit(MoveStep(taken, factor, target))
+
+    def _padded(
+        self, index: int, name: Name, memory: str, start: int, k: int, width: int, lines: int
+    ) -> Name:
+        """The part of an operand, laid out along k in memory, that is to be filled: zeros are put
+        behind each of its lines. `name` is all of it.
+        """
+        deep = up(k, GRAIN)
+        x = Matrix(start, deep, lines, 1, deep, self._scaling.given[index])
+        self.lay(name, memory, self._columns(index, x))
+        if k < deep and width:
+            behind = x.part((k, deep), (0, width))
+            self.emit(Clear(self.lay(f"behind {name}", memory, behind)))
+        part = x.part((0, k), (0, width))
+        return self.lay(f"filled {name}", memory, self._columns(index, part))
+
+    # -- scales ------------------------------------------------------------------------------------
+
+    def _publish_scales(self) -> None:
+        """Put this rank's scales where peers read them, before the barrier that lets them."""
+        for index, moves in enumerate(self.rank_plan.scale_moves):
+            if moves is None or self._stays(index):
+                continue
+            name = f"scales {'ab'[index]}"
+            rows, columns = moves.transfer.src.local_shape(self.rank)
+            self.new(name, (rows, columns), "float32", "F", shared=True)
+            blocks = Blocks(1 if moves.given == moves.blocks else moves.given.rows, 1)
+            given = self._given_scales(index, moves)
+            self.emit(LayOut(given, "", blocks, (name,), rows))
+            self.publish(name)
+
+    def _stays(self, index: int) -> bool:
+        """Whether no rank reads another's scales of an operand from where they are published."""
+        moves = self.rank_plan.scale_moves[index]
+        rounds = self.rank_plan.rounds
+        return moves is None or moves.stay or (rounds is not None and rounds.index == index)
+
+    def _given_scales(self, index: int, moves: ScaleMoves) -> Name:
+        """This rank's scales of an operand, lines first."""
+        x, name = self.matrix("ab"[index]), f"given scales {'ab'[index]}"
+        lines, k = (x.rows, x.columns) if index == 0 else (x.columns, x.rows)
+        shape = moves.given.shape(lines, k)
+        given = self.scales_as(index, shape if index == 0 else shape[::-1])
+        matrix = self.matrix(given)
+        return self.lay(name, given, matrix if index == 0 else matrix.transposed())
+
+    def _source(self, index: int) -> tuple[Name, Blocks]:
+        """What the scales that this rank needs of an operand are made from, when they have come: a
+        matrix, lines first, in which one is for each of the blocks; "" where all are 1.
+        """
+        given, moves = SCALES[index], self.rank_plan.scale_moves[index]
+        name = f"scales {'ab'[index]}"
+        if moves is None:
+            if given not in self.arrays:
+                return "", Blocks(None, None)
+            x = Matrix(self.matrix(given).address, 1, 1, 0, 0, "float32")
+            return self.lay(f"one scale {'ab'[index]}", given, x), Blocks(None, None)
+        if self._stays(index):
+            return self._given_scales(index, moves), moves.given
+        come, shape = f"come {name}", moves.transfer.dst.local_shape(self.rank)
+        if come not in self.arrays:
+            self.new(come, shape, "float32", "F")
+            self.gather(name, self.rank_plan.moves(name), come)
+        return come, moves.blocks
+
+    def _lay_out(self, index: int) -> list[ScaleOf]:
+        """The scales of each interval, where its product reads them; of lines that are exchanged,
+        those of this rank's own.
+        """
+        lines, known = self._lines(index), self.rank_plan.operand_plans[index].width
+        rounds = self.rank_plan.rounds
+        if rounds is not None and rounds.index == index:
+            lines = known = rounds.lines[self.rank]
+        mode, name = self.rank_plan.modes[index], f"laid scales {'ab'[index]}"
+        if mode == "tensor":
+            given = SCALES[index] if SCALES[index] in self.arrays else ""
+            return [ScaleOf(mode, given)] * len(self.intervals)
+        (source, blocks), scales, used = self._source(index), [], 0
+        if mode == "squares":
+            known = -(-known // BLOCK)
+        laid = blocks_in_layout(mode, blocks)
+        is_plain = SCALES[index] in self.placement.ones and laid.rows == 1
+        for number, interval in enumerate(self.intervals):
+            deep, target = interval.hi - interval.lo, f"{name} {number}"
+            layout = scale_layout(mode, lines, deep)._replace(address=used)
+            used += 4 * layout.size
+            array = source
+            if array and blocks.columns is not None:
+                x = self.matrix(array)
+                columns = interval.lo // BLOCK, x.columns
+                array = self.part(f"source of {target}", array, (0, x.rows), columns)
+            layout = layout.part((0, layout.rows), (0, min(layout.columns, -(-deep // BLOCK))))
+            if is_plain and array and lies_as(self.matrix(array), layout):
+                target = array  # where they lie already
+            else:
+                self.lay(target, name, layout)
+                self.emit(
+                    LayOut(array, SCALES[index], blocks_in_layout(mode, blocks), (target,), known)
+                )
+            scales.append(ScaleOf(mode, target))
+            if mode == "outer":  # the same for all of k
+                scales *= len(self.intervals)
+                break
+        self.take(name, used)
+        return scales
+
+    # -- lines that all ranks need -----------------------------------------------------------------
+
+    def _prepare_lines(self, rounds: Rounds) -> None:
+        """Room for all lines and their scales, where peers write; and this rank's own lines without
+        gaps, as they are sent and multiplied.
+        """
+        index = rounds.index
+        lines = self._lines(index) if self.rank_plan.multiplies else rounds.starts[-1]
+        dtype, mode = self._scaling.given[index], self.rank_plan.modes[index]
+        self.new(_LINES, (self._deep, lines), dtype, "F", shared=True)
+        if mode != "tensor":
+            layout = scale_layout(mode, lines, self.k)
+            shape, order = (layout.rows, layout.columns), "C" if mode == "squares" else "F"
+            self.new(_LINE_SCALES, shape, "float32", order, shared=True)
+        own = self._columns(index, self.matrix("ab"[index]))
+        self._sent: Name = "ab"[index]
+        if scaled.fits(own) and own.leading == own.rows:
+            return
+        self._sent = "own lines"
+        self.take(self._sent, self._deep * own.columns)
+        into = self._padded(index, self._sent, self._sent, 0, self.k, own.columns, own.columns)
+        layout_of = (self.problem.a, self.problem.b)[index]
+        moves = shared_part(layout_of, layout_of, src=self.rank, dst=self.rank)
+        self._copy_own(index, moves, into)
+
+    @property
+    def _deep(self) -> int:
+        """Elements of a line in memory, with those that pad it."""
+        return up(self.k, GRAIN)
+
+    def _send_lines(self, rounds: Rounds) -> None:
+        """Send this rank's lines and their scales to all ranks."""
+        ranks = range(len(rounds.lines))
+        places = [self._place(rounds, rank) for rank in ranks]
+        if not rounds.cuts:
+            self.emit(TAKEN)
+            self._send_scales(rounds, ranks)
+            self.emit(Push(self._sent, tuple(places)), READ)
+            return
+        self.follow("side", "", "begun")
+        self.emit(TAKEN, stream="side")
+        self.follow("copies", "side", "free")
+        self._send_scales(rounds, [rank for rank in ranks if rank != self.rank], stream="side")
+        for number in range(1, rounds.count + 1):
+            to = places[rounds.target(self.rank, number)]
+            if self.matrix(self._sent).size:
+                self.emit(Convert(self._columns_of_sent(rounds.index), to), stream="copies")
+            if number in rounds.cuts:
+                self.follow("side", "copies", f"sent {number}")
+                self.emit(READ, Record(f"come {number}"), stream="side")
+
+    def _columns_of_sent(self, index: int) -> Name:
+        """The lines that are sent, as columns."""
+        view = self.arrays[self._sent]
+        return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
+
+    def _await_round(self, number: int) -> None:
+        """Make the products' stream wait for the lines of that round; 0 is no round."""
+        if number:
+            self.emit(Await(f"come {number}"))
+
+    def _place(self, rounds: Rounds, rank: int) -> Name:
+        """The place of this rank's lines in the memory of another."""
+        lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
+        name, box = f"lines at {rank}", ((0, self._deep), lines)
+        dtype = self._scaling.given[rounds.index]
+        self.peers[name] = Peer(_LINES, rank, dtype, box)
+        return name
+
+    def _received_lines(self, index: int, stage: Stage) -> Name:
+        """The lines of a stage, which have come."""
+        x, name = self.matrix(_LINES), f"lines from {stage.lo}"
+        part = x.part((0, x.rows), (stage.lo, stage.hi))
+        return self.lay(name, _LINES, self._columns(index, part))
+
+    def _received_scale(self, index: int, stage: Stage) -> ScaleOf:
+        """The scales of a stage's lines, which have come; all ranks know those of tensors."""
+        mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
+        layout = scale_layout(mode, stage.hi - stage.lo, self.k)
+        x = layout._replace(address=4 * self._offset(index, stage.lo))
+        return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
+
+    def _offset(self, index: int, line: int) -> int:
+        """The first element of the scales of a stage that begins with this line."""
+        mode = self.rank_plan.modes[index]
+        if mode == "outer":
+            return line
+        layout = scale_layout(mode, BLOCK, self.k)
+        return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
+
+    def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
+        """Send this rank's own scales of the lines to these ranks, laid out for their products."""
+        index = rounds.index
+        mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
+        if mode == "tensor" or not lines or not ranks:
+            return
+        layout = scale_layout(mode, lines, self.k)
+        rows = lines if mode == "outer" else layout.rows
+        columns = min(layout.columns, -(-self.k // BLOCK))
+        (source, blocks), targets = self._source(index), []
+        for rank in ranks:
+            place = f"line scales at {rank}"
+            self.peers[place] = self._scales_place(rounds, rank, rows, columns)
+            targets.append(place)
+        blocks = blocks_in_layout(mode, blocks)
+        self.emit(LayOut(source, SCALES[index], blocks, tuple(targets), rows), stream=stream)
+
+    def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
+        """The place of the scales of this rank's lines at another, within those of their stage."""
+        index, first = rounds.index, rounds.starts[self.rank]
+        if self.rank_plan.modes[index] == "squares":
+            layout = scale_layout("squares", BLOCK, self.k)
+            parcel = 4 * self._offset(index, first), (4 * layout.row_stride, 4)
+            return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
+        if not rounds.cuts:
+            return Peer(_LINE_SCALES, rank, "float32", ((first, first + rows), (0, columns)))
+        stage = next(x for x in rounds.stages(rank) if x.lo <= first < x.hi)
+        start = self._offset(index, stage.lo) + first - stage.lo
+        parcel = 4 * start, (4, 4 * (stage.hi - stage.lo))  # stages lie one behind the other
+        return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
