@@ -14,7 +14,7 @@ from shardmath.distribution import Slab
 from shardmath.errors import CollectiveMismatch, InvalidMatmulState, UseAfterFree
 from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
-from shardmath.operators.workspace import Workspace
+from shardmath.operators.workspace import Workspace, give_back
 
 M, N, K = 9, 7, 8
 XXX = [Slab.X, Slab.X, Slab.X]
@@ -321,14 +321,19 @@ def test_explain_on_one_rank(contexts):
 
 
 def give_workspace_back(context):
-    x = Operands(context)
-    with context, Matmul(x.a, x.b, distributions=XXX) as mm:
+    rng, rank = np.random.default_rng(0), context.rank
+    a, b = (rng.integers(-9, 9, shape) * 1.0 for shape in ((400, 1000), (1000, 400)))
+    layouts = [Slab.Y, Slab.X, Slab.X]  # sums of both ranks, more than is kept for readers
+    parts = [part_of(x, y, rank, 2).copy() for x, y in zip((a, b), layouts, strict=False)]
+    want = part_of(a @ b, Slab.X, rank, 2)
+    give_back(context)  # what operations before have left
+    with context, Matmul(*parts, distributions=layouts) as mm:
         mm.plan()
         mm.execute()
         full = len(Workspace.of(context)._buffers)
-        close(mm.execute(release_workspace=context.rank == 0), x.want())
+        close(mm.execute(release_workspace=rank == 0), want)
         empty = len(Workspace.of(context)._buffers)
-        close(mm.execute(), x.want())
+        close(mm.execute(), want)
         context.barrier()
     return full, empty
 
