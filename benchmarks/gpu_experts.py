@@ -12,7 +12,6 @@ slowest rank's median, in CUDA graphs and in eager calls; what came is compared 
 
 from __future__ import annotations
 
-import json
 from itertools import accumulate
 
 from on_gpus import command, run
@@ -106,10 +105,9 @@ class Layer:
 
 
 def measure(ranks):
-    """The rows, each printed when it is there, few tokens before many."""
+    """The rows, few tokens before many."""
     symm_mem.set_group_info("experts", ranks.rank, ranks.size)
     symm_mem.register()
-    rows = []
     for tokens in (128, 1024, 8192):
         layer = Layer(ranks, tokens, WIDTH)
         layer.check()
@@ -127,21 +125,9 @@ def measure(ranks):
                 row |= {f"{name}_us": micros for name, micros in times.items()}
                 row |= {f"{name}_GBps": sent / micros / 1e3 for name, micros in times.items()}
                 row["ratio_to_nccl"], row["goal"] = times["nccl"] / times["ours"], GOAL
-                rows.append(row)
-                if ranks.rank == 0:
-                    print(json.dumps(row), flush=True)
+                yield row
         layer.check()
-    return rows
-
-
-def main() -> None:
-    rows = run("gpu_experts", measure, command(__doc__).parse_args())
-    columns = ("ours_us", "ours_GBps", "nccl_us", "wire_us", "wire_GBps", "ratio_to_nccl", "goal")
-    print(f"{'':48}" + "".join(f"{name:>14}" for name in columns))
-    for row in rows:
-        name = f"{row['what']}, {'graph' if row['graph'] else 'eager'}"
-        print(f"{name:48}" + "".join(f"{row[column]:14.2f}" for column in columns))
 
 
 if __name__ == "__main__":
-    main()
+    run("gpu_experts", measure, command(__doc__).parse_args())
