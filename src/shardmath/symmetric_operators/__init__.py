@@ -31,17 +31,18 @@ _EVERYWHERE: _Kernels = {
 _ON_CORES: _Kernels = {name: collective_call(made) for name, made in products.KERNELS.items()}
 
 
+def _defined(kernels: _Kernels) -> _Kernels:
+    """Those of operators that this torch defines: an earlier one has fewer."""
+    return {name: kernel for name, kernel in kernels.items() if hasattr(torch.ops.symm_mem, name)}
+
+
 @cache
 def serve(memset32: Callable[..., Any]) -> Any:
     """Register the kernels for CPU tensors, once in a process: the torch.library.Library of them.
 
-    `memset32(tensor, offset, value, count)` writes uint32 elements. Raises NotImplementedError
-    where this torch does not define an operator of the table.
+    `memset32(tensor, offset, value, count)` writes uint32 elements.
     """
-    kernels = {**_written(memset32), **_EVERYWHERE, **_ON_CORES}
-    missing = [name for name in kernels if not hasattr(torch.ops.symm_mem, name)]
-    if missing:
-        raise NotImplementedError(f"torch {torch.__version__} does not define symm_mem::{missing}")
+    kernels = _defined({**_written(memset32), **_EVERYWHERE, **_ON_CORES})
     library = torch.library.Library("symm_mem", "IMPL")
     for name, kernel in kernels.items():
         library.impl(name, kernel, "CPU")
@@ -54,7 +55,7 @@ def serve(memset32: Callable[..., Any]) -> Any:
 def serve_gpus(memset32: Callable[..., Any]) -> Any:
     """Let our kernels take tensors on GPUs, too, but for the products: the Library of them."""
     library = torch.library.Library("symm_mem", "IMPL")
-    kernels = {**_written(memset32), **_EVERYWHERE}
+    kernels = _defined({**_written(memset32), **_EVERYWHERE})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, kernel in kernels.items():
