@@ -204,25 +204,27 @@ struct Exchange {
     }
 
     __device__ void send_row() const {
-        const auto send = [&](u32 i, u64 word) {
-#pragma unroll 1
-            for (int peer = 0; peer < kRanks; ++peer)
-                store_packet(&a.post[peer]->row[launch.number & 1][rank()][i], {word, launch.number});
+        const auto send = [&](int peer, u32 i, u64 word) {
+            store_packet(&a.post[peer]->row[launch.number & 1][rank()][i], {word, launch.number});
         };
-        for (u32 i = threadIdx.x; i < kCounts; i += blockDim.x) send(i, a.row[i]);
-        // By another warp: these words have to be looked up.
-        for (u32 i = kCounts + blockDim.x - 1 - threadIdx.x; i < kRow; i += blockDim.x) send(i, told(i));
+        constexpr u32 kRest = kRow - kCounts;
+        for (u32 i = threadIdx.x; i < kRanks * kCounts; i += blockDim.x) send(i / kCounts, i % kCounts, a.row[i % kCounts]);
+        // By other warps: these words have to be looked up.
+        for (u32 i = blockDim.x - 1 - threadIdx.x; i < kRanks * kRest; i += blockDim.x)
+            send(i / kRest, kCounts + i % kRest, told(kCounts + i % kRest));
     }
 
-    // Whether places are looked up: not where all parts are packets, which have come by then.
+    // Whether places are looked up: not where this rank sends and gets packets alone, for which it awaits no more of
+    // rows than counts.
     __device__ static bool looks_up() { return gridDim.x >= 2 * kLanes; }
 
     // What a row says behind its counts.
     __device__ u64 told(u32 i) const {
         if (i == kHow) return a.packed << 16 | gridDim.x;
-        if (i != kPlace) return looks_up() ? load_relaxed(&a.heaps->reached[i - kReach]) : 0;
+        if (!looks_up()) return i == kPlace ? kUnknown : 0;
+        if (i != kPlace) return load_relaxed(&a.heaps->reached[i - kReach]);
         u64 place = kUnknown;
-        for (u32 segment = 0; looks_up() && segment < kSegments; ++segment)
+        for (u32 segment = 0; segment < kSegments; ++segment)
             if (table.own[segment] != kUnknown) place = (u64)segment << kPlaceBits | table.own[segment];
         return place;
     }
@@ -242,7 +244,7 @@ struct Exchange {
     __device__ static u64 mail_packets(u64 nbytes, u64 packed) { return nbytes > packed ? 0 : packets_for(nbytes); }
 
     // How a part travels, as both of its ranks see it once all rows have come.
-    __device__ u64 packed(int src) const { return table.row[src][kHow] >> 16; }
+    __device__ u64 packed(int src) const { return looks_up() ? table.row[src][kHow] >> 16 : kMail; }
     __device__ bool reaches(int src, int dst) const {
         const u64 place = table.row[dst][kPlace];
         return place != kUnknown && table.row[src][kReach + dst] >> (place >> kPlaceBits) & 1;
@@ -255,18 +257,19 @@ struct Exchange {
         return src != dst && nbytes > packed(src) && !reaches(src, dst) ? nbytes : 0;
     }
 
-    // Wait for all ranks' words and rows. By all threads; the same for all.
+    // Wait for all ranks' words and rows, of which so many packets matter. By all threads; the same for all.
+    template <u32 kPackets>
     __device__ bool receive_rows() const {
         const Team& team = a.cells.team;
-        const Packet* const rows = &own().row[launch.number & 1][0][0];
         bool come = true;
         if (threadIdx.x == blockDim.x - 1) come = receive_words();  // of another warp than who waits for rows
-        for (u32 i = threadIdx.x; come && i < kRanks * kRow; i += blockDim.x) {
-            const int peer = i / kRow;
+        for (u32 i = threadIdx.x; come && i < kRanks * kPackets; i += blockDim.x) {
+            const int peer = i / kPackets;
+            const Packet* const packet = &own().row[launch.number & 1][peer][i % kPackets];
             Deadline deadline;
             for (bool last = false;; last = deadline.passed(team, peer)) {
-                const Packet seen = load_packet(rows + i);
-                table.row[peer][i % kRow] = seen.low;
+                const Packet seen = load_packet(packet);
+                table.row[peer][i % kPackets] = seen.low;
                 if (seen.high == launch.number) break;
                 if (last) {
                     // Of another call there are none; who waits for words says so, or whose has not come.
@@ -318,7 +321,7 @@ struct Exchange {
             }
             good &= takes[2 * kRanks] == kUnknown || takes[2 * kRanks] == total;
             table.place[peer] = before * a.width;
-            table.there[peer] = is_written(rank(), peer) ? result_of(peer) + ours * a.width : nullptr;
+            if (looks_up()) table.there[peer] = is_written(rank(), peer) ? result_of(peer) + ours * a.width : nullptr;
         }
         good = __syncthreads_and(good);
         if (!good && threadIdx.x == 0) {
@@ -552,7 +555,11 @@ struct Exchange {
             send_row();
         }
         send_mail(me, all);
-        if (!receive_rows() || !fits()) return;
+        if (!looks_up()) {
+            if (receive_rows<kCounts>() && fits()) take_mail(me, all);
+            return;
+        }
+        if (!receive_rows<kRow>() || !fits()) return;
         bool in_lanes = false, writes = false;
         for (int peer = 0; peer < kRanks; ++peer) {
             in_lanes |= through_slots(rank(), peer) || through_slots(peer, rank());
@@ -683,7 +690,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange_few(const __g
     const bool usable = __syncthreads_and(launch.usable);  // another block may just have failed
     const bool counts = threadIdx.x == blockDim.x - 1;
     const u64 before = counts ? pass(a) : 0;  // soon: the answer is there when it is asked for
-    if (usable && !exchange.receive_few(words, me) && exchange.receive_rows() && exchange.fits())
+    if (usable && !exchange.receive_few(words, me) && exchange.receive_rows<kCounts>() && exchange.fits())
         exchange.take_mail(me, (u64)gridDim.x * blockDim.x);
     if (counts) count(a, launch, before);
 }
