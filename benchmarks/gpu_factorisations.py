@@ -1,17 +1,17 @@
-"""Factorisations on GPUs beside torch.linalg on one of them and cuSOLVERMp, in one run.
+"""Factorisations on GPUs beside torch.linalg on one of them, in one run.
 
     python benchmarks/gpu_factorisations.py 2
     python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 1024
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
 right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
-the others wait; ours is split by rows, and by columns in blocks of the width that is computed with;
-cuSOLVERMp's, through nvmath, is in these blocks of columns, where it is installed and each rank has
-a GPU. Seconds are those from a call until its result is there, of the slowest rank: the median of
-several calls. Results are as exact as is said beside them: of factors the residual on random
-vectors, in n eps; of solutions the largest backward error of a column. Factors of float32 and
-bfloat16 are refined. Numbers are random; where they are "dominant", 3 sqrt(n) is added to each of
-the diagonal: a matrix of which factors of bfloat16 are of use. Cholesky's are the lower triangle.
+the others wait; ours is split by rows, and by columns in blocks of the width that is computed with
+(`gpu_factorisations_peers.py` has cuSOLVERMp on the same cases). Seconds are those from a call
+until its result is there, of the slowest rank: the median of several calls. Results are as exact as
+is said beside them: of factors the residual on random vectors, in n eps; of solutions the largest
+backward error of a column. Factors of float32 and bfloat16 are refined. Numbers are random; where
+they are "dominant", 3 sqrt(n) is added to each of the diagonal: a matrix of which factors of
+bfloat16 are of use. Cholesky's are the lower triangle.
 
 On fewer GPUs than ranks these take turns, and no more can be had than a whole GPU's rate: what is
 then to be seen is how much panels, synchronisations and redistributions add to it.
@@ -22,20 +22,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from on_gpus import Ranks, command, run
 
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
+from shardmath.factorisations import gpus
 from shardmath.linalg import cholesky, lu_factor, solve
+from shardmath.machine.h200 import PANEL_PROCESSORS
 
 UNTIMED, REPEATS = 2, 5  # the first call plans, and loads kernels; the second captures them
 ENOUGH = 1.0  # seconds of calls, after which there are no more
 RIGHT_SIDES = 64
 WIDTH = 512
-TORCH, MP, ROWS = "torch.linalg", "cuSOLVERMp", "rows"
+TORCH, ROWS = "torch.linalg", "rows"
 REFINED = ("float32", "bfloat16")
 EPS = 2.0**-52
 
@@ -102,7 +106,6 @@ class System(NamedTuple):
     call: Callable[[], Any]
     a: Part
     how: Distribution | None
-    free: Callable[[], object] = lambda: None
 
 
 def by_columns(size: int, width: int = WIDTH) -> Distribution:
@@ -150,37 +153,6 @@ def systems(
             options = {"block_size": block}
             how = by_columns(size, block)
             yield lambda b=block, h=how, o=options: ours(f"columns, {b}", h, options=o)
-    if operation != "cholesky" and not matrix.dominant:
-        yield lambda: nvmaths(ranks, matrix, operation)
-
-
-def nvmaths(ranks: Ranks, matrix: Matrix, operation: str) -> System:
-    """cuSOLVERMp, by nvmath. Raises where it is not installed, or ranks share a GPU."""
-    if ranks.share_gpus:
-        raise RuntimeError("NCCL has no two ranks on one GPU")
-    import nvmath.distributed as nvmath
-    from nvmath.distributed import distribution
-    from nvmath.distributed.linalg import DirectSolver
-    from nvmath.distributed.process_group import TorchProcessGroup
-
-    gpu, size, n = ranks.device.index, ranks.size, matrix.n
-    if nvmath.get_context() is None:
-        nvmath.initialize(gpu, TorchProcessGroup(device_id=gpu), backends=["nccl"])
-    how, rows = by_columns(size), BlockCyclic(ProcessGrid(shape=(size, 1)), (WIDTH, 1 << 30))
-    a, b = matrix.part(matrix.whole(), how), matrix.part(matrix.right(), rows).local
-    order = distribution.ProcessGrid.Layout.COL_MAJOR
-    grids = [distribution.ProcessGrid(shape=s, layout=order) for s in ((1, size), (size, 1))]
-    sizes = (WIDTH, WIDTH), (WIDTH, RIGHT_SIDES)
-    split = [distribution.BlockCyclic(*one) for one in zip(grids, sizes, strict=True)]
-    options = {"inplace_a": False, "inplace_b": False}
-    solver = DirectSolver(a.local, b, distributions=split, options=options)
-    solver.plan()
-    name = f"{MP} on {size} x 1 of blocks of {WIDTH} x {WIDTH}"
-    if operation == "lu_factor":
-        return System(name, solver.factorize, a, None, solver.free)
-    both: Callable[[], Any] = lambda: (solver.factorize(), solver.solve())[1]  # noqa: E731
-    assert n % (WIDTH * size) == 0
-    return System(name, both, a, rows, solver.free)
 
 
 class Exactness:
@@ -240,10 +212,25 @@ class Exactness:
         return x if self.alone else all_reduce(x)
 
 
+@contextmanager
+def panels_on(processors: int) -> Iterator[None]:
+    """Within, so many multiprocessors factorise panels; 0: they are shared with all else."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(gpus, "PANEL_PROCESSORS", processors))
+        if not processors:
+            stack.enter_context(patch.object(gpus, "split", lambda *_: None))
+        yield
+
+
 def measure(
-    ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float
+    ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float, processors: int
 ) -> Iterator[dict[str, Any]]:
     """A row for each size, operation and system; those not begun after `seconds` say so."""
+    with panels_on(processors):
+        yield from rows_of(ranks, sizes, blocks, seconds)
+
+
+def rows_of(ranks: Ranks, sizes: list[int], blocks: list[int], seconds: float) -> Iterator[dict[str, Any]]:
     begun = time.monotonic()
     cases = [("lu_factor", False), ("cholesky", True), ("solve", False), ("solve, dominant", True)]
     for n in sizes:
@@ -299,7 +286,6 @@ def measured(
     row["backward error" if "solve" in operation else "residual"] = float(
         np.format_float_scientific(ranks.largest(error), precision=3)
     )
-    system.free()
     return row
 
 
@@ -323,9 +309,16 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
+    parser.add_argument(
+        "--processors", type=int, default=PANEL_PROCESSORS, help="that factorise panels, 0 for all"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after these")
     options = parser.parse_args()
-    run("gpu_factorisations", measure, options, options.sizes, options.blocks, options.seconds)
+    name = "gpu_factorisations"
+    if options.processors != PANEL_PROCESSORS:
+        name += f"_{options.processors}_processors"
+    given = options.sizes, options.blocks, options.seconds, options.processors
+    run(name, measure, options, *given)
 
 
 if __name__ == "__main__":

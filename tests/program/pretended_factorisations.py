@@ -5,18 +5,21 @@ cuSOLVER, cuBLAS and our kernels are SciPy and NumPy, on addresses.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
 import numpy as np
 from gpu_arithmetic import view
-from pretended import BESIDE, Lane
+from pretended import BEHIND, BESIDE, Lane
 
 from shardmath.factorisations import gpus
 from shardmath.local import lapack as on_cores
 from shardmath.local.gpu import Matrix, lapack
 
 __all__ = ["factorisations_at_once"]
+
+PROCESSORS = 116  # of the part of the GPU that multiplies beside a panel
 
 
 def words(address, count, dtype):
@@ -95,8 +98,9 @@ def exchange_rows(a, pivots, count, *, first, backward, status, code):
         on_cores.exchange_rows(view(a), (rows + 1).astype(np.int32), backward=backward)()
 
 
-def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, **how):
+def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, processors, **how):
     assert compute in (None, gpus._ROUNDED)
+    assert processors == PROCESSORS * (stream == BEHIND)
     require_own(workspace, stream)
     product = arithmetic.multiply if compute is None else multiply_rounded
     device.launch(stream, product, a, b, d, conj_a, conj_b, **how)
@@ -131,6 +135,7 @@ def factorisations_at_once():
         for owner, name, stand_in in (
             (gpus, "Lane", Lane),
             (gpus, "WORKSPACE", 1),
+            (gpus, "split", lambda *_: (None, SimpleNamespace(processors=PROCESSORS))),
             (gpus, "multiply", multiply),
             (lapack, "solve_triangular", solve_triangular),
             (lapack, "bindings", lambda: None),

@@ -25,6 +25,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.caller import caller_place
 from shardmath.base.collective_call import collective_call
+from shardmath.call.driver import Driver
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.given_parts import of_parts_too
@@ -33,8 +34,11 @@ from shardmath.distributed.movement import end_explanation, within
 from shardmath.distributed.norms import diagonal, vector_norm
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
-from shardmath.geometry import BlockCyclic, ProcessGrid, Slab
+from shardmath.factorisations.lu import LU_FACTOR
+from shardmath.factorisations.problem import FactorisationOptions, dealt_columns, panel_width
+from shardmath.geometry import Slab
 from shardmath.geometry.integers import slices
+from shardmath.operators.arguments import options_of
 from shardmath.operators.matmul import matmul as product_of_parts
 
 _ROUNDED = "bfloat16"
@@ -46,7 +50,6 @@ _LOWER = {
 }
 _PLAIN = 1e30  # norms up to which, and down to its inverse, a matrix need not be scaled
 _SQUARED = 1e140  # numbers whose squares, and those of their inverses, can be added
-_BLOCK = 128  # columns, where options name no block size: how factors are kept
 _ROWS_AT_ONCE = 64  # that are copied to another order: of so many a line of a cache is full
 _ROWS = Slab(0)
 
@@ -248,8 +251,11 @@ class _System:
 
     def _factorised(self, a: Any, *, rounded: bool) -> Solution:
         """What solves with A by its factors, which are dealt to the ranks as they are read."""
-        n, size = a.shape[0], a.context.size
-        dealt = BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), _BLOCK))
+        n, context = a.shape[0], a.context
+        machine = Driver.of(context, LU_FACTOR).machine
+        width = options_of(FactorisationOptions, self.options).block_size
+        width = width or panel_width(n, context.size, machine)
+        dealt = dealt_columns(n, context.size, width)
         words = {"check_finite": False, "options": self.options}
         if self.diagonal is None:
             factors = api.lu_factor(a, distributions=dealt, rounded=rounded, **words)

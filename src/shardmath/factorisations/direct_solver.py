@@ -25,8 +25,8 @@ from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidDirectSolverState
 from shardmath.factorisations.api import PIVOT, require_good
 from shardmath.factorisations.lu import LU_FACTOR, LU_SOLVE, Solve
-from shardmath.factorisations.problem import FactorisationOptions, Problem
-from shardmath.geometry import BlockCyclic, Distribution, Layout, ProcessGrid
+from shardmath.factorisations.problem import FactorisationOptions, Problem, dealt_columns
+from shardmath.geometry import Distribution, Layout
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.operators.arguments import check_blocking, check_logger, check_stream, options_of
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
@@ -228,8 +228,7 @@ class DirectSolver(Planned):
         """Make room for this rank's part of the factors. Local."""
         problem, context = self._plan.problem, self.context
         width = problem.block_on(self._driver.machine)
-        grid = ProcessGrid(shape=(1, context.size))
-        self._dealt = BlockCyclic(grid, (max(problem.n, 1), width))
+        self._dealt = dealt_columns(problem.n, context.size, width)
         layout = Layout.bind([self._dealt] * context.size, (problem.n, problem.n))
         shape = layout.local_shape(context.rank)
         library = library_of(self._operands["a"])

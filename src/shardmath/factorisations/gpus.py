@@ -1,11 +1,12 @@
-"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on two streams.
+"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on three streams.
 
-What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
-first; what stands behind, to the user's, as soon as the panel is there. So the next panel has been
-factorised when the product that runs beside it ends.
+The next panel is brought up to date by the whole GPU. Then a few multiprocessors factorise it while
+all others bring the rest up to date: a panel is a chain of short kernels, each of which would
+otherwise wait until blocks of a product have ended.
 
-    panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
-    user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
+    panels   meet ─ pull k ┐                     ┌─ factorise k+1 ─ meet ─ pull k+1 ┐
+    user's                 └─ subtract from k+1 ─┤                                  └─ ...
+    rest     subtract k-1 ─┘                     └─ subtract panel k from the rest ─┘
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
 for its GPU: pivots, and what is wrong with numbers, stay there until the results are read.
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from shardmath.cuda.partition import split
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
     CheckFinite,
@@ -38,6 +40,7 @@ from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix, lapack
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.gemm import multiply
+from shardmath.machine.h200 import PANEL_PROCESSORS
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
@@ -57,7 +60,7 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-AHEAD = "panels"  # the stream on which the next panel is factorised
+AHEAD, BEHIND = "panels", "rest"  # streams: of the next panel, and of products with the last
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
@@ -184,24 +187,28 @@ def _goes_on(last: ExchangeRows, step: ExchangeRows) -> bool:
 def _on_streams(steps: Iterable[Any]) -> list[Any]:
     """The steps on their streams; see the top of this module."""
     made: list[Any] = []
-    rests = 0  # how many times both streams have been in use
+    rests = 0  # how many times the streams beside the user's have been in use
     for segment in _segments(steps):
         arrival = next((at for at, step in enumerate(segment) if isinstance(step, Arrive)), None)
         if arrival is None:
             if rests:
                 made += [On(AHEAD, Record("next")), Await("next")]
+                made += [On(BEHIND, Record("behind")), Await("behind")]
                 rests = 0
             made += segment
             continue
         last_but_one, last = f"rest {rests % 2}", f"rest {1 - rests % 2}"
         if not rests:  # peers will read what the user's stream has done so far
-            made += [Record(last_but_one), Record(last), On(AHEAD, Await(last))]
-        ahead = segment[:arrival]
+            made += [Record(last_but_one), Record(last)]
+            made += [On(AHEAD, Await(last)), On(BEHIND, Await(last))]
+        ahead, rest = segment[:arrival], segment[arrival + 1 :]
         come = next((at for at, x in enumerate(ahead) if not isinstance(x, _BRINGS)), arrival)
+        ready = next((at for at, x in enumerate(ahead) if type(x) in _ROUTINES), arrival)
         made += [On(AHEAD, step) for step in (ahead[0], Await(last_but_one), *ahead[1:come])]
-        made += [On(AHEAD, Record("panel")), Await("panel")]
-        made += [On(AHEAD, step) for step in (Await(last), *ahead[come:])]
-        made += [*segment[arrival + 1 :], Record(last_but_one)]
+        made += [On(AHEAD, Record("panel")), Await("panel"), Await(last), *ahead[come:ready]]
+        made += [Record("ready"), On(AHEAD, Await("ready")), On(BEHIND, Await("ready"))]
+        made += [On(AHEAD, step) for step in ahead[ready:]]
+        made += [On(BEHIND, step) for step in (*rest, Record(last_but_one))]
         rests += 1
     return made
 
@@ -279,6 +286,8 @@ def _are_reached(operands: Mapping[str, Operand]) -> bool:
 class FactorisationProgram(GPUProgram):
     """The program of a factorisation, with the routines that its GPU's libraries have."""
 
+    _processors = 0  # of the part of the GPU that brings the rest up to date; 0 for all
+
     @property
     def memories(self) -> Mapping[str, Memory]:
         """The memories of the lane that are needed."""
@@ -293,6 +302,10 @@ class FactorisationProgram(GPUProgram):
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
         super().prepare(own, stream, span)
+        parts = split(self.device, PANEL_PROCESSORS)
+        for name, part in zip((AHEAD, BEHIND), parts or (None, None), strict=True):
+            self.lane.stream(name, part)
+        self._processors = parts[1].processors if parts else 0
         for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
             lapack.load(self.device, dtype)
 
@@ -407,8 +420,8 @@ class FactorisationProgram(GPUProgram):
         return launch
 
     def _is_beside(self, stream: int) -> bool:
-        """Whether that is the stream of panels, which runs beside the user's, or beside the one on
-        which a graph is captured in its place: their routines must not share memory.
+        """Whether that is the stream of panels, which runs beside the others: its routines must not
+        share memory with theirs.
         """
         return stream == int(self.lane.stream(AHEAD))
 
@@ -425,6 +438,7 @@ class FactorisationProgram(GPUProgram):
         )
 
         def launch(stream: int) -> None:
+            behind = stream == int(self.lane.stream(BEHIND))
             multiply(
                 self.device,
                 *(one[0], two[0], target),
@@ -435,6 +449,7 @@ class FactorisationProgram(GPUProgram):
                 conj_a=one[1],
                 conj_b=two[1],
                 compute=_ROUNDED if step.rounded else None,
+                processors=self._processors if behind else 0,
             )
 
         return launch

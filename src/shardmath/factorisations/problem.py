@@ -13,7 +13,7 @@ from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context
 from shardmath.factorisations.cores import FactorisationsOnCores
 from shardmath.factorisations.prediction import predicted
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import BlockCyclic, Distribution, Layout, ProcessGrid
 from shardmath.local import lapack
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_logger
@@ -77,8 +77,18 @@ class Problem(Immutable):
 
     def block_on(self, machine: Machine) -> int:
         """The number of columns of a panel."""
-        share = self.n // (_PANELS_OF_A_RANK * self.a.size)
-        return self.block or min(machine.rates.panel, max(_LEAST_BLOCK, share))
+        return self.block or panel_width(self.n, self.a.size, machine)
+
+
+def panel_width(n: int, size: int, machine: Machine) -> int:
+    """The number of columns of a panel of an n x n matrix on so many ranks."""
+    share = n // (_PANELS_OF_A_RANK * size)
+    return min(machine.rates.panel, max(_LEAST_BLOCK, share))
+
+
+def dealt_columns(n: int, size: int, width: int) -> BlockCyclic:
+    """Blocks of so many columns, dealt to the ranks in turn: as factors are computed and read."""
+    return BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), width))
 
 
 class Factorisation:
