@@ -1,14 +1,14 @@
 """What a factorisation on GPUs spends its time with: routines alone, and each step of a call.
 
     python benchmarks/gpu_factorisation_parts.py 2
-    python benchmarks/gpu_factorisation_parts.py 2 --sizes 32768 --processors 0 16 32
+    python benchmarks/gpu_factorisation_parts.py 2 --sizes 32768 --only steps
+    python benchmarks/gpu_factorisation_parts.py 1 --only alone --dtypes float64
 
-"alone" are routines with nothing beside them, on the whole GPU or on a part of it ("beside": while
-the other part multiplies). "steps" are those of one call, by their stream: how often, milliseconds
-in all, and those of the first, of the middle and of the last one; "refinement" has what solutions
-by factors of a lower type consist of, each waited for. All are rank 0's, which has the first panel.
-`--processors` are multiprocessors that factorise panels while the others multiply: 0 for streams
-that share the GPU.
+"alone" are routines on a stream whose kernels come first, with nothing beside them, or "beside" a
+product on another. "steps" are those of one call, by their stream: how often, milliseconds in all,
+and those of the first, of the middle and of the last one; "refinement" has what solutions by
+factors of a lower type consist of, each waited for. All are rank 0's, which has the first panel.
+LU of a panel is ours, and in another row cuSOLVER's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from gpu_factorisations import Matrix as Given
-from gpu_factorisations import by_columns, on_all, panels_on
+from gpu_factorisations import by_columns, getrf, on_all, room_of_getrf
 from on_gpus import Ranks, command, run
 
 from shardmath.arrays.dtypes import of
 from shardmath.cuda.driver import call
-from shardmath.cuda.partition import split
+from shardmath.cuda.stream import new_stream
 from shardmath.distributed import refinement
 from shardmath.distribution import Slab
 from shardmath.factorisations import gpus
@@ -51,11 +51,11 @@ ROUNDED, TF32 = 75, 77  # cuBLASLt's COMPUTE_32F_FAST_16BF and _FAST_TF32
 class Alone:
     """Routines of one GPU, with memory that they are done in."""
 
-    def __init__(self, ranks: Ranks, processors: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.torch = torch = ranks.torch
         self.device = ranks.context.team.device
-        self.parts = split(self.device, processors) if processors else None
-        self.streams = [part.stream(self) for part in self.parts or ()]
+        self.stream = int(new_stream(self, self.device, first=True))
+        self.others = int(new_stream(self, self.device))
         words = {"dtype": torch.uint8, "device": ranks.device}
         self.held = [torch.zeros(2 * WORKSPACE, **words) for _ in range(2)]
         self.device_name = ranks.device
@@ -68,8 +68,7 @@ class Alone:
         return x, Matrix(x.data_ptr(), rows, columns, 1, rows, dtype)
 
     def ms(self, launch: Callable[[int], object], reset: Callable[[], object], place: str) -> float:
-        """Milliseconds of a routine on the "whole" GPU, on a "part" of it or "beside" a product."""
-        stream = 0 if place == "whole" else int(self.streams[place == "rest"])
+        """Milliseconds of a routine "alone", or "beside" a product."""
         if place == "beside":
             held = [self.matrix(12288, 12288, "float64") for _ in range(3)]
         taken = []
@@ -77,40 +76,43 @@ class Alone:
             reset()
             self.torch.cuda.synchronize()
             if place == "beside":
-                beside = {"workspace": self.held[1].data_ptr(), "stream": int(self.streams[1])}
+                beside = {"workspace": self.held[1].data_ptr(), "stream": self.others}
                 multiply(self.device, *(x for _, x in held), **beside)
             begin, end = (call("cuEventCreate", 0) for _ in range(2))
-            call("cuEventRecord", begin, stream)
-            launch(stream)
-            call("cuEventRecord", end, stream)
+            call("cuEventRecord", begin, self.stream)
+            launch(self.stream)
+            call("cuEventRecord", end, self.stream)
             self.torch.cuda.synchronize()
             if turn:
                 taken.append(float(call("cuEventElapsedTime", begin, end)))
         return round(statistics.median(taken), 3)
 
-    def room(self, routine: str, a: Matrix) -> Any:
-        """The workspace of a routine."""
-        count = lapack.room(self.device, routine, a)
+    def bytes_of(self, count: int) -> Any:
+        """Memory for a routine."""
         return self.torch.zeros(count, dtype=self.torch.uint8, device=self.device_name)
 
     def words(self) -> dict[str, Any]:
         """Where what is wrong is noted."""
         return {"status": self.held[0].data_ptr(), "first": 0}
 
-    def lu(self, height: int, width: int, dtype: str, place: str) -> float:
+    def lu(self, height: int, width: int, dtype: str, place: str, *, ours: bool) -> float:
         """LU of a panel."""
         x, a = self.matrix(height, width, dtype)
-        kept, room, words = x.clone(), self.room("getrf", a), self.words()
-        words |= {"workspace": room.data_ptr(), "pivots": self.held[0].data_ptr() + 4096}
+        x.normal_()  # pivots from anywhere
+        room, factorise = (lapack.room_of_lu, lapack.lu) if ours else (room_of_getrf, getrf)
+        kept, held = x.clone(), self.bytes_of(room(self.device, a))
+        words = self.words() | {"workspace": held.data_ptr(), "blas": self.held[0].data_ptr()}
+        words |= {"pivots": self.held[0].data_ptr() + WORKSPACE, "beside": True}
+        words["status"] = words["pivots"] + 4096
         return self.ms(
-            lambda stream: lapack.lu(self.device, stream, a, **words), lambda: x.copy_(kept), place
+            lambda stream: factorise(self.device, stream, a, **words), lambda: x.copy_(kept), place
         )
 
     def cholesky(self, width: int, dtype: str, place: str) -> float:
         """Cholesky's factor of a diagonal block."""
         x, a = self.matrix(width, width, dtype)
-        kept, room = x.clone(), self.room("potrf", a)
-        words = self.words() | {"workspace": room.data_ptr()}
+        kept, held = x.clone(), self.bytes_of(lapack.room_of_cholesky(self.device, a))
+        words = self.words() | {"workspace": held.data_ptr()}
         return self.ms(
             lambda stream: lapack.cholesky(self.device, stream, a, **words),
             lambda: x.copy_(kept),
@@ -123,12 +125,10 @@ class Alone:
             self.matrix(*shape, dtype)
             for shape in ((columns if right else rows,) * 2, (rows, columns))
         )
-        kept, workspace = x.clone(), self.held[0].data_ptr()
-        words = {"lower": True, "op": "C" if right else "N", "right": right}
+        kept, blas = x.clone(), self.held[0].data_ptr()
+        words = {"lower": True, "op": "C" if right else "N", "right": right, "beside": True}
         return self.ms(
-            lambda stream: lapack.solve_triangular(
-                self.device, stream, a, b, workspace=workspace, **words
-            ),
+            lambda stream: lapack.solve_triangular(self.device, stream, a, b, blas=blas, **words),
             lambda: x.copy_(kept),
             place,
         )
@@ -140,8 +140,7 @@ class Alone:
             self.matrix(k, n, dtype),
             self.matrix(m, n, "float32" if of(dtype).itemsize == 2 else dtype),
         ]
-        processors = self.parts[1].processors if self.parts and place == "rest" else 0
-        words = {"alpha": -1.0, "beta": 1.0, "compute": compute, "processors": processors}
+        words = {"alpha": -1.0, "beta": 1.0, "compute": compute}
         words["workspace"] = self.held[0].data_ptr()
         return self.ms(
             lambda stream: multiply(self.device, *(x for _, x in kept), stream=stream, **words),
@@ -150,21 +149,22 @@ class Alone:
         )
 
 
-def alone(ranks: Ranks, processors: int) -> Iterator[dict[str, Any]]:
+def alone(ranks: Ranks, dtypes: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each routine, of rank 0; the others wait."""
     if ranks.rank:
         return
-    of_gpu = Alone(ranks, processors)
-    places = ["whole", *(["part", "beside"] if processors else [])]
-    for dtype in ("float64", "float32"):
-        for place in places:
+    of_gpu = Alone(ranks)
+    for dtype in dtypes:
+        for place in ("alone", "beside"):
             for height in HEIGHTS:
-                for width in (WIDTH, 256, 128) if place == "whole" else (WIDTH,):
-                    ms = of_gpu.lu(height, width, dtype, place)
-                    yield {"routine": f"LU {height} x {width} {dtype}", "on": place, "ms": ms}
+                for ours in (True, False):
+                    ms = of_gpu.lu(height, WIDTH, dtype, place, ours=ours)
+                    by = "ours" if ours else "cuSOLVER's"
+                    name = f"LU, {by}, {height} x {WIDTH} {dtype}"
+                    yield {"routine": name, "how": place, "ms": ms}
             for width in (1024, WIDTH, 256):
                 ms = of_gpu.cholesky(width, dtype, place)
-                yield {"routine": f"Cholesky {width} {dtype}", "on": place, "ms": ms}
+                yield {"routine": f"Cholesky {width} {dtype}", "how": place, "ms": ms}
             for rows, columns, right in (
                 (HEIGHTS[0], WIDTH, True),
                 (HEIGHTS[2], WIDTH, True),
@@ -173,16 +173,15 @@ def alone(ranks: Ranks, processors: int) -> Iterator[dict[str, Any]]:
             ):
                 ms = of_gpu.divide(rows, columns, right, dtype, place)
                 name = f"triangle of {WIDTH}, {rows} x {columns} {dtype}"
-                yield {"routine": name, "on": place, "ms": ms}
-    for place in ("whole", "rest") if processors else ("whole",):
-        for m, n, k in ((32768, 512, 512), (8192, 512, 512), (16384, 16384, 512), (8192, 8192, 512),
-                        (16384, 16384, 1024), (16384, 16384, 1536)):  # fmt: skip
-            for dtype, compute in (("float64", None), ("float32", None), ("float32", ROUNDED),
-                                   ("float32", TF32), ("bfloat16", None)):  # fmt: skip
-                ms = of_gpu.product(m, n, k, dtype, compute, place)
-                rate = round(2 * m * n * k / ms / 1e9, 1)
-                name = f"product {m} x {n} x {k} {dtype}" + (f" by {compute}" if compute else "")
-                yield {"routine": name, "on": place, "ms": ms, "TFLOP/s": rate}
+                yield {"routine": name, "how": place, "ms": ms}
+    for m, n, k in ((32768, 512, 512), (8192, 512, 512), (16384, 16384, 512), (8192, 8192, 512),
+                    (16384, 16384, 1024), (16384, 16384, 1536)):  # fmt: skip
+        for dtype, compute in (("float64", None), ("float32", None), ("float32", ROUNDED),
+                               ("float32", TF32), ("bfloat16", None)):  # fmt: skip
+            ms = of_gpu.product(m, n, k, dtype, compute, "alone")
+            rate = round(2 * m * n * k / ms / 1e9, 1)
+            name = f"product {m} x {n} x {k} {dtype}" + (f" by {compute}" if compute else "")
+            yield {"routine": name, "how": "alone", "ms": ms, "TFLOP/s": rate}
 
 
 # -- steps of a call -------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def steps(ranks: Ranks, n: int, operation: str) -> list[dict[str, Any]]:
             _, seconds = on_all(ranks, lambda: factorise(a, **words))
     named = {0: "user's"}
     lane = gpus.Lane.numbered(ranks.context, gpus.LANES - 1)
-    named |= {int(lane.stream(name)): name for name in (gpus.AHEAD, gpus.BEHIND)}
+    named[int(lane.stream(gpus.AHEAD))] = gpus.AHEAD
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     last = 0.0
     for one in log:
@@ -300,46 +299,46 @@ def refined(ranks: Ranks, n: int, dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(ranks: Ranks, sizes: list[int], processors: int, only_steps: bool) -> list[dict]:
+def measure(ranks: Ranks, sizes: list[int], only: list[str], dtypes: list[str]) -> list[dict]:
     """All rows, printed as they come."""
     rows: list[dict] = []
 
     def keep(row: dict) -> None:
-        row = {"processors of panels": processors, **row}
         rows.append(row)
         if ranks.rank == 0:
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
 
-    with panels_on(processors):
-        if not only_steps:
-            for row in alone(ranks, processors):
-                keep(row)
-            ranks.context.barrier()
-        tasks: list[Callable[[], list[dict]]] = []
-        for n in sizes:
+    if "alone" in only:
+        for row in alone(ranks, dtypes):
+            keep(row)
+        ranks.context.barrier()
+    tasks: list[Callable[[], list[dict]]] = []
+    for n in sizes:
+        if "steps" in only:
             operations = "cholesky", "lu_factor", "cholesky, rows", "lu_factor, rounded"
             tasks += [partial(steps, ranks, n, operation) for operation in operations]
+        if "refinement" in only:
             tasks += [partial(refined, ranks, n, dtype) for dtype in ("float32", "bfloat16")]
-        for task in tasks:
-            try:
-                for row in task():
-                    keep(row)
-            except Exception as error:  # all ranks'
-                keep({"left out": f"{type(error).__name__}: {error}"[:300]})
-            ranks.torch.cuda.empty_cache()
+    for task in tasks:
+        try:
+            for row in task():
+                keep(row)
+        except Exception as error:  # all ranks'
+            keep({"left out": f"{type(error).__name__}: {error}"[:300]})
+        ranks.torch.cuda.empty_cache()
     return rows
 
 
 def main() -> None:
     """Measure, print, keep in results."""
+    kinds = "alone", "steps", "refinement"
     parser = command(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
-    parser.add_argument("--processors", type=int, nargs="+", default=[16])
-    parser.add_argument("--only-steps", action="store_true", help="no routines alone")
+    parser.add_argument("--only", nargs="+", default=list(kinds), choices=kinds)
+    parser.add_argument("--dtypes", nargs="+", default=["float64", "float32"])
     options = parser.parse_args()
-    for processors in options.processors:
-        name = f"gpu_factorisation_parts_{processors}"
-        run(name, measure, options, options.sizes, processors, options.only_steps)
+    given = options.sizes, options.only, options.dtypes
+    run("gpu_factorisation_parts", measure, options, *given)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ from shardmath.redistribution import Window
 __all__ = ["pretended_gpu"]
 
 NAME = "cuda:0"
-# Streams: the user's is 0. The lane's first, that on which graphs are captured, the lane's second.
-BESIDE, CAPTURING, BEHIND = 1, 2, 3
+BESIDE, CAPTURING = 1, 2  # the lane's own stream, and that on which graphs are captured; 0: user's
 
 
 class Copies:
@@ -164,8 +163,8 @@ class Lane:
     def memory(self):
         return {name: buffer.block for name, buffer in self._buffers.items()}
 
-    def stream(self, name, part=None):
-        return BEHIND if name == "rest" else BESIDE
+    def stream(self, name):
+        return BESIDE
 
     def event(self, name):
         return 0

@@ -5,21 +5,18 @@ cuSOLVER, cuBLAS and our kernels are SciPy and NumPy, on addresses.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
 import numpy as np
 from gpu_arithmetic import view
-from pretended import BEHIND, BESIDE, Lane
+from pretended import BESIDE, Lane
 
 from shardmath.factorisations import gpus
 from shardmath.local import lapack as on_cores
 from shardmath.local.gpu import Matrix, lapack
 
 __all__ = ["factorisations_at_once"]
-
-PROCESSORS = 116  # of the part of the GPU that multiplies beside a panel
 
 
 def words(address, count, dtype):
@@ -37,8 +34,14 @@ def cholesky(a, *, workspace, status, first):
         note(status, first + order)
 
 
-def lu(a, *, workspace, pivots, status, first):
-    exchanged = np.zeros(min(a.rows, a.columns), np.int32)
+def lu(device, stream, a, *, blas, beside=False, **named):
+    assert a.columns <= a.rows and beside is (stream == BESIDE)
+    require_own(blas, stream)
+    device.launch(stream, factorised, a, **named)
+
+
+def factorised(a, *, workspace, pivots, status, first):
+    exchanged = np.zeros(a.columns, np.int32)
     on_cores.lu(view(a), exchanged)()
     words(pivots, len(exchanged), "int32")[...] = exchanged + first - 1
     note_zeros(a, status=status, first=first)
@@ -47,9 +50,9 @@ def lu(a, *, workspace, pivots, status, first):
 _beside: dict[int, bool] = {}  # by the address of a workspace: for which of two streams it is
 
 
-def solve_triangular(device, stream, a, b, *, workspace, beside=False, **flags):
+def solve_triangular(device, stream, a, b, *, blas, beside=False, **flags):
     assert beside is (stream == BESIDE), "its handle is another stream's"
-    require_own(workspace, stream)
+    require_own(blas, stream)
     device.launch(stream, on_cores.solve_triangular(view(a), view(b), **flags))
 
 
@@ -98,9 +101,8 @@ def exchange_rows(a, pivots, count, *, first, backward, status, code):
         on_cores.exchange_rows(view(a), (rows + 1).astype(np.int32), backward=backward)()
 
 
-def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, processors, **how):
+def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, **how):
     assert compute in (None, gpus._ROUNDED)
-    assert processors == PROCESSORS * (stream == BEHIND)
     require_own(workspace, stream)
     product = arithmetic.multiply if compute is None else multiply_rounded
     device.launch(stream, product, a, b, d, conj_a, conj_b, **how)
@@ -125,7 +127,7 @@ def launched(function):
 def factorisations_at_once():
     """Within, factorisations of a `pretended_gpu` are performed when they are launched."""
     functions = (
-        *(cholesky, lu, check_finite, conjugate, set_identity, keep_lower),
+        *(cholesky, check_finite, conjugate, set_identity, keep_lower),
         *(note_zeros, begin, least, exchange_rows),
     )
     _beside.clear()
@@ -135,12 +137,13 @@ def factorisations_at_once():
         for owner, name, stand_in in (
             (gpus, "Lane", Lane),
             (gpus, "WORKSPACE", 1),
-            (gpus, "split", lambda *_: (None, SimpleNamespace(processors=PROCESSORS))),
             (gpus, "multiply", multiply),
             (lapack, "solve_triangular", solve_triangular),
+            (lapack, "lu", lu),
             (lapack, "bindings", lambda: None),
             (lapack, "load", lambda *_: None),
-            (lapack, "room", lambda *_: 1),
+            (lapack, "room_of_cholesky", lambda *_: 1),
+            (lapack, "room_of_lu", lambda *_: 1),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

@@ -79,13 +79,8 @@ def new_stream(owner: object, device: Device, *, first: bool = False) -> Any:
     device.activate()
     greatest = call("cuCtxGetStreamPriorityRange")[1] if first else 0
     stream = call("cuStreamCreateWithPriority", 1, greatest)
-    weakref.finalize(owner, destroy_stream, stream).atexit = False
+    weakref.finalize(owner, _destroy, "cuStreamDestroy", stream).atexit = False
     return stream
-
-
-def destroy_stream(stream: Any) -> None:
-    """Let a stream go when all that is on it has been done."""
-    _destroy("cuStreamDestroy", stream)
 
 
 def new_event(owner: object) -> Any:

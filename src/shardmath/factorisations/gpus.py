@@ -1,12 +1,12 @@
-"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on three streams.
+"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on two streams.
 
-The next panel is brought up to date by the whole GPU. Then a few multiprocessors factorise it while
-all others bring the rest up to date: a panel is a chain of short kernels, each of which would
-otherwise wait until blocks of a product have ended.
+What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
+first; what stands behind, to the user's, as soon as the panel is there. So the next panel has been
+factorised when the product that runs beside it ends. Its kernels are few: each waits, however
+urgent it is, until blocks of the product have ended that are where its own are to be.
 
-    panels   meet ─ pull k ┐                     ┌─ factorise k+1 ─ meet ─ pull k+1 ┐
-    user's                 └─ subtract from k+1 ─┤                                  └─ ...
-    rest     subtract k-1 ─┘                     └─ subtract panel k from the rest ─┘
+    panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
+    user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
 for its GPU: pivots, and what is wrong with numbers, stay there until the results are read.
@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from shardmath.cuda.partition import split
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
     CheckFinite,
@@ -40,7 +39,6 @@ from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix, lapack
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.gemm import multiply
-from shardmath.machine.h200 import PANEL_PROCESSORS
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
@@ -60,12 +58,13 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-AHEAD, BEHIND = "panels", "rest"  # streams: of the next panel, and of products with the last
+AHEAD = "panels"  # the stream on which the next panel is factorised
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
-_BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
+_BLAS, _BLAS_AHEAD, _PANEL = "blas", "blas of panels", "panel"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
 _ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
-_ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
+
+S = TypeVar("S", FactoriseCholesky, FactoriseLU)
 
 
 class Least(OwnStep, words="the least of {source} to {target}"):
@@ -187,28 +186,24 @@ def _goes_on(last: ExchangeRows, step: ExchangeRows) -> bool:
 def _on_streams(steps: Iterable[Any]) -> list[Any]:
     """The steps on their streams; see the top of this module."""
     made: list[Any] = []
-    rests = 0  # how many times the streams beside the user's have been in use
+    rests = 0  # how many times both streams have been in use
     for segment in _segments(steps):
         arrival = next((at for at, step in enumerate(segment) if isinstance(step, Arrive)), None)
         if arrival is None:
             if rests:
                 made += [On(AHEAD, Record("next")), Await("next")]
-                made += [On(BEHIND, Record("behind")), Await("behind")]
                 rests = 0
             made += segment
             continue
         last_but_one, last = f"rest {rests % 2}", f"rest {1 - rests % 2}"
         if not rests:  # peers will read what the user's stream has done so far
-            made += [Record(last_but_one), Record(last)]
-            made += [On(AHEAD, Await(last)), On(BEHIND, Await(last))]
-        ahead, rest = segment[:arrival], segment[arrival + 1 :]
+            made += [Record(last_but_one), Record(last), On(AHEAD, Await(last))]
+        ahead = segment[:arrival]
         come = next((at for at, x in enumerate(ahead) if not isinstance(x, _BRINGS)), arrival)
-        ready = next((at for at, x in enumerate(ahead) if type(x) in _ROUTINES), arrival)
         made += [On(AHEAD, step) for step in (ahead[0], Await(last_but_one), *ahead[1:come])]
-        made += [On(AHEAD, Record("panel")), Await("panel"), Await(last), *ahead[come:ready]]
-        made += [Record("ready"), On(AHEAD, Await("ready")), On(BEHIND, Await("ready"))]
-        made += [On(AHEAD, step) for step in ahead[ready:]]
-        made += [On(BEHIND, step) for step in (*rest, Record(last_but_one))]
+        made += [On(AHEAD, Record("panel")), Await("panel")]
+        made += [On(AHEAD, step) for step in (Await(last), *ahead[come:])]
+        made += [*segment[arrival + 1 :], Record(last_but_one)]
         rests += 1
     return made
 
@@ -286,28 +281,28 @@ def _are_reached(operands: Mapping[str, Operand]) -> bool:
 class FactorisationProgram(GPUProgram):
     """The program of a factorisation, with the routines that its GPU's libraries have."""
 
-    _processors = 0  # of the part of the GPU that brings the rest up to date; 0 for all
-
     @property
     def memories(self) -> Mapping[str, Memory]:
         """The memories of the lane that are needed."""
-        rooms = [
-            lapack.room(self.device, _ROUTINES[type(step)], self._block(_factorised(step)))
-            for _, step in self.steps
-            if type(step) in _ROUTINES
-        ]
-        own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _SOLVER: max(rooms, default=0)}
+        rooms = [lapack.room_of_lu(self.device, panel) for panel in self._panels]
+        for step in self._steps_of(FactoriseCholesky):
+            rooms.append(lapack.room_of_cholesky(self.device, self._block(step.diagonal)))
+        own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _PANEL: max(rooms, default=0)}
         return {**self.program.memories, **{name: Memory(n) for name, n in own.items()}}
+
+    @property
+    def _panels(self) -> list[Matrix]:
+        """Those that get LU factors."""
+        return [self._block(step.panel) for step in self._steps_of(FactoriseLU)]
+
+    def _steps_of(self, kind: type[S]) -> list[S]:
+        return [step for _, step in self.steps if isinstance(step, kind)]
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
         super().prepare(own, stream, span)
-        parts = split(self.device, PANEL_PROCESSORS)
-        for name, part in zip((AHEAD, BEHIND), parts or (None, None), strict=True):
-            self.lane.stream(name, part)
-        self._processors = parts[1].processors if parts else 0
         for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
-            lapack.load(self.device, dtype)
+            lapack.load(self.device, dtype, [x for x in self._panels if x.dtype == dtype])
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -358,7 +353,7 @@ class FactorisationProgram(GPUProgram):
 
     def _factorise_cholesky(self, step: FactoriseCholesky, memories: Memories) -> Launch:
         diagonal, below = self._block(step.diagonal, memories), self._block(step.below, memories)
-        status, workspace = self._address(step.status, memories), memories.own[_SOLVER]
+        status, workspace = self._address(step.status, memories), memories.own[_PANEL]
         divide = self._solution(diagonal, below, memories, lower=True, op="C", right=True)
 
         def launch(stream: int) -> None:
@@ -372,16 +367,20 @@ class FactorisationProgram(GPUProgram):
     def _factorise_lu(self, step: FactoriseLU, memories: Memories) -> Launch:
         panel, status = self._block(step.panel, memories), self._address(step.status, memories)
         pivots = self._address(step.pivots, memories, step.place[0])
-        workspace = memories.own[_SOLVER]
-        return lambda stream: lapack.lu(
-            self.device,
-            stream,
-            panel,
-            workspace=workspace,
-            pivots=pivots,
-            status=status,
-            first=step.first,
-        )
+
+        def launch(stream: int) -> None:
+            lapack.lu(
+                self.device,
+                stream,
+                panel,
+                workspace=memories.own[_PANEL],
+                pivots=pivots,
+                status=status,
+                first=step.first,
+                **self._of_blas(stream, memories),
+            )
+
+        return launch
 
     def _exchange_rows(self, step: ExchangeRows, memories: Memories) -> Launch:
         target, status = self._block(step.target, memories), self._address(step.status, memories)
@@ -411,19 +410,17 @@ class FactorisationProgram(GPUProgram):
         """What puts B = op(A)^-1 B, or the like, on a stream."""
 
         def launch(stream: int) -> None:
-            beside = self._is_beside(stream)
-            workspace = memories.own[_BLAS_AHEAD if beside else _BLAS]
-            lapack.solve_triangular(
-                self.device, stream, a, b, workspace=workspace, beside=beside, **flags
-            )
+            words = flags | self._of_blas(stream, memories)
+            lapack.solve_triangular(self.device, stream, a, b, **words)
 
         return launch
 
-    def _is_beside(self, stream: int) -> bool:
-        """Whether that is the stream of panels, which runs beside the others: its routines must not
-        share memory with theirs.
+    def _of_blas(self, stream: int, memories: Memories) -> dict[str, Any]:
+        """The workspace of cuBLAS on a stream. That of panels runs beside the user's, or beside the
+        one on which a graph is captured in its place: they must not share memory.
         """
-        return stream == int(self.lane.stream(AHEAD))
+        beside = stream == int(self.lane.stream(AHEAD))
+        return {"blas": memories.own[_BLAS_AHEAD if beside else _BLAS], "beside": beside}
 
     def _subtract(self, step: Subtract, memories: Memories) -> Launch | None:
         target, left, right = (
@@ -438,18 +435,16 @@ class FactorisationProgram(GPUProgram):
         )
 
         def launch(stream: int) -> None:
-            behind = stream == int(self.lane.stream(BEHIND))
             multiply(
                 self.device,
                 *(one[0], two[0], target),
                 stream=stream,
-                workspace=memories.own[_BLAS_AHEAD if self._is_beside(stream) else _BLAS],
+                workspace=self._of_blas(stream, memories)["blas"],
                 alpha=-1.0,
                 beta=1.0,
                 conj_a=one[1],
                 conj_b=two[1],
                 compute=_ROUNDED if step.rounded else None,
-                processors=self._processors if behind else 0,
             )
 
         return launch
@@ -468,8 +463,3 @@ class FactorisationProgram(GPUProgram):
         Substitute: _substitute,
         Subtract: _subtract,
     }
-
-
-def _factorised(step: FactoriseCholesky | FactoriseLU) -> Cut:
-    """The block that a routine factorises."""
-    return step.diagonal if isinstance(step, FactoriseCholesky) else step.panel

@@ -2,7 +2,7 @@
 // threads take neighbouring rows. `status` becomes the least of all that is noted in it. Compiled with ELEMENT,
 // the type of a matrix.
 #include "elements.cuh"
-#include "matrix.cuh"
+#include "permutation.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT float64
@@ -89,8 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) note_zeros(const __grid_consta
 struct WordsArgument {
     int64 *status, *words;
     int64 count, number;
-    const int32 *info, *rows;  // what a routine says is wrong, and the rows that it has exchanged, from 1
-    int32* pivots;
+    const int32* info;  // what a routine says is wrong
 };
 
 // The status is `number`.
@@ -108,11 +107,6 @@ extern "C" __global__ void note_info(const __grid_constant__ WordsArgument a) {
     if (*a.info > 0) atomicMin(a.status, a.number + *a.info);
 }
 
-// Rows of the matrix, from 0, of a panel whose first row is `number`. One block.
-extern "C" __global__ void __launch_bounds__(256) number_pivots(const __grid_constant__ WordsArgument a) {
-    for (int64 i = threadIdx.x; i < a.count; i += blockDim.x) a.pivots[i] = a.rows[i] + (int32)a.number - 1;
-}
-
 constexpr int kChunk = 512;  // exchanges that are made as one permutation
 
 struct ExchangeArgument {
@@ -126,11 +120,11 @@ struct ExchangeArgument {
     int64 code;         // is noted where a pivot is no row: then none are exchanged
 };
 
-// Row i is exchanged with row pivots[i], one after the other, from `begin` on. Each block finds out first where
-// rows come to lie, for which a slot stands: those of the chunk, then the others, at the first pivot that names
-// each. Then it moves them, column by column.
+typedef Permutation<kChunk> Exchanges;
+
+// Row i is exchanged with row pivots[i], one after the other, from `begin` on: in all columns.
 extern "C" __global__ void __launch_bounds__(kChunk) exchange_rows(const __grid_constant__ ExchangeArgument a) {
-    __shared__ int32 row[2 * kChunk], source[2 * kChunk], partner[kChunk];
+    __shared__ Exchanges exchanges;
     const int t = threadIdx.x;
     bool wrong = false;
     for (i64 i = t; i < a.count; i += kChunk) {
@@ -141,44 +135,7 @@ extern "C" __global__ void __launch_bounds__(kChunk) exchange_rows(const __grid_
         if (t == 0 && blockIdx.x == 0) atomicMin(a.status, a.code);
         return;
     }
-    const int width = a.count - a.begin < kChunk ? (int)(a.count - a.begin) : kChunk;
-    const i64 pivot = t < width ? a.pivots[a.begin + t] - a.first : 0;
-    row[t] = (int32)(a.begin + t);
-    row[kChunk + t] = (int32)pivot;
-    source[t] = t;
-    source[kChunk + t] = kChunk + t;
-    __syncthreads();
-    if (t < width) {
-        if (pivot >= a.begin && pivot < a.begin + width) {
-            partner[t] = (int32)(pivot - a.begin);
-        } else {
-            int at = 0;
-            while (row[kChunk + at] != (int32)pivot) ++at;
-            partner[t] = kChunk + at;
-        }
-    }
-    __syncthreads();
-    if (t == 0)
-        for (int k = 0; k < width; ++k) {
-            const int i = a.backward ? width - 1 - k : k, j = partner[i];
-            const int32 held = source[i];
-            source[i] = source[j];
-            source[j] = held;
-        }
-    __syncthreads();
-    for (i64 j = blockIdx.x; j < a.columns; j += gridDim.x) {
-        ELEMENT* const column = a.data + j * a.leading;
-        ELEMENT held[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int slot = half * kChunk + t;
-            if (source[slot] != slot) held[half] = column[row[source[slot]]];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int slot = half * kChunk + t;
-            if (source[slot] != slot) column[row[slot]] = held[half];
-        }
-    }
+    const int count = a.count - a.begin < kChunk ? (int)(a.count - a.begin) : kChunk;
+    exchanges.find(a.pivots, a.first, a.begin, count, a.backward);
+    for (i64 j = blockIdx.x; j < a.columns; j += gridDim.x) exchanges.apply(a.data + j * a.leading);
 }

@@ -31,7 +31,6 @@ H200 = Rates(
 H200_MULTI_HOST = replace(H200, link=4.5e10, latency=4e-5, gathering=6e-5, finishing=5e-5)
 
 PROCESSORS = 132
-PANEL_PROCESSORS = 16  # that factorise a panel while the others multiply with the last
 CLOCK = 1.75e9  # cycles per second
 
 # Products, by themselves.

@@ -21,7 +21,6 @@ from shardmath.context.context import Context
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import beside_captures, call
 from shardmath.cuda.graph import Graph
-from shardmath.cuda.partition import Part
 from shardmath.cuda.stream import OrderedSection, StreamOrder, new_event, new_stream
 from shardmath.errors import HeapExhausted
 from shardmath.handles.device_array import Copy
@@ -64,17 +63,14 @@ class Lane:
         """Around what one operation launches on `stream`: after all earlier ones of the lane."""
         return self._order.section(stream)
 
-    def stream(self, name: str, part: Part | None = None) -> Any:
-        """A stream of the lane's own, by name, for what runs beside the user's; of a `part` of the
-        GPU, if one is given when it is first asked for.
+    def stream(self, name: str) -> Any:
+        """A stream of the lane's own, by name, for what runs beside the user's.
 
         Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
         may be kernels, and would come after a product that they are to run beside.
         """
         if name not in self._streams:
-            device = self.team.device
-            made = part.stream(self) if part else new_stream(self, device, first=True)
-            self._streams[name] = made
+            self._streams[name] = new_stream(self, self.team.device, first=True)
         return self._streams[name]
 
     @property

@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <memory>
@@ -32,18 +33,30 @@ struct alignas(16) uint4 {
 };
 inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
 
+// Threads of a block in a row, and what they give each other, in two places in turn.
+struct Warp {
+    explicit Warp(unsigned threads) : meeting(threads) {}
+    std::barrier<> meeting;
+    unsigned long long given[2][32];
+};
+
 // One block of a launch.
 struct Block {
-    explicit Block(unsigned threads) : meeting(threads) {}
+    explicit Block(unsigned threads) : meeting(threads) {
+        for (unsigned first = 0; first < threads; first += 32)
+            warps.push_back(std::make_unique<Warp>(threads - first < 32 ? threads - first : 32));
+    }
     std::barrier<> meeting;
+    std::vector<std::unique_ptr<Warp>> warps;
     std::atomic<bool> every[2] = {true, true};
     alignas(16) char shared[1 << 16];
 };
 
 inline thread_local Extent threadIdx, blockIdx, blockDim{1, 1, 1}, gridDim{1, 1, 1};
 inline thread_local Block* block_of_thread;
-inline thread_local unsigned meetings;
+inline thread_local unsigned meetings, shuffles;
 
+inline void __syncwarp() {}  // threads come on anyway
 inline void __syncthreads() { block_of_thread->meeting.arrive_and_wait(); }
 inline bool __syncthreads_and(bool here) {
     std::atomic<bool>& every = block_of_thread->every[meetings++ & 1];
@@ -64,4 +77,28 @@ inline unsigned long long atomicMax(unsigned long long* word, unsigned long long
     while (before < value && !__atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
     }
     return before;
+}
+inline unsigned long long __shfl_xor_sync(unsigned, unsigned long long value, int lanes) {
+    Warp& warp = *block_of_thread->warps[threadIdx.x / 32];
+    unsigned long long* const given = warp.given[shuffles++ & 1];
+    given[threadIdx.x % 32] = value;
+    warp.meeting.arrive_and_wait();
+    return given[threadIdx.x % 32 ^ lanes];  // nobody gives into this place before all have taken
+}
+
+// All threads of a launch of one kernel, from the first to the last.
+template <class Kernel>
+void launch(unsigned blocks, unsigned threads, Kernel kernel) {
+    std::vector<std::thread> all;
+    std::vector<std::unique_ptr<Block>> made;
+    for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
+    for (unsigned b = 0; b < blocks; ++b)
+        for (unsigned t = 0; t < threads; ++t)
+            all.emplace_back([=, block = made[b].get()] {
+                threadIdx = {t, 0, 0}, blockIdx = {b, 0, 0};
+                blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
+                block_of_thread = block, meetings = shuffles = 0;
+                kernel();
+            });
+    for (auto& each : all) each.join();
 }

@@ -1,0 +1,214 @@
+"""The kernels that factorise a panel, on this computer's threads in place of a GPU's.
+
+The host's code launches them, one after the other; cuBLAS is NumPy. Blocks have few threads here,
+so that a panel of 150 rows has several.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+from shardmath.cuda.compile import KERNELS
+from shardmath.local.gpu import Matrix, lapack
+
+THREADS, PROCESSORS, FIRST = 32, 3, 1000
+GOOD = 1 << 62
+WORDS = Path(__file__).parent.parent / "collectives" / "device_threads.hh"
+
+PACKETS = """
+struct Packet { uint64 low, high; };
+inline Packet load_packet(const Packet* packet) {
+    sched_yield();
+    Packet p;
+    _mm_store_si128((__m128i*)&p, _mm_load_si128((const __m128i*)packet));
+    return p;
+}
+inline void store_packet(Packet* packet, Packet p) {
+    _mm_store_si128((__m128i*)packet, _mm_loadu_si128((const __m128i*)&p));
+}
+inline uint64 bits_of(double x) { return std::bit_cast<uint64>(x); }
+inline uint32 bits_of(float x) { return std::bit_cast<uint32>(x); }
+"""
+RUN = """
+extern "C" void run_%(name)s(const %(argument)s* argument, unsigned blocks, unsigned threads) {
+    launch(blocks, threads, [=] { %(name)s(*argument); });
+}
+"""
+KERNELS_OF = {"factorise_columns": "ColumnsArgument", "bring_up": "BringArgument"}
+
+
+def on_threads(text):
+    """A kernel's source for the host."""
+    before, _, after = text.partition("// -- words ---")
+    if after:
+        text = before + PACKETS + after.partition("// -- numbers ---")[2].partition("\n")[2]
+    return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("float64", 1), ("float32", 2), ("complex128", 1)],
+    ids=lambda each: f"{each[0]}-{each[1]}",
+)
+def library(request, tmp_path_factory):
+    """The type, how many rows a thread has, and the kernels for both."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    dtype, rows = request.param
+    folder = tmp_path_factory.mktemp("panels")
+    (folder / "elements.cuh").write_text(ELEMENTS)
+    for name in ("matrix.cuh", "permutation.cuh"):
+        (folder / name).write_text(on_threads((KERNELS / name).read_text()))
+    source, made = folder / "panel_lu.cc", folder / "panel_lu.so"
+    runs = [RUN % {"name": name, "argument": KERNELS_OF[name]} for name in KERNELS_OF]
+    text = on_threads((KERNELS / "panel_lu.cu").read_text())
+    source.write_text(f'#include "{WORDS}"\n{text}{"".join(runs)}')
+    defines = [f"-DELEMENT={dtype}", f"-DTHREADS={THREADS}", f"-DROWS={rows}"]
+    command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
+    subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
+    return dtype, rows, ctypes.CDLL(str(made))
+
+
+ELEMENTS = """
+#pragma once
+#include <bit>
+namespace shardmath {
+template <class Real> struct complex_of { Real real, imag; };
+typedef float float32;
+typedef double float64;
+typedef complex_of<float> complex64;
+typedef complex_of<double> complex128;
+typedef int int32;
+typedef unsigned uint32;
+typedef unsigned long long uint64;
+}
+"""
+
+
+def launched(library, name, rows, device, kernel_name, dtype, of_thread):
+    """A kernel of the library, in place of `lapack`'s."""
+    assert (dtype, of_thread) == (name, rows)
+
+    def launch(stream, blocks, threads, argument):
+        text = np.frombuffer(argument.first, np.uint8).copy()
+        place = ctypes.c_void_p(text.ctypes.data)
+        getattr(library, f"run_{kernel_name}")(place, blocks, threads)
+
+    return SimpleNamespace(launch=launch)
+
+
+def view(x):
+    whole = np.ctypeslib.as_array(
+        (ctypes.c_ubyte * (x.itemsize * ((x.columns - 1) * x.column_stride + x.rows))).from_address(
+            x.address
+        )
+    )
+    steps = x.itemsize, x.itemsize * x.column_stride
+    return np.ndarray((x.rows, x.columns), x.dtype, whole, 0, steps)
+
+
+def subtract_product(device, stream, c, a, b, *, blas, beside):
+    if c.size and a.size:
+        view(c)[...] -= view(a) @ view(b)
+
+
+def note_zeros(device, stream, a, *, status, first):
+    zeros = np.flatnonzero(view(a).diagonal() == 0)
+    if len(zeros):
+        status[0] = min(status[0], first + zeros[0] + 1)
+
+
+def factors_of(library, a):
+    """LU factors of a panel, its pivots and what is noted, where sentinels lie around."""
+    dtype, rows, kernels = library
+    height, width = a.shape
+    held = np.full((width, height + 5), 77, dtype)  # column-major, with a gap behind each column
+    held[:, :height] = a.T
+    x = Matrix(held.ctypes.data, height, width, 1, height + 5, dtype)
+    device = SimpleNamespace(processors=PROCESSORS, activate=lambda: None)
+    pivots, status = np.full(width + 1, -9, np.int32), np.array([GOOD])
+    with patch.multiple(
+        lapack,
+        _PANEL_THREADS=THREADS,
+        _panel_kernel=partial(launched, kernels, dtype, rows),
+        subtract_product=subtract_product,
+        note_zeros=note_zeros,
+        call=lambda name, place, byte, nbytes, stream: ctypes.memset(place, byte, nbytes),
+    ):
+        room = lapack.room_of_lu(device, x)
+        packets = np.full(room + 32, 0xA5, np.uint8)
+        start = -packets.ctypes.data % 16
+        words = {"workspace": packets.ctypes.data + start, "blas": 0, "first": FIRST}
+        lapack.lu(device, 0, x, pivots=pivots.ctypes.data, status=status, **words)
+    assert (held[:, height:] == 77).all() and pivots[-1] == -9
+    assert (packets[start + room :] == 0xA5).all() and (packets[:start] == 0xA5).all()
+    return held[:, :height].T, pivots[:-1] - FIRST, int(status[0])
+
+
+def tallest(rows):
+    """The height of a panel for which a thread has so many rows, and all blocks have some."""
+    return PROCESSORS * THREADS * rows - 3
+
+
+def random_panel(rng, height, width, dtype):
+    a = rng.standard_normal((height, width))
+    if np.dtype(dtype).kind == "c":
+        a = a + 1j * rng.standard_normal(a.shape)
+    return a.astype(dtype)
+
+
+def test_factors_and_pivots_are_lapacks(library):
+    dtype, rows, _ = library
+    rng = np.random.default_rng(rows)
+    of_launch = lapack._ROW_BYTES // (rows * np.dtype(dtype).itemsize)
+    for height, width in ((tallest(rows), of_launch + 1), (tallest(rows) - THREADS * rows, 1)):
+        a = random_panel(rng, height, width, dtype)
+        made, pivots, noted = factors_of(library, a)
+        want, wanted = scipy.linalg.lu_factor(a)
+        assert pivots.tolist() == wanted[:width].tolist() and noted == GOOD
+        tolerance = 50 * width * np.finfo(dtype).eps
+        assert abs(made - want).max() <= tolerance * abs(want).max()
+
+
+def test_equal_sizes_zeros_and_nan(library):
+    """Of equals the first is the pivot; a column of zeros is left as it is, and noted."""
+    dtype, rows, _ = library
+    height, width = tallest(rows), 5
+    a = random_panel(np.random.default_rng(0), height, width, dtype)
+    a[:, 0] = np.where(np.arange(height) % 2, -1, 1)
+    a[:, 3] = a[:, 0]
+    made, pivots, noted = factors_of(library, a)
+    assert pivots[0] == 0
+    if np.dtype(dtype).kind == "f":  # what is left of column 3 is exactly 0
+        assert noted == FIRST + 4 and (made[3:, 3] == 0).all()
+    a[7, 1] = np.nan
+    made, pivots, _ = factors_of(library, a)
+    assert ((pivots >= np.arange(width)) & (pivots < height)).all() and np.isnan(made).any()
+
+
+def test_square_ends_of_matrices(library):
+    dtype, rows, _ = library
+    if rows > 1:
+        pytest.skip("a panel of few rows has one a thread")
+    for n in (1, 2, 70):
+        a = random_panel(np.random.default_rng(n), n, n, dtype)
+        made, pivots, noted = factors_of(library, a)
+        wanted = scipy.linalg.lu_factor(a)[1]
+        assert pivots.tolist() == wanted.tolist() and noted == GOOD
+        lower, upper = np.tril(made, -1) + np.eye(n), np.triu(made)
+        permuted = a.copy()
+        for row, other in enumerate(pivots):
+            permuted[[row, other]] = permuted[[other, row]]
+        assert abs(lower @ upper - permuted).max() <= 10 * n * np.finfo(dtype).eps * abs(a).max()
