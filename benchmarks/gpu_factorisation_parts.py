@@ -8,7 +8,7 @@
 product on another. "steps" are those of one call, by their stream: how often, milliseconds in all,
 and those of the first, of the middle and of the last one; "refinement" has what solutions by
 factors of a lower type consist of, each waited for. All are rank 0's, which has the first panel.
-LU of a panel is ours, and in another row cuSOLVER's.
+LU of a panel and solutions of few right-hand sides are ours, and in other rows the libraries'.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from gpu_factorisations import OURS, by_columns, getrf, on_all, room_of_getrf
 from gpu_factorisations import Matrix as Given
-from gpu_factorisations import by_columns, getrf, on_all, room_of_getrf
 from on_gpus import Ranks, command, run
 
 from shardmath.arrays.dtypes import of
@@ -41,6 +41,8 @@ from shardmath.program.steps import Await, Record
 
 TURNS = 3
 WIDTH = 512
+LIBRARIES = "libraries'"
+WHOSE = OURS, LIBRARIES
 HEIGHTS = 32768, 16384, 4096, 512
 ROUNDED, TF32 = 75, 77  # cuBLASLt's COMPUTE_32F_FAST_16BF and _FAST_TF32
 
@@ -157,22 +159,22 @@ def alone(ranks: Ranks, dtypes: list[str]) -> Iterator[dict[str, Any]]:
     for dtype in dtypes:
         for place in ("alone", "beside"):
             for height in HEIGHTS:
-                for ours in (True, False):
-                    ms = of_gpu.lu(height, WIDTH, dtype, place, ours=ours)
-                    by = "ours" if ours else "cuSOLVER's"
-                    name = f"LU, {by}, {height} x {WIDTH} {dtype}"
+                for whose in WHOSE:
+                    ms = of_gpu.lu(height, WIDTH, dtype, place, ours=whose == OURS)
+                    name = f"LU, {whose}, {height} x {WIDTH} {dtype}"
                     yield {"routine": name, "how": place, "ms": ms}
             for width in (1024, WIDTH, 256):
                 ms = of_gpu.cholesky(width, dtype, place)
                 yield {"routine": f"Cholesky {width} {dtype}", "how": place, "ms": ms}
-            for rows, columns, right in (
-                (HEIGHTS[0], WIDTH, True),
-                (HEIGHTS[2], WIDTH, True),
-                (WIDTH, HEIGHTS[1], False),
-                (WIDTH, 32, False),
+            for rows, columns, right, whose in (
+                (HEIGHTS[0], WIDTH, True, LIBRARIES),
+                (HEIGHTS[2], WIDTH, True, LIBRARIES),
+                (WIDTH, HEIGHTS[1], False, LIBRARIES),
+                *((WIDTH, columns, False, whose) for columns in (1024, 512, 32) for whose in WHOSE),
             ):
-                ms = of_gpu.divide(rows, columns, right, dtype, place)
-                name = f"triangle of {WIDTH}, {rows} x {columns} {dtype}"
+                with patch.object(lapack, "_FEW", columns if whose == OURS else 0):
+                    ms = of_gpu.divide(rows, columns, right, dtype, place)
+                name = f"triangle of {WIDTH}, {whose}, {rows} x {columns} {dtype}"
                 yield {"routine": name, "how": place, "ms": ms}
     for m, n, k in ((32768, 512, 512), (8192, 512, 512), (16384, 16384, 512), (8192, 8192, 512),
                     (16384, 16384, 1024), (16384, 16384, 1536)):  # fmt: skip

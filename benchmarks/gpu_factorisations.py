@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_factorisations.py 2
     python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 1024
-    python benchmarks/gpu_factorisations.py 2 --panels ours cuSOLVER --operations lu_factor
+    python benchmarks/gpu_factorisations.py 2 --routines ours libraries --operations lu_factor
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
 right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
@@ -14,7 +14,8 @@ backward error of a column. Factors of float32 and bfloat16 are refined. Numbers
 they are "dominant", 3 sqrt(n) is added to each of the diagonal: a matrix of which factors of
 bfloat16 are of use. Cholesky's are the lower triangle.
 
-`--panels cuSOLVER` has LU of panels done by its getrf in place of our kernel.
+With `--routines libraries` cuSOLVER factorises panels, and cuBLAS solves for few right-hand sides,
+in place of our kernels.
 
 On fewer GPUs than ranks these take turns, and no more can be had than a whole GPU's rate: what is
 then to be seen is how much panels, synchronisations and redistributions add to it.
@@ -217,12 +218,12 @@ class Exactness:
 
 
 @contextmanager
-def panels_by(library: str) -> Iterator[None]:
-    """Within, LU of panels is "ours", or "cuSOLVER"'s getrf."""
+def routines_of(whose: str) -> Iterator[None]:
+    """Within, LU of panels and solutions of few right-hand sides are "ours" or the "libraries'"."""
     with ExitStack() as stack:
-        if library != OURS:
-            for name, stand_in in (("lu", getrf), ("room_of_lu", room_of_getrf)):
-                stack.enter_context(patch.object(lapack, name, stand_in))
+        if whose != OURS:
+            replaced = {"lu": getrf, "room_of_lu": room_of_getrf, "_FEW": 0}
+            stack.enter_context(patch.multiple(lapack, **replaced))
         yield
 
 
@@ -268,10 +269,10 @@ def getrf(device: Any, stream: int, a: Any, *, workspace: int, pivots: int, stat
 
 
 def measure(
-    ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float, library: str
+    ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float, whose: str
 ) -> Iterator[dict[str, Any]]:
     """A row for each size, operation and system; those not begun after `seconds` say so."""
-    with panels_by(library):
+    with routines_of(whose):
         yield from rows_of(ranks, cases, sizes, blocks, seconds)
 
 
@@ -358,13 +359,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
     parser.add_argument("--operations", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--panels", nargs="+", default=[OURS], choices=[OURS, "cuSOLVER"])
+    parser.add_argument("--routines", nargs="+", default=[OURS], choices=[OURS, "libraries"])
     parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after these")
     options = parser.parse_args()
-    for library in options.panels:
-        name = "gpu_factorisations" + ("" if library == OURS else f"_{library}")
+    for whose in options.routines:
+        name = "gpu_factorisations" + ("" if whose == OURS else f"_{whose}")
         given = options.operations, options.sizes, options.blocks, options.seconds
-        run(name, measure, options, *given, library)
+        run(name, measure, options, *given, whose)
 
 
 if __name__ == "__main__":

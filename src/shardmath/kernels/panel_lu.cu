@@ -20,6 +20,7 @@
 //
 // `bring_up`: what follows for the other columns of the panel: rows are exchanged in all of them, and those to the
 // right are divided by the triangle.
+#include "numbers.cuh"
 #include "permutation.cuh"
 
 #ifndef ELEMENT
@@ -59,47 +60,7 @@ __device__ inline void store_packet(Packet* packet, Packet p) {
 }
 __device__ inline uint64 bits_of(float64 x) { return (uint64)__double_as_longlong(x); }
 __device__ inline uint32 bits_of(float32 x) { return __float_as_uint(x); }
-// -- numbers -------------------------------------------------------------------------------------
-
-// How large a pivot an element would be, as LAPACK's amax has it. A NaN is none.
-template <class Real>
-__device__ inline float64 size_of(Real x) {
-    return x < 0 ? -x : x == x ? x : 0;
-}
-template <class Real>
-__device__ inline float64 size_of(complex_of<Real> x) {
-    const Real size = (x.real < 0 ? -x.real : x.real) + (x.imag < 0 ? -x.imag : x.imag);
-    return size == size ? size : 0;
-}
-template <class Real>
-__device__ inline bool is_zero(Real x) {
-    return x == 0;
-}
-template <class Real>
-__device__ inline bool is_zero(complex_of<Real> x) {
-    return x.real == 0 && x.imag == 0;
-}
-template <class Real>
-__device__ inline Real quotient(Real x, Real y) {
-    return x / y;
-}
-template <class Real>
-__device__ inline complex_of<Real> quotient(complex_of<Real> x, complex_of<Real> y) {  // Smith's
-    if (size_of(y.real) >= size_of(y.imag)) {
-        const Real ratio = y.imag / y.real, scale = y.real + y.imag * ratio;
-        return {(x.real + x.imag * ratio) / scale, (x.imag - x.real * ratio) / scale};
-    }
-    const Real ratio = y.real / y.imag, scale = y.imag + y.real * ratio;
-    return {(x.real * ratio + x.imag) / scale, (x.imag * ratio - x.real) / scale};
-}
-template <class Real>
-__device__ inline Real minus_product(Real c, Real a, Real b) {
-    return c - a * b;
-}
-template <class Real>
-__device__ inline complex_of<Real> minus_product(complex_of<Real> c, complex_of<Real> a, complex_of<Real> b) {
-    return {c.real - a.real * b.real + a.imag * b.imag, c.imag - a.real * b.imag - a.imag * b.real};
-}
+// -- rows ----------------------------------------------------------------------------------------
 
 // Word `at` of a row.
 __device__ inline uint64 word_of(const float64* row, int at) { return bits_of(row[at]); }

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -67,6 +68,7 @@ inline bool __syncthreads_and(bool here) {
     every = true;  // nobody uses it before the next but one
     return all;
 }
+inline bool __syncthreads_or(bool here) { return !__syncthreads_and(!here); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline unsigned long long atomicAdd(unsigned long long* word, unsigned long long value) {
@@ -78,12 +80,24 @@ inline unsigned long long atomicMax(unsigned long long* word, unsigned long long
     }
     return before;
 }
-inline unsigned long long __shfl_xor_sync(unsigned, unsigned long long value, int lanes) {
+inline long long atomicMin(long long* word, long long value) {
+    long long held = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    while (value < held && !__atomic_compare_exchange_n(word, &held, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return held;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
     Warp& warp = *block_of_thread->warps[threadIdx.x / 32];
     unsigned long long* const given = warp.given[shuffles++ & 1];
-    given[threadIdx.x % 32] = value;
+    memcpy(&given[threadIdx.x % 32], &value, sizeof value);
     warp.meeting.arrive_and_wait();
-    return given[threadIdx.x % 32 ^ lanes];  // nobody gives into this place before all have taken
+    memcpy(&value, &given[lane], sizeof value);  // nobody gives into this place before all have taken
+    return value;
+}
+template <class T>
+T __shfl_xor_sync(unsigned lanes, T value, int lane) {
+    return __shfl_sync(lanes, value, threadIdx.x % 32 ^ lane);
 }
 
 // All threads of a launch of one kernel, from the first to the last.

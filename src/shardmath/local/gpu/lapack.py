@@ -24,6 +24,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.cuda.packages import bindings_of
+from shardmath.geometry.integers import up
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.matrix import Matrix
 from shardmath.local.lapack import Op
@@ -34,6 +35,8 @@ _OPS = {"N": 0, "T": 1, "C": 2}
 _THREADS, _WAVES = 256, 16
 _CHUNK = 512  # kChunk
 _EXCHANGING = 4  # blocks on each multiprocessor
+_TALL, _TOGETHER = 512, 2  # kTall and kTogether
+_FEW = 512  # right-hand sides up to which the kernel that solves for a few is the faster way
 _ALIGNMENT = 256  # of what a routine is given: its word, and its room
 _PANEL_THREADS = 384  # kThreads: of so many, no register of a row is spilled
 _ROW_BYTES = 256  # of the rows that a thread has of columns: 64 registers
@@ -41,7 +44,7 @@ _PACKET_BYTES = 16
 _SOMEWHERE = 1 << 20  # an aligned address that nothing reads
 KERNELS = (
     "check_finite", "conjugate", "set_identity", "keep_lower", "note_zeros", "begin", "least",
-    "note_info", "exchange_rows",
+    "note_info", "exchange_rows", "solve_few",
 )  # fmt: skip
 
 
@@ -207,6 +210,12 @@ def solve_triangular(
     same time, has another handle.
     """
     if not b.size:
+        return
+    if not right and b.rows <= _TALL and b.columns <= _FEW:
+        text = struct.pack("2Q2q", a.address, b.address, a.leading or 1, b.leading or 1)
+        text += struct.pack("5ii", b.rows, b.columns, int(lower), _OPS[op], int(unit), 0)
+        blocks, threads = -(-b.columns // _TOGETHER), up(b.rows, 32)
+        _kernel(device, "solve_few", b.dtype).launch(stream, blocks, threads, Argument(text))
         return
     one = np.ones(1, to_numpy(b.dtype))
     flags = int(right), int(not lower), _OPS[op], int(unit)
