@@ -210,3 +210,13 @@ def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> 
 
     context.gather(operation, describe)
     raise AssertionError("a mistake was sent")
+
+
+def raising_on_all_ranks(context: Context, operation: str, compute: Callable[[], T]) -> T:
+    """The result of `compute`, which looks at arguments. Collective where it raises TypeError or
+    ValueError, as all ranks then do.
+    """
+    try:
+        return compute()
+    except (TypeError, ValueError) as mistake:
+        raise_on_all_ranks(context, operation, mistake)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.linalg import LinAlgError
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.arrays.base import HostArray
@@ -24,8 +23,17 @@ from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
+from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
+from shardmath.factorisations.cores import is_finite
+from shardmath.factorisations.operands import (
+    not_finite,
+    require_equations,
+    require_matrices,
+    require_square,
+    require_type,
+)
 from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local import lapack
@@ -88,12 +96,12 @@ def qr(a: Any, mode: str = "economic") -> Any:
     Raises on all ranks ValueError for elements that are not finite and for another mode,
     LinAlgError for less than two axes, NotImplementedError for arrays on GPUs.
     """
-    kind = described("qr", [a], words=(mode,), modes=_MODES)
+    (a,) = described("qr", [a], words=(mode,), modes=_MODES)
     if a.ndim > 2:
         numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
-        made = of_stacks("qr", [a], lambda x: _positive_qr(x, numpy_mode), kind)
+        made = of_stacks("qr", [a], lambda x: _positive_qr(x, numpy_mode))
         return made[0] if len(made) == 1 else QRResult(*made)
-    rows, factors = _factorised(a, kind)
+    rows, factors = _factorised(a)
     chosen = _MODES[mode]
     complete = chosen == "complete"
     (m, n), rank = a.shape, factors.rank
@@ -101,7 +109,7 @@ def qr(a: Any, mode: str = "economic") -> Any:
     share = Layout.slab((rank, n), a.context.size, axis=0)
     upper = _everywhere(_of_host(a, r, share))
     if complete and m > rank:
-        whole = np.zeros((m, n), kind)
+        whole = np.zeros((m, n), native_type(a))
         whole[:rank] = parts.on_host(upper.local, upper.library)
         upper = replicated(a, whole)
     if chosen == "r":
@@ -126,20 +134,20 @@ def _positive_qr(x: HostArray, mode: str) -> tuple[HostArray, ...]:
     return q, r
 
 
-def _factorised(a: Any, kind: np.dtype[Any]) -> tuple[Layout, QR]:
+def _factorised(a: Any) -> tuple[Layout, QR]:
     """The factors of a matrix, and which rows each rank has of it, all columns."""
-    rows, part = by_rows(a, kind)
+    rows, part = by_rows(a)
     counts = [along[0].length for along in rows.parts]
     return rows, QR(a.context, counts, part)
 
 
 def orthonormal(a: Any) -> Any:
     """Q alone, of a matrix of which it is known that there is nothing to refuse. Collective."""
-    rows, factors = _factorised(a, dtypes.to_numpy(a.library.spec(a.local).dtype))
+    rows, factors = _factorised(a)
     return _of_rows(a, factors.q(), rows, factors.rank)
 
 
-def by_rows(a: Any, kind: np.dtype[Any]) -> tuple[Layout, HostArray]:
+def by_rows(a: Any) -> tuple[Layout, HostArray]:
     """A copy of this rank's rows of a matrix, and which those are: as `a` is split, if whole rows
     are split, each to one rank; else slabs.
     """
@@ -147,7 +155,7 @@ def by_rows(a: Any, kind: np.dtype[Any]) -> tuple[Layout, HostArray]:
     held = sum(part[0].length for part in layout.parts)
     if any(axis for axis in layout.partitioned_axes) or held != a.shape[0]:
         layout = Layout.slab(a.shape, a.context.size, axis=0)
-    return layout, np.array(parts.on_host(part_in(a, layout), a.library), kind, order="C")
+    return layout, np.array(parts.on_host(part_in(a, layout), a.library), order="C")
 
 
 def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
@@ -174,14 +182,14 @@ def svd(
     and LinAlgError where it does not converge.
     """
     words = bool(full_matrices), bool(compute_uv), bool(hermitian)
-    kind = described("svd", [a], words=words, fit=require_square if hermitian else None)
+    (a,) = described("svd", [a], words=words, fit=_require_square if hermitian else None)
     if hermitian or a.ndim > 2:
-        made = _by_whole_matrices("svd", a, lambda x: _svd(x, *words), kind)
+        made = _by_whole_matrices("svd", a, lambda x: _svd(x, *words))
         return SVDResult(*made) if compute_uv else made[0]
     if a.shape[0] < a.shape[1]:
         made = svd(a.T.conj(), full_matrices, compute_uv)
         return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
-    rows, factors = _factorised(a, kind)
+    rows, factors = _factorised(a)
     r = _whole(a, factors, factors.r(), a.shape[1])
     of_r = alike("svd", a, lambda: _svd(r, False, compute_uv))
     if not compute_uv:
@@ -225,14 +233,15 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     0; None is max(m, n) times the type's epsilon. x is on every rank if m >= n, otherwise split by
     rows as the columns of A are. Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
-    kind = described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
+    a, b = described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
+    kind = native_type(a)
     vector = b.ndim == 1
     if vector:
         b = b[:, None]
     (m, n), count = a.shape, b.shape[1]
     given = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
     wide = m < n
-    rows, factors = _factorised(a.T.conj() if wide else a, kind)
+    rows, factors = _factorised(a.T.conj() if wide else a)
     r = _whole(a, factors, factors.r(), min(m, n))
     u, s, vh = alike("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
     kept = s > given * (s[0] if len(s) else 0)
@@ -241,11 +250,11 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     if wide:
         whole = Layout.replicated(b.shape, a.context.size)
         right = parts.on_host(part_in(b, whole), b.library)
-        least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right.astype(kind)))
+        least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
         x = _of_rows(a, factors.times(least), rows, count)
     else:
         held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
-        right = np.array(parts.on_host(part_in(b, held), b.library), kind, order="C")
+        right = np.array(parts.on_host(part_in(b, held), b.library), order="C")
         top, below = factors.adjoint_times(right)
         top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
@@ -257,11 +266,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
 
 
 def _require_equations(a: Any, b: Any) -> None:
-    if a.ndim != 2 or b.ndim not in (1, 2) or a.shape[0] != b.shape[0]:
-        raise LinAlgError(
-            f"lstsq takes a matrix, and a vector or matrix of as many rows, not arrays of shapes "
-            f"{a.shape} and {b.shape}"
-        )
+    require_equations(a.shape, b.shape)
 
 
 # -- eigenvalues -----------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ def eigvalsh(a: Any, UPLO: str = "L") -> Any:
 
 
 def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
-    kind = described(name, [a], words=(triangle,), modes=("L", "U"), fit=require_square)
+    (a,) = described(name, [a], words=(triangle,), modes=("L", "U"), fit=_require_square)
     wants_vectors = name == "eigh"
 
     def compute(x: HostArray) -> tuple[HostArray, ...]:
@@ -294,19 +299,19 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
             return tuple(_NUMPY.eigh(x, triangle))
         return (_NUMPY.eigvalsh(x, triangle),)
 
-    return _by_whole_matrices(name, a, compute, kind)
+    return _by_whole_matrices(name, a, compute)
 
 
 def _by_whole_matrices(
-    name: str, a: Any, compute: Callable[[HostArray], tuple[HostArray, ...]], kind: np.dtype[Any]
+    name: str, a: Any, compute: Callable[[HostArray], tuple[HostArray, ...]]
 ) -> Sequence[Any]:
     """What NumPy computes of a square matrix, which every rank gathers: matrices are split as it
     is, vectors on every rank. Of stacks each rank computes its own.
     """
     if a.ndim > 2:
-        return of_stacks(name, [a], compute, kind)
+        return of_stacks(name, [a], compute)
     whole = Layout.replicated(a.shape, a.context.size)
-    host = parts.on_host(part_in(a, whole), a.library).astype(kind)
+    host = parts.on_host(part_in(a, whole), a.library)
     made = alike(name, a, lambda: compute(host))
     return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
 
@@ -322,78 +327,59 @@ def _cut(a: Any, host: HostArray) -> Any:
 # -- what all have in common -----------------------------------------------------------------------
 
 
-def require_matrices(x: Any, name: str) -> None:
-    """Raise LinAlgError for an array of less than two axes."""
-    if x.ndim < 2:
-        raise LinAlgError(f"{name} of an array of shape {x.shape}: it takes matrices")
-
-
-def require_square(*arrays: Any) -> None:
-    """Raise LinAlgError where the last two axes of the first array are not of one extent."""
-    shape = arrays[0].shape
-    if shape[-1] != shape[-2]:
-        raise LinAlgError(f"the matrix is to be square, and is {shape[-2]} x {shape[-1]}")
+def native_type(a: Any) -> np.dtype[Any]:
+    """The type of an array's elements, as NumPy's."""
+    return dtypes.to_numpy(a.library.spec(a.local).dtype)
 
 
 def described(
     name: str,
-    arrays: Sequence[Any],
+    given: Sequence[Any],
     *,
     words: tuple[Any, ...] = (),
     modes: Any = None,
     fit: Callable[..., None] | None = None,
-) -> np.dtype[Any]:
-    """The type in which all ranks compute, when they agree on the call. Collective.
+) -> list[Any]:
+    """The arrays of a call, in one type of LAPACK's, when all ranks agree on it. Collective.
 
     Raises on all ranks what is wrong with the arrays, as one rank sees it: see `qr`.
     """
-    first = arrays[0]
+    first = given[0]
     end_explanation(lambda: f"{name} of {first.layout}: rows to their ranks, then LAPACK")
+    arrays = of_one_type(given, inexact=True)
 
     def describe() -> Any:
         if modes is not None and words[0] not in modes:
             raise ValueError(f"{name} takes one of {', '.join(modes)}, not {words[0]!r}")
-        require_matrices(first, name)
+        require_matrices("a", first.shape)
         if fit is not None:
-            fit(*arrays)
+            fit(*given)
         lapack.require()
-        kinds = []
-        for x in arrays:
+        for letter, x in zip("ab", arrays, strict=False):
             spec = x.library.spec(x.local)
             if spec.space != "cpu" or x.context.team is not None:
                 raise NotImplementedError(
                     f"{name} on GPUs: move the parts to the host, and make arrays of them, "
                     "shardmath.array(part, distribution), in a context of device 'cpu'"
                 )
-            own = dtypes.of(spec.dtype)
-            if own.kind not in "biufc" or (
-                own.kind in "fc" and own.itemsize < 4 * (1 + (own.kind == "c"))
-            ):
-                raise TypeError(f"{name} of {spec.dtype}: convert it, x.astype('float32')")
-            require_finite(parts.on_host(x.local, x.library), name)
-            kinds.append(own.name)
-        return words, tuple(kinds), [x.shape for x in arrays]
+            require_type(name, letter, spec.dtype)
+            if not is_finite(parts.on_host(x.local, x.library)):
+                raise not_finite(letter)
+        kinds = [x.library.spec(x.local).dtype for x in given]
+        return words, tuple(kinds), [x.shape for x in given]
 
-    def check(specs: list[Any]) -> np.dtype[Any]:
+    def check(specs: list[Any]) -> None:
         for what, values in zip(
             ("arguments", "dtype", "shape"), zip(*specs, strict=True), strict=True
         ):
             require_equal(f"the {what} of {name}", values)
-        names = [dtypes.to_numpy(kind) for kind in specs[0][1]]
-        return np.result_type(*names, *(np.float64 for x in names if x.kind in "biu"))
 
-    made: np.dtype[Any] = first.context.agree(name, describe, check)
-    return made
+    first.context.agree(name, describe, check)
+    return arrays
 
 
-def require_finite(part: HostArray, name: str) -> None:
-    """Raise ValueError where an element is NaN or infinite."""
-    if part.dtype.kind not in "fc":
-        return
-    with np.errstate(all="ignore"):
-        total = part.sum()  # finite unless an element is not, or it overflows: no temporary
-    if not (np.isfinite(total) or np.isfinite(part).all()):
-        raise ValueError(f"{name} of elements that are NaN or infinite")
+def _require_square(*arrays: Any) -> None:
+    require_square("a", arrays[0].shape)
 
 
 def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tuple[HostArray, ...]:
@@ -408,15 +394,13 @@ def of_square_stacks(
 
     Raises on all ranks LinAlgError where one does, or the matrices are not square.
     """
-    kind = described(name, arrays, fit=require_square)
-    return of_stacks(name, arrays, compute, kind)
+    return of_stacks(name, described(name, arrays, fit=_require_square), compute)
 
 
 def of_stacks(
     name: str,
     arrays: Sequence[Any],
     compute: Callable[..., tuple[HostArray, ...]],
-    kind: np.dtype[Any],
 ) -> list[Any]:
     """The results of a function of NumPy's of stacks of matrices. Collective.
 
@@ -431,7 +415,7 @@ def of_stacks(
     for x in arrays:
         inner = [None] * (x.ndim - count)
         layout = Layout.product(x.shape, [*columns, *inner], size=size)
-        hosts.append(parts.on_host(part_in(x, layout), x.library).astype(kind))
+        hosts.append(parts.on_host(part_in(x, layout), x.library))
     results = []
     for made in together(first.context, name, lambda: compute(*hosts)):
         shape = (*stack, *made.shape[count:])

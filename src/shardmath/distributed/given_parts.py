@@ -11,24 +11,24 @@ from functools import wraps
 from typing import Any
 
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.context.context import require_context
 from shardmath.distributed import parts
 from shardmath.distributed.creation import array
-from shardmath.distributed.layouts import listed
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution
+from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
-def of_parts_too(function: Callable[..., Any], operands: int = 1) -> Callable[..., Any]:
-    """`function`, whose first arguments are so many `operands`, of arrays and of parts.
+def of_parts_too(function: Callable[..., Any], operands: Sequence[str] = ("a",)) -> Any:
+    """`function`, whose first arguments are `operands`, by these names, of arrays and of parts.
 
     It takes `distributions` besides: of parts those of the operands, and then, where results are
     to be split otherwise than they come, those of the results; of arrays those of the results
     alone; one need not be in a list. None leaves a result as it comes. Of parts the results are
     parts.
     """
-    name = function.__name__
+    name, count = function.__name__, len(operands)
 
     @collective_call
     @wraps(function)
@@ -37,35 +37,35 @@ def of_parts_too(function: Callable[..., Any], operands: int = 1) -> Callable[..
         distributions: Distribution | Sequence[Distribution | None] | None = None,
         **words: Any,
     ) -> Any:
-        arrays, rest = given[:operands], given[operands:]
-        wanted = listed(distributions)
+        arrays, rest = given[:count], given[count:]
         if arrays and all(isinstance(x, Distributed) for x in arrays):
-            return _split(function(*given, **words), wanted, name, arrays[0].context)
+            context = arrays[0].context
+            _, wanted = raising_on_all_ranks(context, name, lambda: distributions_of(distributions))
+            return _split(function(*given, **words), wanted, context)
         context = require_context()
-        if len(arrays) < operands or not all(parts.is_array(x) for x in arrays):
-            mistake = TypeError(f"{name} takes {operands} array(s): DistributedArrays, or parts")
-            raise_on_all_ranks(context, "array", mistake)
-        if len(wanted) < operands:
-            mistake = TypeError(
-                f"{name} of parts takes distributions=[...] of its {operands} operand(s), and of "
-                f"results; it was given {len(wanted)}"
-            )
-            raise_on_all_ranks(context, "array", mistake)
-        split = [array(x, how) for x, how in zip(arrays, wanted, strict=False)]
-        results = function(*split, *rest, **words)
-        return _parts(_split(results, wanted[operands:], name, context))
+
+        def described() -> tuple[list[Distribution], list[Distribution | None]]:
+            if len(arrays) < count or not all(parts.is_array(x) for x in arrays):
+                raise TypeError(f"{name} takes {count} array(s): DistributedArrays, or parts")
+            return distributions_of(distributions, operands)
+
+        split, wanted = raising_on_all_ranks(context, "array", described)
+        results = function(*map(array, arrays, split), *rest, **words)
+        return _parts(_split(results, wanted, context))
 
     return called
 
 
-def _split(results: Any, wanted: Sequence[Distribution | None], name: str, context: Any) -> Any:
+def _split(results: Any, wanted: Sequence[Distribution | None], context: Any) -> Any:
     """The results, in the distributions that are wanted of them. Collective."""
     several = isinstance(results, tuple)
     ones = list(results) if several else [results]
-    if len(wanted) > len(ones):
-        mistake = TypeError(f"{name} has {len(ones)} result(s), not {len(wanted)} to distribute")
-        raise_on_all_ranks(context, "redistribute", mistake)
-    for place, how in enumerate(wanted):
+
+    def counted() -> list[Distribution | None]:
+        return distributions_of_results(wanted, len(ones))
+
+    each = raising_on_all_ranks(context, "redistribute", counted)
+    for place, how in enumerate(each):
         if how is not None and isinstance(ones[place], Distributed):
             ones[place] = ones[place].to(how)
     return _as(results, ones) if several else ones[0]

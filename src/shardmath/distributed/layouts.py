@@ -49,13 +49,6 @@ def interned(layout: Layout) -> Layout:
     return layout
 
 
-def listed(distributions: Any) -> list[Any]:
-    """The distributions that a caller gives: none, one, or several."""
-    if distributions is None:
-        return []
-    return [distributions] if isinstance(distributions, Distribution) else list(distributions)
-
-
 def unbound(distribution: Distribution) -> Distribution:
     """The distribution without the shape and the ranks that it is bound to."""
     if distribution.binding is None:

@@ -15,10 +15,17 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import parts
-from shardmath.distributed.decompositions import SVDResult, described, orthonormal, svd
+from shardmath.distributed.decompositions import (
+    SVDResult,
+    described,
+    native_type,
+    orthonormal,
+    svd,
+)
 from shardmath.distributed.movement import within
 from shardmath.distributed.products import matmul
 from shardmath.distributed.random_numbers import standard_normal
+from shardmath.factorisations.operands import require_matrix
 from shardmath.geometry import Slab
 from shardmath.geometry.integers import integer
 
@@ -41,8 +48,7 @@ def svd_lowrank(
     """
 
     def require_numbers(x: Any) -> None:
-        if x.ndim != 2:
-            raise ValueError(f"svd_lowrank takes a matrix, not an array of shape {x.shape}")
+        require_matrix("a", x.shape)
         integer(rank, "rank", least=0)
         integer(oversampling, "oversampling", least=0)
         integer(iterations, "iterations", least=0)
@@ -50,9 +56,8 @@ def svd_lowrank(
             raise ValueError(f"rank {rank} of a matrix of {x.shape[0]} x {x.shape[1]}")
 
     words = (rank, oversampling, iterations, seed)
-    kind = described("svd_lowrank", [a], words=words, fit=require_numbers)
-    a = a.astype(kind, copy=False)
-    (m, n), library = a.shape, a.library
+    (a,) = described("svd_lowrank", [a], words=words, fit=require_numbers)
+    (m, n), library, kind = a.shape, a.library, native_type(a)
     count = min(rank + oversampling, m, n)
     real = "float32" if kind.itemsize // (1 + (kind.kind == "c")) == 4 else "float64"
     omega = within(

@@ -16,6 +16,7 @@ from numpy.linalg import LinAlgError
 from shardmath.arrays import array_of, dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import decompositions, elementwise, parts, reductions
+from shardmath.distributed.decompositions import native_type
 from shardmath.distributed.layouts import indices
 from shardmath.distributed.manipulation import (
     broadcast_to,
@@ -31,6 +32,7 @@ from shardmath.distributed.products import matmul
 from shardmath.distributed.searching import whole_along
 from shardmath.distributed.state import Distributed
 from shardmath.distributed.systems import inv
+from shardmath.factorisations.operands import require_matrices, require_square
 from shardmath.geometry import Layout, Replicated
 
 Axis = int | Sequence[int] | None
@@ -101,7 +103,7 @@ def vector_norm(
 @collective_call
 def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     """The norm of the matrices of the last two axes, as numpy.linalg.matrix_norm; see `norm`."""
-    decompositions.require_matrices(x, "matrix_norm")
+    require_matrices("x", x.shape)
     if ord in ("fro", "f", None):
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (2, -2, "nuc"):
@@ -122,7 +124,7 @@ def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
     singular values, else norm(x, p) * norm(inv(x), p). Collective. inf where a matrix is singular.
     """
-    decompositions.require_matrices(x, "cond")
+    require_matrices("x", x.shape)
     if p not in (None, 2, -2):
         if x.ndim > 2:
             compute = lambda a: (np.linalg.cond(a, p),)  # noqa: E731
@@ -131,14 +133,14 @@ def cond(x: Any, p: Any = None) -> Any:
         try:
             return size * norm(inv(x), p)
         except LinAlgError:  # of all ranks
-            decompositions.require_square(x)
+            require_square("x", x.shape)
             return size * 0 + np.inf
     values = decompositions.svdvals(x)
     first, last = values[..., 0], values[..., -1]
     top, bottom = (last, first) if p == -2 else (first, last)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = top / bottom
-    return elementwise.where(np.isnan(ratio), np.asarray(np.inf, _native(ratio)), ratio)
+    return elementwise.where(np.isnan(ratio), np.asarray(np.inf, native_type(ratio)), ratio)
 
 
 @collective_call
@@ -147,7 +149,7 @@ def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
 
     `rtol` is by default max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
     """
-    decompositions.require_matrices(x, "matrix_rank")
+    require_matrices("x", x.shape)
     values = decompositions.svdvals(x)
     if not values.shape[-1]:
         return reductions.sum(values != 0, -1)
@@ -160,7 +162,7 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
     """The pseudo-inverse, as numpy.linalg.pinv: singular values not above `rtol` times the largest
     count as 0, by default max(m, n) times the type's epsilon. Collective; otherwise as `svd`.
     """
-    decompositions.require_matrices(x, "pinv")
+    require_matrices("x", x.shape)
     u, s, vh = decompositions.svd(x)
     if s.shape[-1]:
         limit = reductions.max(s, -1, True) * _relative(x, s, rtol)
@@ -174,7 +176,7 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
 def _relative(x: Any, values: Any, rtol: Any) -> Any:
     """What the largest singular value is multiplied by, beside which others count as 0."""
     if rtol is None:
-        return float(np.finfo(_native(values)).eps * max(x.shape[-2:]))
+        return float(np.finfo(native_type(values)).eps * max(x.shape[-2:]))
     return expand_dims(rtol, -1) if isinstance(rtol, Distributed) and rtol.ndim else rtol
 
 
@@ -186,7 +188,7 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Any:
     """The diagonals of matrices of the last two axes, as numpy.linalg.diagonal. Collective where
     columns are split; the diagonal is then on every rank.
     """
-    decompositions.require_matrices(x, "diagonal")
+    require_matrices("x", x.shape)
     k = operator.index(offset)
     rows, columns = x.shape[-2:]
     first = max(0, -k)
@@ -198,7 +200,7 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Any:
 @collective_call
 def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
     """The sums of diagonals, as numpy.linalg.trace. Collective where the matrices are split."""
-    decompositions.require_matrices(x, "trace")
+    require_matrices("x", x.shape)
     return _along_diagonal(x, operator.index(offset), (-2, -1), dtype, narrow=False)
 
 
@@ -274,8 +276,8 @@ def matrix_power(x: Any, n: int, /) -> Any:
     square, or singular.
     """
     count = operator.index(n)
-    decompositions.require_matrices(x, "matrix_power")
-    decompositions.require_square(x)
+    require_matrices("x", x.shape)
+    require_square("x", x.shape)
     if count < 0:
         x, count = inv(x), -count
     if not count:
@@ -298,16 +300,11 @@ def matrix_power(x: Any, n: int, /) -> Any:
 
 def _floating(x: Any) -> Any:
     """The array in float64 where its elements are integers or bool."""
-    return x.astype("float64") if _native(x).kind in "biu" else x
-
-
-def _native(x: Any) -> np.dtype[Any]:
-    """The type of the elements, as NumPy's."""
-    return dtypes.to_numpy(x.library.spec(x.local).dtype)
+    return x.astype("float64") if native_type(x).kind in "biu" else x
 
 
 def _of_type(x: Any, like: Any) -> Any:
-    return x.astype(_native(like))
+    return x.astype(native_type(like))
 
 
 def _like(x: Any, local: Any) -> Any:
@@ -318,4 +315,4 @@ def _like(x: Any, local: Any) -> Any:
 def _squares(x: Any) -> Any:
     """The squared absolute value of each element of this rank's part."""
     part = x.local
-    return part.real**2 + part.imag**2 if _native(x).kind == "c" else part * part
+    return part.real**2 + part.imag**2 if native_type(x).kind == "c" else part * part

@@ -35,6 +35,7 @@ from shardmath.distributed.norms import diagonal, vector_norm
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.factorisations.lu import LU_FACTOR
+from shardmath.factorisations.operands import require_equations, require_square
 from shardmath.factorisations.problem import FactorisationOptions, dealt_columns, panel_width
 from shardmath.geometry import Slab
 from shardmath.geometry.integers import slices
@@ -142,7 +143,7 @@ def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolutio
     return made._replace(x=x.to(how))
 
 
-_of_parts_too = of_parts_too(_solve, operands=2)
+_of_parts_too = of_parts_too(_solve, ("a", "b"))
 
 
 def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any]) -> str:
@@ -152,8 +153,8 @@ def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any])
         structure = api.structure_of(words["assume_a"])
         if structure not in ("gen", "pos"):
             raise ValueError("factor_dtype is of factors, and a triangular matrix has none")
-        if a.ndim != 2 or b.ndim not in (1, 2) or not a.shape[0] == a.shape[1] == b.shape[0]:
-            raise ValueError(f"a is square, and b has as many rows: not {a.shape} and {b.shape}")
+        require_equations(a.shape, b.shape)
+        require_square("a", a.shape)
         known = _LOWER.get(kind, ())
         name = dtypes.of(factor_dtype).name
         if name not in known:

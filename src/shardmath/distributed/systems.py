@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.distributed.decompositions import of_square_stacks, replicated
-from shardmath.distributed.layouts import listed, unbound
+from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.geometry import Layout, Replicated
+from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
@@ -79,43 +81,47 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
 def _like_last(
     function: Callable[..., Any], /, *given: Any, distributions: Any = None, **words: Any
 ) -> Any:
-    """The result of a function on parts, split as its last operand is, or as is said."""
+    """The result of a function on parts, split as its last operand is, or as is said; of several
+    results that is the first, and every rank has the others.
+    """
     split = [x for x in given if isinstance(x, Distributed)]
     more = given[len(split) :]
     arrays = of_one_type(split, inexact=True)
     last, context = arrays[-1], arrays[-1].context
-    (target,) = listed(distributions) or [last.distribution]
-    layout = last.layout if distributions is None else agreed_layout(target, last.shape, context)
+
+    def wanted() -> Any:
+        return distributions_of_results(distributions_of(distributions)[1], 1)[0]
+
+    target, layout = raising_on_all_ranks(context, function.__name__, wanted), last.layout
+    if target is None:
+        target = last.distribution
+    else:
+        layout = agreed_layout(target, last.shape, context)
     local = in_place_of(lambda: f"{function.__name__} of {arrays[0].layout}", last, layout)
     if local is None:
         words["distributions"] = [*(x.distribution for x in arrays), target]
         local = within(context, lambda: function(*(x.local for x in arrays), *more, **words))
-    return last.like(local, unbound(target), layout)
+    first, *others = local if isinstance(local, tuple) else (local,)
+    results = [last.like(first, unbound(target), layout)]
+    for one in others:
+        whole = Layout.replicated(tuple(one.shape), context.size)
+        results.append(last.like(one, Replicated(), whole))
+    return tuple(results) if others else results[0]
 
 
-def _lu_factor(a: Any, /, *, distributions: Any = None, **words: Any) -> tuple[Any, Any]:
-    (a,) = of_one_type([a], inexact=True)
-    pivots: list[Any] = []
-
-    def factors(part: Any, **all_words: Any) -> Any:
-        lu, exchanged = api.lu_factor(part, **all_words)
-        pivots.append(exchanged)
-        return lu
-
+def _lu_factor(a: Any, /, **words: Any) -> Any:
     end_explanation(lambda: f"lu_factor of {a.layout}")
-    lu = _like_last(factors, a, distributions=distributions, **words)
-    everywhere = Layout.replicated((a.shape[0],), a.context.size)
-    return lu, a.like(pivots[0], Replicated(), everywhere)
+    return _like_last(api.lu_factor, a, **words)
 
 
 def _lu_solve(lu_and_piv: Any, b: Any, trans: int = 0, **words: Any) -> Any:
     lu, pivots = lu_and_piv
     whole = pivots.local if isinstance(pivots, Distributed) else pivots
 
-    def solved(factors: Any, right: Any, **all_words: Any) -> Any:
+    def lu_solve(factors: Any, right: Any, **all_words: Any) -> Any:
         return api.lu_solve((factors, whole), right, trans, **all_words)
 
-    return _like_last(solved, lu, b, **words)
+    return _like_last(lu_solve, lu, b, **words)
 
 
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {

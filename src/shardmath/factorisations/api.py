@@ -9,7 +9,7 @@ from numpy.linalg import LinAlgError
 
 from shardmath.arrays import library_of
 from shardmath.base.collective_call import collective_call, settled
-from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
 from shardmath.factorisations.cholesky import CHOLESKY, ROUNDED_CHOLESKY, SOLVE_POSITIVE_DEFINITE
@@ -21,6 +21,7 @@ from shardmath.factorisations.lu import (
     ROUNDED_LU_FACTOR,
     SOLVE,
 )
+from shardmath.factorisations.operands import not_finite
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
@@ -73,9 +74,9 @@ def cholesky(
     rounded to bfloat16, summed in the matrix's type: what GPUs do fast, for a solution that is
     refined, as by `solve(a, b, factor_dtype="bfloat16")`.
 
-    Raises the same on all ranks. LinAlgError: a leading minor is not positive; its order is named.
-    ValueError: NaN or infinity in `a`, unless `check_finite` is False; `a` is not square; parts do
-    not fit. TypeError: another type. NotImplementedError: GPUs of several hosts.
+    Raises the same on all ranks. LinAlgError: `a` is not square, or a leading minor is not
+    positive; its order is named. ValueError: NaN or infinity in `a`, unless `check_finite` is
+    False; parts do not fit. TypeError: another type. NotImplementedError: GPUs of several hosts.
     BackendUnavailable: without SciPy, or on GPUs without cuSOLVER. Source: scipy.linalg.cholesky,
     whose `lower` is False by default; numpy.linalg.cholesky's is True.
     """
@@ -147,10 +148,7 @@ def solve(
     options: Options = None,
 ) -> Any:
     """`shardmath.linalg.solve`, of parts, by factors of the operands' type. Collective."""
-    try:
-        kind = structure_of(assume_a)
-    except ValueError as mistake:
-        raise_on_all_ranks(require_context(), "solve", mistake)
+    kind = raising_on_all_ranks(require_context(), "solve", lambda: structure_of(assume_a))
     turned, check = bool(transposed), bool(check_finite)
     operation: Operation[Any] = SOLVE_TRIANGULAR
     flags: tuple[Any, ...] = "NT"[turned], kind == "lower", False, check
@@ -182,8 +180,7 @@ def solve_triangular(
     ones. Raises LinAlgError where a 0 is on the diagonal, which is named. Arguments and errors
     otherwise as `solve`. Source: scipy.linalg.solve_triangular.
     """
-    op = _op("solve_triangular", trans)
-    flags = op, bool(lower), bool(unit_diagonal), bool(check_finite)
+    flags = _op("solve_triangular", trans), bool(lower), bool(unit_diagonal), bool(check_finite)
     x, fault = _called(SOLVE_TRIANGULAR, (a, b), distributions, flags, options)
     require_good(fault, PIVOT)
     return x
@@ -269,13 +266,13 @@ def _determinant(
 def _op(operation: str, trans: int | str) -> str:
     """The letter of what is done to a matrix first. Collective where it is refused."""
     letters = {0: "N", 1: "T", 2: "C", "N": "N", "T": "T", "C": "C"}
-    if trans not in letters:
-        raise_on_all_ranks(
-            require_context(),
-            operation,
-            ValueError(f"trans is 0, 1, 2, 'N', 'T' or 'C', not {trans!r}"),
-        )
-    return letters[trans]
+
+    def letter() -> str:
+        if trans not in letters:
+            raise ValueError(f"trans is 0, 1, 2, 'N', 'T' or 'C', not {trans!r}")
+        return letters[trans]
+
+    return raising_on_all_ranks(require_context(), operation, letter)
 
 
 def _called(
@@ -300,5 +297,5 @@ def require_good(fault: Any, otherwise: str = "") -> None:
     if code == GOOD or (code > 0 and not otherwise):
         return
     if code in _NOT_FINITE:
-        raise settled(ValueError(f"{_NOT_FINITE[code]} has NaN or infinite elements"))
+        raise settled(not_finite(_NOT_FINITE[code]))
     raise settled(LinAlgError(otherwise.format(code)))

@@ -12,13 +12,25 @@ from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context
 from shardmath.factorisations.cores import FactorisationsOnCores
+from shardmath.factorisations.operands import (
+    require_equations,
+    require_matrix,
+    require_right_sides,
+    require_square,
+    require_type,
+)
 from shardmath.factorisations.prediction import predicted
 from shardmath.geometry import BlockCyclic, Distribution, Layout, ProcessGrid
-from shardmath.local import lapack
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_logger
 from shardmath.operators.facts import ArrayFacts, agreed_facts
-from shardmath.operators.layouts import bind_layout, infer_layout, result_order
+from shardmath.operators.layouts import (
+    bind_layout,
+    distributions_of,
+    distributions_of_results,
+    infer_layout,
+    result_order,
+)
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Program
 
@@ -118,8 +130,8 @@ class Factorisation:
     ) -> tuple[Any, ...]:
         """(operands, distributions as they are encoded, flags, block size).
 
-        Raises TypeError for another type than LAPACK's, and for what is no distribution, ValueError
-        for shapes.
+        Raises TypeError for another type than LAPACK's, and for what is no distribution,
+        LinAlgError, a ValueError, for shapes.
         """
         given, flags = words
         facts = []
@@ -138,18 +150,9 @@ class Factorisation:
     def _distributions(self, given: Any) -> tuple[Distribution, ...]:
         """The distributions of the operands that are split, and of the result, last."""
         names = [name for name in self.names.operands if name != "pivots"]
-        every = given if isinstance(given, tuple) else (given,)
-        for one in every:
-            if not isinstance(one, Distribution):
-                raise TypeError(f"a distribution is Slab.X, a Box or the like, not {one!r}")
-        if len(every) == len(names):
-            every = (*every, every[-1])
-        if len(every) != len(names) + 1:
-            raise ValueError(
-                f"distributions are those of {', '.join(names)}, and of the result where that is "
-                f"another: not {len(every)}"
-            )
-        return every
+        operands, wanted = distributions_of(given, names)
+        (result,) = distributions_of_results(wanted, 1)
+        return (*operands, operands[-1] if result is None else result)
 
     def check(self, specs: Sequence[Any]) -> Problem:
         """See Operation. Raises ValueError where descriptions do not fit."""
@@ -171,11 +174,10 @@ class Factorisation:
             shapes = [facts.shape for facts in of_ranks]
             layouts.append(infer_layout(name, [one[number] for one in encoded], shapes))
         a, b = layouts[0], layouts[1] if len(layouts) > 1 else None
-        n, columns = a.global_shape
-        if n != columns:
-            raise ValueError(f"{next(iter(arrays))} is {n} x {columns}, and not square")
-        if b is not None and b.global_shape[0] != n:
-            raise ValueError(f"a is {n} x {n}, and b has {b.global_shape[0]} rows")
+        n = a.global_shape[0]
+        require_square(next(iter(arrays)), a.global_shape)
+        if b is not None:
+            require_equations(a.global_shape, b.global_shape)
         for rank, facts in enumerate(pivots or ()):
             if facts[4] != (n,):
                 raise ValueError(f"rank {rank}: pivots have shape {facts[4]}, not {(n,)}")
@@ -220,11 +222,9 @@ def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
     if name == "pivots":
         if spec.dtype != "int32":
             raise TypeError(f"pivots are int32, as lu_factor returns them, not {spec.dtype}")
-    elif spec.dtype not in lapack.DTYPES:
-        raise TypeError(
-            f"{operation} is of {', '.join(lapack.DTYPES)}, and {name} has {spec.dtype}: convert it"
-        )
-    axes = (2,) if name in ("a", "lu") else (1,) if name == "pivots" else (1, 2)
-    if spec.ndim not in axes:
-        raise ValueError(f"{name} has {' or '.join(map(str, axes))} axes, not shape {spec.shape}")
+        if spec.ndim != 1:
+            raise ValueError(f"pivots are a vector, not an array of shape {spec.shape}")
+    else:
+        require_type(operation, name, spec.dtype)
+        (require_right_sides if name == "b" else require_matrix)(name, spec.shape)
     return ArrayFacts.of(spec)

@@ -31,7 +31,7 @@ from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
 cond = of_parts_too(norms.cond)
 eigh = of_parts_too(decompositions.eigh)
 eigvalsh = of_parts_too(decompositions.eigvalsh)
-lstsq = of_parts_too(decompositions.lstsq, operands=2)
+lstsq = of_parts_too(decompositions.lstsq, ("a", "b"))
 matrix_rank = of_parts_too(norms.matrix_rank)
 norm = of_parts_too(norms.norm)
 pinv = of_parts_too(norms.pinv)

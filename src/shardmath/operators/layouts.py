@@ -8,7 +8,41 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from shardmath import geometry
-from shardmath.geometry import Layout
+from shardmath.geometry import Distribution, Layout
+
+
+def distributions_of(
+    given: Any, operands: Sequence[str] = ()
+) -> tuple[list[Distribution], list[Distribution | None]]:
+    """What `distributions=` of a call says, one or several: the distributions of its operands, and
+    those of its results, None for one that comes as it does.
+
+    Raises TypeError for what is no distribution, and where operands need some and there are none;
+    ValueError for fewer than there are operands.
+    """
+    if given is None and operands:
+        raise TypeError(f"parts need distributions=[...], of {', '.join(operands)} and of results")
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    every = [] if given is None else list(given) if several else [given]
+    split, wanted = every[: len(operands)], every[len(operands) :]
+    for one in (*split, *(x for x in wanted if x is not None)):
+        if not isinstance(one, Distribution):
+            raise TypeError(f"a distribution is Slab.X, a Box or the like, not {one!r}")
+    if len(split) < len(operands):
+        raise ValueError(
+            f"distributions are those of {', '.join(operands)}, and of results that are to come "
+            f"in another: not {len(every)}"
+        )
+    return split, wanted
+
+
+def distributions_of_results(
+    wanted: Sequence[Distribution | None], results: int
+) -> list[Distribution | None]:
+    """One for each of so many results. Raises ValueError where more are wanted."""
+    if len(wanted) > results:
+        raise ValueError(f"distributions of {len(wanted)} results, and there are {results}")
+    return [*wanted, *[None] * (results - len(wanted))]
 
 
 def infer_layout(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
