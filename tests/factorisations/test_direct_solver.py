@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 
 import numpy as np
+import pytest
+import torch
 from matrices import general, is_small, positive, right_sides, singular
 
 import shardmath
 from arrangements import part_of
 from mistakes import heard
 from shardmath.distribution import Slab
-from shardmath.linalg import DirectSolver, InvalidDirectSolverState, direct_solver
+from shardmath.linalg import (
+    DirectSolver,
+    InvalidDirectSolverState,
+    SingularMatrix,
+    direct_solver,
+)
 
 N, COLUMNS = 13, 3
 ROWS = [Slab.X, Slab.X]
@@ -32,10 +39,14 @@ def close(x, want):
 def many_solutions(context):
     """What is right of one life."""
     (a, b, x), (a2, b2, x2) = parts(context), parts(context, 5)
-    given = a.copy(), b.copy()
+    given, options = (a.copy(), b.copy()), KEPT | {"block_size": 4}
     right = []
-    with context, DirectSolver(a, b, distributions=ROWS, options=KEPT) as solver:
-        right.append(solver.explain().startswith("DirectSolver of 13 x 13 float64"))
+    with context, DirectSolver(a, b, distributions=ROWS, options=options) as solver:
+        first, *lines = solver.explain().split("\n")
+        right.append(first.startswith("DirectSolver of 13 x 13 float64"))
+        steps = [line.partition(" of ")[0] for line in lines if " of 13 x 13 float64" in line]
+        right.append(steps == ["lu_factor", "lu_solve"])
+        right.append(sum(line.startswith("look-ahead: ") for line in lines) == 1)
         solver.plan()
         solver.plan()
         solver.factorize()
@@ -70,69 +81,120 @@ def test_many_solutions_with_one_matrix(contexts):
         assert "freed" in text
 
 
-def out_of_order(context):
-    said, (a, b, x) = {}, parts(context)
+# What each method does in each state: "." returns; else what is raised, on all ranks.
+LIFE = """
+          plan  factorize  solve  reset_b  reset_both  reset_none  unchecked  release  enter  free
+made      .     P          P      .        .           N           .          .        .      .
+planned   .     .          F      .        .           N           .          .        .      .
+factored  .     .          .      .        .           N           .          .        .      .
+solved    .     .          .      .        .           N           .          .        .      .
+other_a   .     .          F      .        .           N           .          .        .      .
+other_b   .     .          .      .        .           N           .          .        .      .
+released  R     R          R      B        .           N           .          .        .      .
+freed     X     X          X      X        X           X           X          X        X      .
+"""
+RAISED = {
+    ".": ("nothing", None, ""),
+    "P": ("RuntimeError", None, "call plan() before"),
+    "F": ("RuntimeError", None, "call factorize() before solve()"),
+    "R": ("RuntimeError", None, "released"),
+    "B": ("ValueError", None, "both a and b"),
+    "N": ("ValueError", None, "nothing to reset"),
+    "X": ("RuntimeError", InvalidDirectSolverState, "freed"),
+}
+STATES = {
+    "made": [],
+    "planned": ["plan"],
+    "factored": ["plan", "factorize"],
+    "solved": ["plan", "factorize", "solve"],
+    "other_a": ["plan", "factorize", "reset_a"],
+    "other_b": ["plan", "factorize", "reset_b"],
+    "released": ["plan", "factorize", "release"],
+    "freed": ["plan", "factorize", "free"],
+}
+
+
+def life(context):
+    """What each method does in each state, and whether x is right when all was made good."""
+    a, b, x = parts(context)
+    named, *rows = LIFE.split("\n")[1:-1]
+    found = {}
+
+    def call(solver, name):
+        reset = solver.reset_operands
+        methods = {
+            "reset_a": lambda: reset(a=a),
+            "reset_b": lambda: reset(b=b),
+            "reset_both": lambda: reset(a=a, b=b),
+            "reset_none": reset,
+            "unchecked": lambda: solver.reset_operands_unchecked(a=a, b=b),
+            "release": solver.release_operands,
+            "enter": solver.__enter__,
+        }
+        return methods.get(name) or getattr(solver, name)
+
     with context:
-        solver = DirectSolver(a, b, distributions=ROWS, options=KEPT)
-        said["factorize, not planned"] = heard(solver.factorize)
-        said["solve, not planned"] = heard(solver.solve)
+        for row in rows:
+            state, *wanted = row.split()
+            for method, code in zip(named.split(), wanted, strict=True):
+                solver = DirectSolver(a, b, distributions=ROWS, options=KEPT)
+                for name in STATES[state]:
+                    call(solver, name)()
+                kind, error, words = RAISED[code]
+                said = heard(call(solver, method))
+                right = said[0] == kind and words in said[1]
+                if error is not None:
+                    with pytest.raises(error):
+                        call(solver, method)()
+                if "free" not in (method, *STATES[state]):
+                    for name in ("reset_both", "plan", "factorize"):
+                        call(solver, name)()
+                    right = right and close(solver.solve(), x)
+                solver.free()
+                if not right:
+                    found[state, method] = said
+    return found
+
+
+def test_every_method_in_every_state(contexts):
+    assert contexts.run(life, ranks=2) == [{}, {}]
+
+
+def other_operands(context):
+    """What is said of other operands, after which the object is as it was."""
+    said, (a, b, x) = {}, parts(context)
+    own = {"a": a} if context.rank == 1 else {"b": b}
+    short = b[1:] if context.rank == 1 else b
+    with context, DirectSolver(a, b, distributions=ROWS, options=KEPT) as solver:
         solver.plan()
-        said["solve, not factorised"] = heard(solver.solve)
+        for name, given in {
+            "one rank: another operand": own,
+            "dtype": {"b": b.astype("f4")},
+            "one rank: shape": {"b": short},
+            "no array": {"b": 3},
+            "library": {"b": torch.from_numpy(b)},
+        }.items():
+            said[name] = heard(lambda given=given: solver.reset_operands(**given))
         solver.factorize()
-        solver.reset_operands(a=a)
-        said["solve, a reset"] = heard(solver.solve)
-        solver.factorize()
-        assert close(solver.solve(), x)
-        said["nothing to reset"] = heard(solver.reset_operands)
-        own = {"a": a} if context.rank == 1 else {"b": b}
-        said["one rank: another operand"] = heard(lambda: solver.reset_operands(**own))
-        said["another dtype"] = heard(lambda: solver.reset_operands(b=b.astype("f4")))
-        said["one rank: shape"] = heard(
-            lambda: solver.reset_operands(b=b[1:] if context.rank == 1 else b)
-        )
-        said["no array"] = heard(lambda: solver.reset_operands(b=3))
         solver.reset_operands_unchecked(b=b[:, :1])
         said["unchecked"] = heard(solver.solve)
-        solver.release_operands()
-        solver.release_operands()
-        for name in ("plan", "factorize", "solve"):
-            said[f"{name}, released"] = heard(getattr(solver, name))
-        said["a alone"] = heard(lambda: solver.reset_operands(a=a))
-        solver.reset_operands(a=a, b=b)
-        solver.factorize()
+        solver.reset_operands(b=b)
         assert close(solver.solve(), x)
-        solver.free()
-        solver.free()
-        for name in ("plan", "factorize", "solve", "reset_operands", "release_operands"):
-            said[f"{name}, freed"] = heard(getattr(solver, name))
-        try:
-            solver.solve()
-        except InvalidDirectSolverState as error:
-            said["freed"] = "RuntimeError", type(error).__name__
     return said
 
 
-def test_steps_out_of_order(contexts):
-    first, second = contexts.run(out_of_order, ranks=2)
+def test_other_operands(contexts):
+    first, second = contexts.run(other_operands, ranks=2)
     assert first == second
     words = {
-        "factorize, not planned": "call plan() before factorize()",
-        "solve, not planned": "call plan() before solve()",
-        "solve, not factorised": "call factorize() before solve()",
-        "solve, a reset": "call factorize() before solve()",
-        "nothing to reset": "nothing to reset",
         "one rank: another operand": "which operands are reset",
-        "another dtype": "dtype float32",
-        "a alone": "both a and b",
+        "dtype": "dtype float32",
+        "one rank: shape": "shape",
+        "library": "torch",
         "unchecked": "shape",
-        "freed": "InvalidDirectSolverState",
     }
     for name, (kind, text) in first.items():
-        operands = ("nothing to reset", "one rank", "another dtype", "no array", "a alone")
-        is_value = name.startswith(operands) or name == "unchecked"
-        assert kind == ("ValueError" if is_value else "RuntimeError"), (name, kind, text)
-        ending = name.partition(", ")[2]
-        assert words.get(name, ending if ending in ("released", "freed") else "") in text, name
+        assert kind == "ValueError" and words.get(name, "") in text, (name, kind, text)
 
 
 def mistaken(context):
@@ -166,6 +228,10 @@ def mistaken(context):
         for name, (action, operand) in table.items():
             before = operand.copy()
             said[name] = heard(action)
+            if name == "singular":  # as nvmath.distributed has it, and as NumPy
+                for kind in (SingularMatrix, RuntimeError, np.linalg.LinAlgError):
+                    with pytest.raises(kind):
+                        action()
             assert operand.tobytes() == before.tobytes(), name
             assert close(call(**KEPT)(), x), name
         said["stream"] = heard(lambda: direct_solver(a, b, distributions=ROWS, stream="one"))

@@ -104,8 +104,9 @@ def solve(
     RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such factors, a
     RuntimeWarning says so, and x is that of factors in the operands' type.
 
-    Raises LinAlgError where a pivot is 0, which is named, or a leading minor not positive;
-    ValueError for a `factor_dtype` that is not a lower type LAPACK has, or of a triangular matrix.
+    Raises SingularMatrix, a LinAlgError, where a pivot is 0, which is named; LinAlgError where a
+    leading minor is not positive; ValueError for a `factor_dtype` that is not a lower type LAPACK
+    has, or of a triangular matrix.
     Arguments and errors otherwise as `cholesky`. Sources: scipy.linalg.solve; LAPACK's dsgesv.
     """
     words: dict[str, Any] = {

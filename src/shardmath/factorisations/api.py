@@ -21,7 +21,7 @@ from shardmath.factorisations.lu import (
     ROUNDED_LU_FACTOR,
     SOLVE,
 )
-from shardmath.factorisations.operands import not_finite
+from shardmath.factorisations.operands import SingularMatrix, not_finite
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
@@ -125,7 +125,7 @@ def lu_solve(
     where it is 2. Collective.
 
     `distributions` are those of lu, `b` and x, which may be left out where it is that of `b`.
-    Raises LinAlgError where a pivot is 0, ValueError for pivots that are none; otherwise as
+    Raises SingularMatrix where a pivot is 0, ValueError for pivots that are none; otherwise as
     `solve`. Source: scipy.linalg.lu_solve.
     """
     lu, pivots = lu_and_piv
@@ -177,7 +177,7 @@ def solve_triangular(
     where it is 2 or "C". Collective.
 
     The other triangle is not used, nor is the diagonal with `unit_diagonal`, which takes it for
-    ones. Raises LinAlgError where a 0 is on the diagonal, which is named. Arguments and errors
+    ones. Raises SingularMatrix where a 0 is on the diagonal, which is named. Arguments and errors
     otherwise as `solve`. Source: scipy.linalg.solve_triangular.
     """
     flags = _op("solve_triangular", trans), bool(lower), bool(unit_diagonal), bool(check_finite)
@@ -193,7 +193,7 @@ def inv(
     """The inverse of a matrix: this rank's part of it. Collective.
 
     To solve with it costs more, and loses more digits, than `solve`, or `lu_factor` and `lu_solve`.
-    Raises LinAlgError where a pivot is 0. Arguments and errors otherwise as `cholesky`. Source:
+    Raises SingularMatrix where a pivot is 0. Arguments and errors otherwise as `cholesky`. Source:
     scipy.linalg.inv, numpy.linalg.inv.
     """
     out, fault = _called(INVERSE, (a,), distributions, (bool(check_finite),), options)
@@ -298,4 +298,5 @@ def require_good(fault: Any, otherwise: str = "") -> None:
         return
     if code in _NOT_FINITE:
         raise settled(not_finite(_NOT_FINITE[code]))
-    raise settled(LinAlgError(otherwise.format(code)))
+    raised = SingularMatrix if otherwise == PIVOT else LinAlgError
+    raise settled(raised(otherwise.format(code)))

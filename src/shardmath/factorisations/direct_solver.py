@@ -11,7 +11,7 @@ order: what a solution reads of them is copied from there as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import Logger
 from typing import Any, ClassVar, Literal
@@ -24,13 +24,23 @@ from shardmath.call.planned import Planned
 from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidDirectSolverState
 from shardmath.factorisations.api import PIVOT, require_good
-from shardmath.factorisations.lu import LU_FACTOR, LU_SOLVE, Solve
-from shardmath.factorisations.problem import FactorisationOptions, Problem, dealt_columns
+from shardmath.factorisations.lu import LU_FACTOR, LU_SOLVE
+from shardmath.factorisations.problem import (
+    Factorisation,
+    FactorisationOptions,
+    Problem,
+    dealt_columns,
+)
 from shardmath.geometry import Distribution, Layout
 from shardmath.handles.allocation import empty_on_heap
+from shardmath.machine import Machine
 from shardmath.operators.arguments import check_blocking, check_logger, check_stream, options_of
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program.performing import Arguments, Names
+from shardmath.program.steps import Program
+
+FACTORS: tuple[Any, ...] = (True,)  # flags of LU_FACTOR: operands are looked at for NaN
+SOLUTION: tuple[Any, ...] = ("N", True)  # flags of LU_SOLVE: with A as it is, and the same
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ class DirectSolverOptions:
         return FactorisationOptions(block_size=self.block_size)
 
 
-class DirectSolution(Solve):
-    """The operation: X of A X = B, of which the object does one part after the other."""
+class DirectSolution(Factorisation):
+    """The operation: X of A X = B, in two: the factors of A, and X by them."""
 
     names = Names("DirectSolver", ("a", "b"), ("x", "fault"))
     options = DirectSolverOptions  # type: ignore[assignment]
@@ -85,6 +95,31 @@ class DirectSolution(Solve):
         described, in_place = zip(*specs, strict=True)
         require_equal("options.inplace_a and inplace_b", in_place)
         return super().check(described)
+
+    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
+        """That of the factors, which is the first to be performed."""
+        return LU_FACTOR.program(_of_factors(problem, machine), machine, rank)
+
+    def explain(self, problem: Problem, machine: Machine) -> str:
+        """What `factorize` does, and what `solve`."""
+        factors = _of_factors(problem, machine)
+        solution = replace(problem, a=factors.result, flags=SOLUTION)
+        return "\n".join(
+            [
+                f"{self.names.operation} of {problem.n} x {problem.n} {problem.dtype} on "
+                f"{problem.a.size} ranks: factorize, and solve with {problem.columns} right-hand "
+                "sides",
+                LU_FACTOR.explain(factors, machine),
+                LU_SOLVE.explain(solution, machine),
+            ]
+        )
+
+
+def _of_factors(problem: Problem, machine: Machine) -> Problem:
+    """That of the factors of a matrix, which are left as they are computed."""
+    dealt = dealt_columns(problem.n, problem.a.size, problem.block_on(machine))
+    layout = Layout.bind([dealt] * problem.a.size, (problem.n, problem.n))
+    return replace(problem, b=None, result=layout, order="F", flags=FACTORS)
 
 
 DIRECT_SOLUTION = DirectSolution()
@@ -127,7 +162,7 @@ class DirectSolver(Planned):
         options: DirectSolverOptions | dict[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        words = distributions, (False, True)  # as they are, and finite
+        words = distributions, FACTORS
         super().__init__(DIRECT_SOLUTION, Arguments((a, b), (None, None), words, options, stream))
         self._own = options_of(DirectSolverOptions, options)
         self._calls = self._own.of_calls()
@@ -155,13 +190,13 @@ class DirectSolver(Planned):
     def factorize(self, *, stream: Any = None) -> None:
         """Factorise a, with partial pivoting. Collective.
 
-        Raises RuntimeError before `plan`; LinAlgError, a ValueError, which names the pivot that is
-        0, and ValueError for NaN and infinity: a is then as it was.
+        Raises RuntimeError before `plan`; SingularMatrix, a LinAlgError and a RuntimeError, which
+        names the pivot that is 0, and ValueError for NaN and infinity: a is then as it was.
         """
         self._gather("factorize", lambda: self._require_step("factorize", stream))
         a, self._pivots = self._operands["a"], None
         how, back = (self._split[0], self._dealt), (self._dealt, self._split[0])
-        given = Arguments((a,), (self._factors, None, None), (how, (True,)), self._calls, stream)
+        given = Arguments((a,), (self._factors, None, None), (how, FACTORS), self._calls, stream)
         _, pivots, fault = self._call(LU_FACTOR, given)
         require_good(fault, PIVOT)
         if self._own.inplace_a:
@@ -178,7 +213,7 @@ class DirectSolver(Planned):
         """
         self._gather("solve", lambda: self._require_step("solve", stream))
         b = self._operands["b"]
-        words = (self._dealt, self._split[1]), ("N", True)
+        words = (self._dealt, self._split[1]), SOLUTION
         operands = self._factors, self._pivots, b
         x, fault = self._call(
             LU_SOLVE, Arguments(operands, (None, None), words, self._calls, stream)

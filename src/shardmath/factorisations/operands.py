@@ -9,9 +9,18 @@ from collections.abc import Sequence
 
 from numpy.linalg import LinAlgError
 
+from shardmath.errors import ShardmathError
 from shardmath.local import lapack
 
 Shape = Sequence[int]
+
+
+class SingularMatrix(ShardmathError, LinAlgError, RuntimeError):
+    """A pivot of a matrix is 0, which the message names.
+
+    A LinAlgError, as NumPy raises, and so a ValueError; a RuntimeError, as nvmath.distributed
+    raises.
+    """
 
 
 def require_type(operation: str, name: str, dtype: str) -> None:

@@ -32,7 +32,7 @@ from shardmath.operators.layouts import (
     result_order,
 )
 from shardmath.program.performing import Names, Performer
-from shardmath.program.steps import Program
+from shardmath.program.steps import Arrive, Program
 
 ROUNDED = ("float32", "complex64")  # what is rounded to bfloat16
 _LEAST_BLOCK = 16  # columns of a panel, where more would leave ranks without any
@@ -204,9 +204,16 @@ class Factorisation:
         if problem.b is not None:
             lines[0] += f"; {problem.columns} right-hand sides, split evenly"
         ranks = [self.program(problem, machine, rank).steps for rank in range(size)]
-        lines.append(
-            f"predicted {predicted(ranks, problem.dtype, problem.itemsize, machine.rates)}"
-        )
+        words = problem.dtype, problem.itemsize, machine.rates
+        cost = predicted(ranks, *words)
+        lines.append(f"predicted {cost}")
+        if size > 1 and any(isinstance(step, Arrive) for step in ranks[0]):
+            kept = [[x for x in steps if not isinstance(x, Arrive)] for steps in ranks]
+            hidden = predicted(kept, *words).seconds - cost.seconds
+            lines.append(
+                "look-ahead: the rank of the next panel factorises it, and arrives, before it does "
+                f"the rest with the last; others wait {hidden * 1e6:.3g} us less"
+            )
         steps = list(map(str, ranks[0]))
         lines += [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
         if len(steps) > _SHOWN:

@@ -24,6 +24,7 @@ from shardmath.factorisations.direct_solver import (
     DirectSolverOptions,
     direct_solver,
 )
+from shardmath.factorisations.operands import SingularMatrix
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
@@ -48,6 +49,7 @@ __all__ = [
     "InvalidDirectSolverState",
     "LinAlgError",
     "RefinedSolution",
+    "SingularMatrix",
     "advanced",
     "cholesky",
     "cond",
