@@ -5,12 +5,17 @@ the matrix: n = 2048 sqrt(P). Counted are the moves of the ranks' programs, for 
 receives most: of columns that are there already, and of rows that are brought into columns, and
 back. Beside them, in elements of 8 bytes:
 
-* 2-D: n^2/2 (1/p + 1/q) on the p x q ranks nearest to a square, the panels of rows and columns that
-  each rank receives in ScaLAPACK's and SLATE's factorisations, without exchanges of rows; on a
-  square n^2/sqrt(P). Source: Kwasniewski and others, "On the parallel I/O optimality of linear
-  algebra kernels", SC 2021, on ScaLAPACK and SLATE.
-* I/O optimal: n^3/(P sqrt(S)), of COnfLUX there, by the authors and the method of COSMA ("Red-blue
-  pebbling revisited", SC 2019), with the memory of S = n^2/P that columns take.
+* 2-D: n^2/2 (1/p + 1/q) on the p x q ranks nearest to a square, p <= q: the panels of rows and
+  columns that a rank uses in ScaLAPACK's and SLATE's factorisations; on a square n^2/sqrt(P).
+  Source: Kwasniewski and others, "On the parallel I/O optimality of linear algebra kernels",
+  SC 2021, on ScaLAPACK and SLATE.
+* 2-D received: the same, counted as ours is: without what a rank has of these panels itself, and
+  for LU with the rows that are exchanged, whole, between the p ranks of a column, each as likely
+  to have the pivot: 2 n^2/P (1 - 1/p).
+* I/O optimal: n^3/(P sqrt(S)), of COnfLUX and COnfCHOX there, by the authors and the method of
+  COSMA ("Red-blue pebbling revisited", SC 2019), with the memory of S = n^2/P that columns take.
+  COSMA's own volume, 2 n^3/(P sqrt(S)), is that of a product, of three times as many operations
+  as LU.
 """
 
 from __future__ import annotations
@@ -49,15 +54,21 @@ def main() -> None:
     for size in range(1, RANKS + 1):
         n = round(N * sqrt(size) / BLOCK) * BLOCK
         p = next(p for p in range(isqrt(size), 0, -1) if size % p == 0)
-        grid = 8 * n**2 / 2 * (p / size + 1 / p) * (size > 1)
+        q = size // p
+        grid = 8 * n**2 / 2 * (1 / p + 1 / q) * (size > 1)
+        panels = 8 * n**2 / 2 * ((1 - 1 / q) / p + (1 - 1 / p) / q)
+        exchanged = 8 * 2 * n**2 / size * (1 - 1 / p)
         optimal = 8 * n**3 / (size * sqrt(n**2 / size)) * (size > 1)
         for name, (operation, flags) in OPERATIONS.items():
             own = received(operation, flags, Blocks(n, BLOCK, size).layout, size)
             split = received(operation, flags, Layout.slab((n, n), size, axis=0), size)
             row: dict[str, Any] = {"operation": name, "ranks": size, "n": n}
-            row |= {"columns": own, "rows": split, "2-D": grid, "I/O optimal": round(optimal)}
-            row["of 2-D"] = round(own / grid, 3) if grid else 0.0
-            row["of I/O optimal"] = round(own / optimal, 3) if optimal else 0.0
+            row |= {"columns": own, "rows": split}
+            others = {"2-D": grid, "2-D received": panels, "I/O optimal": optimal}
+            if operation is LU_FACTOR:
+                others["2-D received"] += exchanged
+            for of, volume in others.items():
+                row |= {of: round(volume), f"of {of}": round(own / volume, 3) if own else 0.0}
             rows.append(row)
     record.write("factorisation_volumes", rows, block=BLOCK, goal=GOAL)
 

@@ -79,16 +79,16 @@ def factorise(panels: PanelSteps, *, solves: bool = False) -> None:
     last = blocks.count if solves else blocks.count - 1
     for k in range(last):
         panels.synchronise()
-        panel = panels.bring_panel(k)
+        panel, first = panels.bring_panel(k, lower=True)
         ahead = k + 1 < blocks.count and blocks.owner(k + 1) == rank
         if ahead:
-            _subtract(panels, panel, k, k + 1)
+            _subtract(panels, panel, first, k + 1)
             _factorise_panel(panels, k + 1)
         if k + 1 < last:
             panels.arrive()
         for j in blocks.owned(rank):
             if j > k + ahead:
-                _subtract(panels, panel, k, j)
+                _subtract(panels, panel, first, j)
         if solves:
             panels.substitute_by(panel, k, unit=False)
 
@@ -99,10 +99,12 @@ def _factorise_panel(panels: PanelSteps, k: int) -> None:
     panels.steps.append(FactoriseCholesky(diagonal, below, STATUS, lo))
 
 
-def _subtract(panels: PanelSteps, panel: Cut, k: int, j: int) -> None:
-    """Take the product of panel `k` from block `j`, from the diagonal on."""
+def _subtract(panels: PanelSteps, panel: Cut, first: int, j: int) -> None:
+    """Take the product of a panel, which is there from row `first` of the matrix on, from block
+    `j`, from the diagonal on.
+    """
     blocks = panels.blocks
-    (first, _), (lo, hi) = blocks.bounds(k), blocks.bounds(j)
+    lo, hi = blocks.bounds(j)
     left, right = panel.of_rows(lo - first, blocks.n - first), panel.of_rows(lo - first, hi - first)
     target = panels.own(j, (lo, blocks.n))
     panels.steps.append(Subtract(target, left, right, ("N", "C"), panels.rounded))

@@ -162,7 +162,7 @@ def factorise(panels: PanelSteps, *, solves: bool = False) -> None:
     last = blocks.count if solves else blocks.count - 1
     for k in range(last):
         panels.synchronise()
-        panel, pivots = panels.bring_panel(k), _bring_pivots(panels, k)
+        (panel, _), pivots = panels.bring_panel(k), _bring_pivots(panels, k)
         ahead = k + 1 < blocks.count and blocks.owner(k + 1) == rank
         if ahead:
             _bring_up_to_date(panels, panel, pivots, k, panels.own(k + 1, (0, blocks.n)))

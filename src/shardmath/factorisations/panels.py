@@ -5,8 +5,9 @@
 
 One rank has a panel whole: it searches pivots and divides without a word to the others, and hands
 the result to all. That is what columns in one dimension are for; in two, a panel's ranks meet for
-each column. All ranks read each panel once, n^2/2 elements, where in two dimensions each reads
-parts of rows and of columns: for 2 ranks as much, for 8 three quarters.
+each column. Each rank reads each panel of the others once, for LU n^2/2 (1 - 1/P) elements in all,
+and for Cholesky's factor only the rows from its own next block on: see docs/linear-algebra.md for
+what two dimensions would spare.
 
 Look-ahead. The rank that has the next panel brings that up to date and factorises it first, and
 says that it has come (`Arrive`) before it does the rest; the others say so as soon as they have
@@ -54,6 +55,8 @@ from shardmath.redistribution import TransferPlan
 
 STATUS = "status"
 _NOTHING = Spans(0, 0, 0, 0)
+
+Rows = tuple[int, int]  # from, to
 
 
 class Blocks(Immutable):
@@ -106,11 +109,11 @@ class Blocks(Immutable):
         """A vector with an element for each column, where that column is."""
         return Layout.product((self.n,), [self.spans], size=self.size)
 
-    def read(self, k: int, rows: tuple[int, int], readers: Sequence[bool]) -> Layout:
-        """These rows of block `k` on those ranks that read it."""
-        part = (Spans.interval(*rows), Spans.interval(*self.bounds(k)))
-        nothing = (_NOTHING, _NOTHING)
-        return Layout((self.n, self.n), tuple(part if reads else nothing for reads in readers))
+    def read(self, k: int, rows: Sequence[Rows | None]) -> Layout:
+        """The rows of block `k` that each rank reads, None where it reads nothing."""
+        columns, nothing = Spans.interval(*self.bounds(k)), (_NOTHING, _NOTHING)
+        parts = tuple(nothing if own is None else (Spans.interval(*own), columns) for own in rows)
+        return Layout((self.n, self.n), parts)
 
 
 class PanelSteps:
@@ -208,42 +211,39 @@ class PanelSteps:
         width = self.blocks.spans[self.rank].length
         return Cut("columns", rows, (self.blocks.before(k + 1, self.rank), width))
 
-    def bring_panel(self, k: int) -> Cut:
-        """Block `k` from its diagonal on, where this rank can read it: its own, or a copy. Ranks
-        that have neither columns behind it nor right-hand sides read nothing.
+    def bring_panel(self, k: int, *, lower: bool = False) -> tuple[Cut, int]:
+        """Block `k`, where this rank can read it, its own or a copy, and the first of its rows that
+        are there: that of its diagonal.
+
+        Ranks that have neither columns behind it nor right-hand sides read nothing. What is done
+        with it to the `lower` triangle alone needs the rows of a rank's next block, and those
+        below: a rank without right-hand sides reads no others.
         """
         blocks = self.blocks
         lo, _ = blocks.bounds(k)
-        rows = lo, blocks.n
-        mine = blocks.owner(k) == self.rank
-        copy = self._read(
-            f"panel {k}",
-            "columns",
-            blocks.layout,
-            k,
-            rows,
-            [
-                rank != blocks.owner(k) and (reads or max(blocks.owned(rank), default=-1) > k)
-                for rank, reads in enumerate(self._readers)
-            ],
-        )
-        return self.own(k, rows) if mine else copy
+        rows: list[Rows | None] = []
+        for rank, reads in enumerate(self._readers):
+            behind = next((j for j in blocks.owned(rank) if j > k), None)
+            if rank == blocks.owner(k) or (behind is None and not reads):
+                rows.append(None)
+            elif lower and behind is not None and not reads:
+                rows.append((blocks.bounds(behind)[0], blocks.n))
+            else:
+                rows.append((lo, blocks.n))
+        copy = self._read(f"panel {k}", "columns", blocks.layout, k, rows)
+        if blocks.owner(k) == self.rank:
+            return self.own(k, (lo, blocks.n)), lo
+        return copy, (rows[self.rank] or (lo, blocks.n))[0]
 
     def _read(
-        self,
-        name: str,
-        source: str,
-        held: Layout,
-        k: int,
-        rows: tuple[int, int],
-        readers: Sequence[bool],
+        self, name: str, source: str, held: Layout, k: int, rows: Sequence[Rows | None]
     ) -> Cut:
-        """These rows of block `k` of a buffer, copied to those ranks that read them."""
+        """The rows of block `k` of a buffer, copied to those ranks that read them."""
         lo, hi = self.blocks.bounds(k)
-        layout = self.blocks.read(k, rows, readers)
+        layout = self.blocks.read(k, rows)
         self.workspace[name] = SplitArray(layout, self.problem.dtype, "F", memory="panel")
         self.steps.append(Move(TransferPlan(held, layout, self.problem.itemsize), source, name))
-        return Cut(name, (0, rows[1] - rows[0]), (0, hi - lo))
+        return Cut(name, (0, layout.local_shape(self.rank)[0]), (0, hi - lo))
 
     def arrive(self) -> None:
         """Let the peers read the next panel while this rank does the rest with this one."""
@@ -287,10 +287,10 @@ class PanelSteps:
             rows = (lo, blocks.n) if lower else (0, hi)
             mine = source == "columns" and blocks.owner(k) == self.rank
             copies = [
-                reads and not (source == "columns" and blocks.owner(k) == rank)
+                rows if reads and not (source == "columns" and blocks.owner(k) == rank) else None
                 for rank, reads in enumerate(self._readers)
             ]
-            part = self._read(f"{op} {source} {lower} {k}", source, held, k, rows, copies)
+            part = self._read(f"{op} {source} {lower} {k}", source, held, k, copies)
             if self.right.is_empty:
                 continue
             if mine:
