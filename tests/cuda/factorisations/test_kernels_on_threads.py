@@ -1,7 +1,7 @@
 """The kernels of factorisations, on this computer's threads in place of a GPU's.
 
 The host's code launches them, one after the other; cuBLAS is NumPy. Blocks have few threads here,
-so that a panel of 150 rows has several.
+so that a panel of 150 rows has several, and few exchanges of rows are made as one permutation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import scipy.linalg
 from shardmath.cuda.compile import KERNELS
 from shardmath.local.gpu import Matrix, lapack
 
-THREADS, PROCESSORS, FIRST = 32, 3, 1000
+THREADS, CHUNK, FIRST = 32, 64, 1000
 GOOD = 1 << 62
-DEVICE = SimpleNamespace(processors=PROCESSORS, activate=lambda: None)
+PROCESSORS = {1: 3, 2: 2}  # by the number of rows of a thread
 WORDS = Path(__file__).parent.parent / "collectives" / "device_threads.hh"
 
 PACKETS = """
@@ -57,6 +57,7 @@ def on_threads(text):
     before, _, after = text.partition("// -- words ---")
     if after:
         text = before + PACKETS + after.partition("// -- rows ---")[2].partition("\n")[2]
+    text = text.replace(f"kChunk = {lapack._CHUNK};", f"kChunk = {CHUNK};")
     return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
 
 
@@ -145,7 +146,8 @@ def note_zeros(device, stream, a, *, status, first):
 
 def factors_of(library, a):
     """LU factors of a panel, its pivots and what is noted, where sentinels lie around."""
-    dtype, _, kernels = library
+    dtype, rows, kernels = library
+    device = device_of(rows)
     height, width = a.shape
     held = np.full((width, height + 5), 77, dtype)  # column-major, with a gap behind each column
     held[:, :height] = a.T
@@ -159,19 +161,28 @@ def factors_of(library, a):
         note_zeros=note_zeros,
         call=lambda name, place, byte, nbytes, stream: ctypes.memset(place, byte, nbytes),
     ):
-        room = lapack.room_of_lu(DEVICE, x)
+        room = lapack.room_of_lu(device, x)
         packets = np.full(room + 32, 0xA5, np.uint8)
         start = -packets.ctypes.data % 16
         words = {"workspace": packets.ctypes.data + start, "blas": 0, "first": FIRST}
-        lapack.lu(DEVICE, 0, x, pivots=pivots.ctypes.data, status=status, **words)
+        lapack.lu(device, 0, x, pivots=pivots.ctypes.data, status=status, **words)
     assert (held[:, height:] == 77).all() and pivots[-1] == -9
     assert (packets[start + room :] == 0xA5).all() and (packets[:start] == 0xA5).all()
     return held[:, :height].T, pivots[:-1] - FIRST, int(status[0])
 
 
+def device_of(rows):
+    return SimpleNamespace(processors=PROCESSORS[rows], activate=lambda: None)
+
+
 def tallest(rows):
     """The height of a panel for which a thread has so many rows, and all blocks have some."""
-    return PROCESSORS * THREADS * rows - 3
+    return PROCESSORS[rows] * THREADS * rows - 3
+
+
+def of_one_launch(dtype, rows):
+    """The number of columns that one launch factorises."""
+    return lapack._ROW_BYTES // (rows * np.dtype(dtype).itemsize)
 
 
 def random_panel(rng, height, width, dtype):
@@ -184,8 +195,8 @@ def random_panel(rng, height, width, dtype):
 def test_factors_and_pivots_are_lapacks(library):
     dtype, rows, _ = library
     rng = np.random.default_rng(rows)
-    of_launch = lapack._ROW_BYTES // (rows * np.dtype(dtype).itemsize)
-    for height, width in ((tallest(rows), of_launch + 1), (tallest(rows) - THREADS * rows, 1)):
+    two_launches = of_one_launch(dtype, rows) + 1
+    for height, width in ((tallest(rows), two_launches), (tallest(rows) - THREADS * rows, 1)):
         a = random_panel(rng, height, width, dtype)
         made, pivots, noted = factors_of(library, a)
         want, wanted = scipy.linalg.lu_factor(a)
@@ -214,7 +225,7 @@ def test_square_ends_of_matrices(library):
     dtype, rows, _ = library
     if rows > 1:
         pytest.skip("a panel of few rows has one a thread")
-    for n in (1, 2, 40):
+    for n in (1, 2, of_one_launch(dtype, rows) + 1):
         a = random_panel(np.random.default_rng(n), n, n, dtype)
         made, pivots, noted = factors_of(library, a)
         wanted = scipy.linalg.lu_factor(a)[1]
@@ -236,7 +247,7 @@ def column_major(x, gap=3):
 
 def test_a_few_right_hand_sides(library):
     """Every triangle, as SciPy solves with it: the other one is not read."""
-    dtype, _, kernels = library
+    dtype, rows, kernels = library
     rng = np.random.default_rng(0)
     for number, (n, columns) in enumerate([(1, 1), (31, 3), (70, 2)]):
         for lower, op in ((True, "N"), (False, "N"), (True, "C"), (False, "T")):
@@ -249,7 +260,7 @@ def test_a_few_right_hand_sides(library):
             whole, made, x = column_major(b)
             with patch.object(lapack, "_kernel", partial(launched, kernels)):
                 words = {"lower": lower, "op": op, "unit": unit}
-                lapack.solve_triangular(DEVICE, 0, triangle, x, blas=0, **words)
+                lapack.solve_triangular(device_of(rows), 0, triangle, x, blas=0, **words)
             trans = {"N": 0, "T": 1, "C": 2}[op]
             want = scipy.linalg.solve_triangular(a, b, trans, lower, unit)
             assert abs(made - want).max() <= 20 * n * np.finfo(dtype).eps * abs(want).max()
@@ -261,20 +272,20 @@ def test_exchanges_of_rows(library):
     dtype, rows, kernels = library
     if rows > 1:
         pytest.skip("no matter how many rows a thread of panels has")
-    rng, n = np.random.default_rng(0), 530
+    rng, n = np.random.default_rng(0), 2 * CHUNK + 18
     a = random_panel(rng, n, 2, dtype)
     pivots = np.array([rng.integers(i, n) for i in range(n)], np.int32) + FIRST
     whole, made, x = column_major(a)
     status = np.array([GOOD])
     words = {"first": FIRST, "status": status.ctypes.data, "code": 5}
-    with patch.object(lapack, "_kernel", partial(launched, kernels)):
-        lapack.exchange_rows(DEVICE, 0, x, pivots.ctypes.data, n, backward=False, **words)
+    with patch.multiple(lapack, _kernel=partial(launched, kernels), _CHUNK=CHUNK):
+        lapack.exchange_rows(device_of(rows), 0, x, pivots.ctypes.data, n, backward=False, **words)
         want = a.copy()
         for row, other in enumerate(pivots - FIRST):
             want[[row, other]] = want[[other, row]]
         assert (made == want).all()
-        lapack.exchange_rows(DEVICE, 0, x, pivots.ctypes.data, n, backward=True, **words)
+        lapack.exchange_rows(device_of(rows), 0, x, pivots.ctypes.data, n, backward=True, **words)
         assert (made == a).all() and status[0] == GOOD
-        pivots[520] = FIRST + n
-        lapack.exchange_rows(DEVICE, 0, x, pivots.ctypes.data, n, backward=False, **words)
+        pivots[n - 3] = FIRST + n
+        lapack.exchange_rows(device_of(rows), 0, x, pivots.ctypes.data, n, backward=False, **words)
     assert (made == a).all() and status[0] == 5 and (whole[:, n:] == 77).all()
