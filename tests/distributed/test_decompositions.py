@@ -146,6 +146,37 @@ def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
     contexts.run(eigenvalues, calls, ranks=size)
 
 
+def hermitian_factors():
+    """Singular values of Hermitian matrices and of stacks of them, as the general way has them."""
+    for shape in ((0, 0), (1, 1), (5, 5), (3, 4, 4), (0, 3, 3), (2, 0, 0)):
+        for dtype in ("int64", "float32", "complex128"):
+            general = np.arange(np.prod(shape)).reshape(shape) % 7 - 3
+            a = general.astype(dtype) * (1j if dtype == "complex128" else 1)
+            a = a + np.swapaxes(a.conj(), -1, -2)  # of both signs, and of less than full rank
+            expected = np.linalg.svd(a, compute_uv=False)
+            close = {"atol": 1e-4 if dtype == "float32" else 1e-12}
+            for full in (False, True):
+                for x in (shardmath.from_global(a, how) for how in (Slab.X, Slab.Y, Replicated())):
+                    u, s, vh = shardmath.linalg.svd(x, full, hermitian=True)
+                    np.testing.assert_allclose(s.numpy(), expected, **close)
+                    np.testing.assert_allclose(((u * s[..., None, :]) @ vh).numpy(), a, **close)
+                    if x.ndim == 2:
+                        assert u.distribution == vh.distribution == x.distribution
+                        assert s.distribution == Replicated()
+                    values = shardmath.linalg.svd(x, full, False, hermitian=True)
+                    np.testing.assert_allclose(values.numpy(), expected, **close)
+
+
+def in_context(context):
+    with context:
+        hermitian_factors()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_singular_values_of_hermitian_matrices(contexts, ranks):
+    contexts.run(in_context, ranks=ranks)
+
+
 @st.composite
 def equations(draw, size):
     m, n, count = draw(st.integers(0, 80)), draw(st.integers(0, 80)), draw(st.integers(0, 4))
