@@ -2,8 +2,9 @@
 
 python -m shardmath run -n 4 examples/kernel_ridge.py
 
-The weights of the training images solve (K + c) W = Y, where K has a number for every two images:
-how alike they are. A test image gets the label that weighs most where it is like them.
+The weights of the training images solve (K + c I) W = Y, by the Cholesky factor of K + c I. K has
+a number for every two images: how alike they are. A test image gets the label that weighs most
+where it is like them.
 """
 
 from typing import Any
