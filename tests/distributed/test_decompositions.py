@@ -368,6 +368,12 @@ def of_parts(context):
         ):
             with pytest.raises(error, match=words):
                 linalg.qr(rows, distributions=wrong)
+        own = rank == context.size - 1
+        for wrong in ([Slab.X] * 4, 3):  # on one rank
+            with pytest.raises((ValueError, TypeError), match="distribution"):
+                linalg.qr(rows, distributions=wrong if own else Slab.X)
+        with pytest.raises(ValueError, match="of 2 results, and there are 1"):
+            linalg.qr(rows, "r", distributions=[Slab.X] * 3)
         split = shardmath.from_global(a, Slab.X)
         for error, wrong in ((ValueError, [whole] * 3), (TypeError, 3), (TypeError, [None, "x"])):
             with pytest.raises(error, match="distribution"):

@@ -20,8 +20,11 @@ from shardmath.geometry import Distribution
 from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
-def of_parts_too(function: Callable[..., Any], operands: Sequence[str] = ("a",)) -> Any:
-    """`function`, whose first arguments are `operands`, by these names, of arrays and of parts.
+def of_parts_too(
+    function: Callable[..., Any], operands: Sequence[str] = ("a",), *, results: int = 1
+) -> Any:
+    """`function`, whose first arguments are `operands`, by these names, of arrays and of parts. It
+    has so many `results` at most.
 
     It takes `distributions` besides: of parts those of the operands, and then, where results are
     to be split otherwise than they come, those of the results; of arrays those of the results
@@ -29,6 +32,11 @@ def of_parts_too(function: Callable[..., Any], operands: Sequence[str] = ("a",))
     parts.
     """
     name, count = function.__name__, len(operands)
+
+    def read(distributions: Any, operands: Sequence[str]) -> Any:
+        split, wanted = distributions_of(distributions, operands)
+        distributions_of_results(wanted, results)
+        return split, wanted
 
     @collective_call
     @wraps(function)
@@ -40,18 +48,18 @@ def of_parts_too(function: Callable[..., Any], operands: Sequence[str] = ("a",))
         arrays, rest = given[:count], given[count:]
         if arrays and all(isinstance(x, Distributed) for x in arrays):
             context = arrays[0].context
-            _, wanted = raising_on_all_ranks(context, name, lambda: distributions_of(distributions))
+            _, wanted = raising_on_all_ranks(context, name, lambda: read(distributions, ()))
             return _split(function(*given, **words), wanted, context)
         context = require_context()
 
-        def described() -> tuple[list[Distribution], list[Distribution | None]]:
+        def described() -> Any:
             if len(arrays) < count or not all(parts.is_array(x) for x in arrays):
                 raise TypeError(f"{name} takes {count} array(s): DistributedArrays, or parts")
-            return distributions_of(distributions, operands)
+            return read(distributions, operands)
 
         split, wanted = raising_on_all_ranks(context, "array", described)
-        results = function(*map(array, arrays, split), *rest, **words)
-        return _parts(_split(results, wanted, context))
+        made = function(*map(array, arrays, split), *rest, **words)
+        return _parts(_split(made, wanted, context))
 
     return called
 

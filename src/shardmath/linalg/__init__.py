@@ -30,15 +30,15 @@ from shardmath.linalg import advanced
 from shardmath.operators.matmul.options import MatmulComputeType as ComputeType
 
 cond = of_parts_too(norms.cond)
-eigh = of_parts_too(decompositions.eigh)
+eigh = of_parts_too(decompositions.eigh, results=2)
 eigvalsh = of_parts_too(decompositions.eigvalsh)
-lstsq = of_parts_too(decompositions.lstsq, ("a", "b"))
+lstsq = of_parts_too(decompositions.lstsq, ("a", "b"), results=4)
 matrix_rank = of_parts_too(norms.matrix_rank)
 norm = of_parts_too(norms.norm)
 pinv = of_parts_too(norms.pinv)
-qr = of_parts_too(decompositions.qr)
-svd = of_parts_too(decompositions.svd)
-svd_lowrank = of_parts_too(low_rank.svd_lowrank)
+qr = of_parts_too(decompositions.qr, results=2)
+svd = of_parts_too(decompositions.svd, results=3)
+svd_lowrank = of_parts_too(low_rank.svd_lowrank, results=3)
 svdvals = of_parts_too(decompositions.svdvals)
 
 __all__ = [
