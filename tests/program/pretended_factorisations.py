@@ -34,14 +34,8 @@ def cholesky(a, *, workspace, status, first):
         note(status, first + order)
 
 
-def lu(device, stream, a, *, blas, beside=False, **named):
-    assert a.columns <= a.rows and beside is (stream == BESIDE)
-    require_own(blas, stream)
-    device.launch(stream, factorised, a, **named)
-
-
-def factorised(a, *, workspace, pivots, status, first):
-    exchanged = np.zeros(a.columns, np.int32)
+def lu(a, *, workspace, pivots, status, first):
+    exchanged = np.zeros(min(a.rows, a.columns), np.int32)
     on_cores.lu(view(a), exchanged)()
     words(pivots, len(exchanged), "int32")[...] = exchanged + first - 1
     note_zeros(a, status=status, first=first)
@@ -50,9 +44,9 @@ def factorised(a, *, workspace, pivots, status, first):
 _beside: dict[int, bool] = {}  # by the address of a workspace: for which of two streams it is
 
 
-def solve_triangular(device, stream, a, b, *, blas, beside=False, **flags):
+def solve_triangular(device, stream, a, b, *, workspace, beside=False, **flags):
     assert beside is (stream == BESIDE), "its handle is another stream's"
-    require_own(blas, stream)
+    require_own(workspace, stream)
     device.launch(stream, on_cores.solve_triangular(view(a), view(b), **flags))
 
 
@@ -127,7 +121,7 @@ def launched(function):
 def factorisations_at_once():
     """Within, factorisations of a `pretended_gpu` are performed when they are launched."""
     functions = (
-        *(cholesky, check_finite, conjugate, set_identity, keep_lower),
+        *(cholesky, lu, check_finite, conjugate, set_identity, keep_lower),
         *(note_zeros, begin, least, exchange_rows),
     )
     _beside.clear()
@@ -139,11 +133,9 @@ def factorisations_at_once():
             (gpus, "WORKSPACE", 1),
             (gpus, "multiply", multiply),
             (lapack, "solve_triangular", solve_triangular),
-            (lapack, "lu", lu),
             (lapack, "bindings", lambda: None),
             (lapack, "load", lambda *_: None),
-            (lapack, "room_of_cholesky", lambda *_: 1),
-            (lapack, "room_of_lu", lambda *_: 1),
+            (lapack, "room", lambda *_: 1),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

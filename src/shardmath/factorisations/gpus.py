@@ -2,8 +2,7 @@
 
 What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
 first; what stands behind, to the user's, as soon as the panel is there. So the next panel has been
-factorised when the product that runs beside it ends. Its kernels are few: each waits, however
-urgent it is, until blocks of the product have ended that are where its own are to be.
+factorised when the product that runs beside it ends.
 
     panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
     user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
@@ -17,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
@@ -60,11 +59,10 @@ from shardmath.redistribution import TransferPlan
 
 AHEAD = "panels"  # the stream on which the next panel is factorised
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
-_BLAS, _BLAS_AHEAD, _PANEL = "blas", "blas of panels", "panel"  # memories
+_BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
 _ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
-
-S = TypeVar("S", FactoriseCholesky, FactoriseLU)
+_ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
 class Least(OwnStep, words="the least of {source} to {target}"):
@@ -284,25 +282,19 @@ class FactorisationProgram(GPUProgram):
     @property
     def memories(self) -> Mapping[str, Memory]:
         """The memories of the lane that are needed."""
-        rooms = [lapack.room_of_lu(self.device, panel) for panel in self._panels]
-        for step in self._steps_of(FactoriseCholesky):
-            rooms.append(lapack.room_of_cholesky(self.device, self._block(step.diagonal)))
-        own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _PANEL: max(rooms, default=0)}
+        rooms = [
+            lapack.room(self.device, _ROUTINES[type(step)], self._block(_factorised(step)))
+            for _, step in self.steps
+            if type(step) in _ROUTINES
+        ]
+        own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _SOLVER: max(rooms, default=0)}
         return {**self.program.memories, **{name: Memory(n) for name, n in own.items()}}
-
-    @property
-    def _panels(self) -> list[Matrix]:
-        """Those that get LU factors."""
-        return [self._block(step.panel) for step in self._steps_of(FactoriseLU)]
-
-    def _steps_of(self, kind: type[S]) -> list[S]:
-        return [step for _, step in self.steps if isinstance(step, kind)]
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
         super().prepare(own, stream, span)
         for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
-            lapack.load(self.device, dtype, [x for x in self._panels if x.dtype == dtype])
+            lapack.load(self.device, dtype)
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -353,7 +345,7 @@ class FactorisationProgram(GPUProgram):
 
     def _factorise_cholesky(self, step: FactoriseCholesky, memories: Memories) -> Launch:
         diagonal, below = self._block(step.diagonal, memories), self._block(step.below, memories)
-        status, workspace = self._address(step.status, memories), memories.own[_PANEL]
+        status, workspace = self._address(step.status, memories), memories.own[_SOLVER]
         divide = self._solution(diagonal, below, memories, lower=True, op="C", right=True)
 
         def launch(stream: int) -> None:
@@ -367,20 +359,16 @@ class FactorisationProgram(GPUProgram):
     def _factorise_lu(self, step: FactoriseLU, memories: Memories) -> Launch:
         panel, status = self._block(step.panel, memories), self._address(step.status, memories)
         pivots = self._address(step.pivots, memories, step.place[0])
-
-        def launch(stream: int) -> None:
-            lapack.lu(
-                self.device,
-                stream,
-                panel,
-                workspace=memories.own[_PANEL],
-                pivots=pivots,
-                status=status,
-                first=step.first,
-                **self._of_blas(stream, memories),
-            )
-
-        return launch
+        workspace = memories.own[_SOLVER]
+        return lambda stream: lapack.lu(
+            self.device,
+            stream,
+            panel,
+            workspace=workspace,
+            pivots=pivots,
+            status=status,
+            first=step.first,
+        )
 
     def _exchange_rows(self, step: ExchangeRows, memories: Memories) -> Launch:
         target, status = self._block(step.target, memories), self._address(step.status, memories)
@@ -410,17 +398,19 @@ class FactorisationProgram(GPUProgram):
         """What puts B = op(A)^-1 B, or the like, on a stream."""
 
         def launch(stream: int) -> None:
-            words = flags | self._of_blas(stream, memories)
-            lapack.solve_triangular(self.device, stream, a, b, **words)
+            beside = self._is_beside(stream)
+            workspace = memories.own[_BLAS_AHEAD if beside else _BLAS]
+            lapack.solve_triangular(
+                self.device, stream, a, b, workspace=workspace, beside=beside, **flags
+            )
 
         return launch
 
-    def _of_blas(self, stream: int, memories: Memories) -> dict[str, Any]:
-        """The workspace of cuBLAS on a stream. That of panels runs beside the user's, or beside the
-        one on which a graph is captured in its place: they must not share memory.
+    def _is_beside(self, stream: int) -> bool:
+        """Whether that is the stream of panels, which runs beside the user's, or beside the one on
+        which a graph is captured in its place: their routines must not share memory.
         """
-        beside = stream == int(self.lane.stream(AHEAD))
-        return {"blas": memories.own[_BLAS_AHEAD if beside else _BLAS], "beside": beside}
+        return stream == int(self.lane.stream(AHEAD))
 
     def _subtract(self, step: Subtract, memories: Memories) -> Launch | None:
         target, left, right = (
@@ -439,7 +429,7 @@ class FactorisationProgram(GPUProgram):
                 self.device,
                 *(one[0], two[0], target),
                 stream=stream,
-                workspace=self._of_blas(stream, memories)["blas"],
+                workspace=memories.own[_BLAS_AHEAD if self._is_beside(stream) else _BLAS],
                 alpha=-1.0,
                 beta=1.0,
                 conj_a=one[1],
@@ -463,3 +453,8 @@ class FactorisationProgram(GPUProgram):
         Substitute: _substitute,
         Subtract: _subtract,
     }
+
+
+def _factorised(step: FactoriseCholesky | FactoriseLU) -> Cut:
+    """The block that a routine factorises."""
+    return step.diagonal if isinstance(step, FactoriseCholesky) else step.panel

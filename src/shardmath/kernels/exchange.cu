@@ -653,6 +653,13 @@ struct Exchange {
         }
         return true;
     }
+
+    // The same where guesses do not do, once rows have come. Other blocks of this launch may have found that they do:
+    // so each thread writes just what it would have written then, its word of this rank's own part too.
+    __device__ void take_few(const Words& words, u64 me, u64 all) const {
+        if (8 * me < to(rank())) write_eight(a.output + table.place[rank()], me, to(rank()), words.word[rank()]);
+        receive_mail(me, all);
+    }
 };
 
 // The last block to pass counts the launch, of which all have read the number then. By one thread of each: first the
@@ -691,6 +698,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange_few(const __g
     const bool counts = threadIdx.x == blockDim.x - 1;
     const u64 before = counts ? pass(a) : 0;  // soon: the answer is there when it is asked for
     if (usable && !exchange.receive_few(words, me) && exchange.receive_rows<kCounts>() && exchange.fits())
-        exchange.take_mail(me, (u64)gridDim.x * blockDim.x);
+        exchange.take_few(words, me, (u64)gridDim.x * blockDim.x);
     if (counts) count(a, launch, before);
 }

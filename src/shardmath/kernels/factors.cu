@@ -1,8 +1,8 @@
 // What factorisations do to matrices beside the routines of libraries. A matrix has any strides; neighbouring
 // threads take neighbouring rows. `status` becomes the least of all that is noted in it. Compiled with ELEMENT,
 // the type of a matrix.
-#include "numbers.cuh"
-#include "permutation.cuh"
+#include "elements.cuh"
+#include "matrix.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT float64
@@ -25,6 +25,23 @@ template <class Real>
 __device__ bool is_finite(complex_of<Real> x) {
     return is_finite(x.real) && is_finite(x.imag);
 }
+template <class Real>
+__device__ bool is_zero(Real x) {
+    return x == 0;
+}
+template <class Real>
+__device__ bool is_zero(complex_of<Real> x) {
+    return x.real == 0 && x.imag == 0;
+}
+template <class Real>
+__device__ Real conjugate_of(Real x) {
+    return x;
+}
+template <class Real>
+__device__ complex_of<Real> conjugate_of(complex_of<Real> x) {
+    return {x.real, -x.imag};
+}
+
 // f(row, column, element) of all elements.
 template <class Function>
 __device__ void for_each(const FactorsArgument& a, Function f) {
@@ -72,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(256) note_zeros(const __grid_consta
 struct WordsArgument {
     int64 *status, *words;
     int64 count, number;
-    const int32* info;  // what a routine says is wrong
+    const int32 *info, *rows;  // what a routine says is wrong, and the rows that it has exchanged, from 1
+    int32* pivots;
 };
 
 // The status is `number`.
@@ -90,6 +108,11 @@ extern "C" __global__ void note_info(const __grid_constant__ WordsArgument a) {
     if (*a.info > 0) atomicMin(a.status, a.number + *a.info);
 }
 
+// Rows of the matrix, from 0, of a panel whose first row is `number`. One block.
+extern "C" __global__ void __launch_bounds__(256) number_pivots(const __grid_constant__ WordsArgument a) {
+    for (int64 i = threadIdx.x; i < a.count; i += blockDim.x) a.pivots[i] = a.rows[i] + (int32)a.number - 1;
+}
+
 constexpr int kChunk = 512;  // exchanges that are made as one permutation
 
 struct ExchangeArgument {
@@ -103,11 +126,11 @@ struct ExchangeArgument {
     int64 code;         // is noted where a pivot is no row: then none are exchanged
 };
 
-typedef Permutation<kChunk> Exchanges;
-
-// Row i is exchanged with row pivots[i], one after the other, from `begin` on: in all columns.
+// Row i is exchanged with row pivots[i], one after the other, from `begin` on. Each block finds out first where
+// rows come to lie, for which a slot stands: those of the chunk, then the others, at the first pivot that names
+// each. Then it moves them, column by column.
 extern "C" __global__ void __launch_bounds__(kChunk) exchange_rows(const __grid_constant__ ExchangeArgument a) {
-    __shared__ Exchanges exchanges;
+    __shared__ int32 row[2 * kChunk], source[2 * kChunk], partner[kChunk];
     const int t = threadIdx.x;
     bool wrong = false;
     for (i64 i = t; i < a.count; i += kChunk) {
@@ -118,87 +141,44 @@ extern "C" __global__ void __launch_bounds__(kChunk) exchange_rows(const __grid_
         if (t == 0 && blockIdx.x == 0) atomicMin(a.status, a.code);
         return;
     }
-    const int count = a.count - a.begin < kChunk ? (int)(a.count - a.begin) : kChunk;
-    exchanges.find(a.pivots, a.first, a.begin, count, a.backward);
-    for (i64 j = blockIdx.x; j < a.columns; j += gridDim.x) exchanges.apply(a.data + j * a.leading);
-}
-
-constexpr int kTall = 512, kTogether = 2;  // rows of a triangle, and columns that a block solves for
-
-struct TriangleArgument {
-    const ELEMENT* a;
-    ELEMENT* b;
-    i64 leading, leading_of_b;
-    int32 n, columns;       // of b
-    int32 lower, op, unit;  // op: 0 for A, 1 for its transpose, 2 for its conjugate transpose
-};
-
-struct Known {
-    ELEMENT x[2][32][kTogether];  // unknowns of a warp, in two places in turn
-};
-
-template <class Real>
-__device__ inline Real from_lane(Real x, int lane) {
-    return __shfl_sync(~0u, x, lane);
-}
-template <class Real>
-__device__ inline complex_of<Real> from_lane(complex_of<Real> x, int lane) {
-    return {from_lane(x.real, lane), from_lane(x.imag, lane)};
-}
-
-// b = op(A)^-1 b, of a few columns and a triangle of up to kTall rows: what a library takes for it is the time of its
-// many kernels. A thread has a row of unknowns, in the order in which they are found. A warp finds 32, which then all
-// warps behind it use, whose elements of A have come meanwhile:
-//
-//     warp 0   find ┐
-//     warp 1   load ┴ use ─ find ┐
-//     warp 2   load ─ use ─ load ┴ use ─ find
-extern "C" __global__ void __launch_bounds__(kTall) solve_few(const __grid_constant__ TriangleArgument a) {
-    __shared__ Known known;
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-    const bool forward = (a.lower != 0) == (a.op == 0);
-    const auto row = [&](int place) -> i64 { return forward ? place : a.n - 1 - place; };
-    const auto element = [&](i64 i, i64 k) {
-        const ELEMENT x = a.op == 0 ? a.a[i + k * a.leading] : a.a[k + i * a.leading];
-        return a.op == 2 ? conjugate_of(x) : x;
-    };
-    ELEMENT x[kTogether];
-#pragma unroll
-    for (int c = 0; c < kTogether; ++c) {
-        const int column = blockIdx.x * kTogether + c;
-        x[c] = t < a.n && column < a.columns ? a.b[row(t) + column * a.leading_of_b] : ELEMENT{};
-    }
-#pragma unroll 1
-    for (int block = 0; block * 32 < a.n; ++block) {
-        ELEMENT of_row[32];
-#pragma unroll
-        for (int k = 0; k < 32; ++k) {
-            const int place = block * 32 + k;
-            const bool used = t < a.n && (place < t || (place == t && !a.unit));
-            of_row[k] = used ? element(row(t), row(place)) : ELEMENT{};
+    const int width = a.count - a.begin < kChunk ? (int)(a.count - a.begin) : kChunk;
+    const i64 pivot = t < width ? a.pivots[a.begin + t] - a.first : 0;
+    row[t] = (int32)(a.begin + t);
+    row[kChunk + t] = (int32)pivot;
+    source[t] = t;
+    source[kChunk + t] = kChunk + t;
+    __syncthreads();
+    if (t < width) {
+        if (pivot >= a.begin && pivot < a.begin + width) {
+            partner[t] = (int32)(pivot - a.begin);
+        } else {
+            int at = 0;
+            while (row[kChunk + at] != (int32)pivot) ++at;
+            partner[t] = kChunk + at;
         }
-        if (warp == block) {
+    }
+    __syncthreads();
+    if (t == 0)
+        for (int k = 0; k < width; ++k) {
+            const int i = a.backward ? width - 1 - k : k, j = partner[i];
+            const int32 held = source[i];
+            source[i] = source[j];
+            source[j] = held;
+        }
+    __syncthreads();
+    for (i64 j = blockIdx.x; j < a.columns; j += gridDim.x) {
+        ELEMENT* const column = a.data + j * a.leading;
+        ELEMENT held[2];
 #pragma unroll
-            for (int k = 0; k < 32; ++k)
-#pragma unroll
-                for (int c = 0; c < kTogether; ++c) {
-                    if (lane == k && !a.unit && t < a.n) x[c] = quotient(x[c], of_row[k]);
-                    const ELEMENT found = from_lane(x[c], k);
-                    if (lane > k) x[c] = minus_product(x[c], of_row[k], found);
-                }
-#pragma unroll
-            for (int c = 0; c < kTogether; ++c) known.x[block % 2][lane][c] = x[c];
+        for (int half = 0; half < 2; ++half) {
+            const int slot = half * kChunk + t;
+            if (source[slot] != slot) held[half] = column[row[source[slot]]];
         }
         __syncthreads();
-        if (warp > block)
 #pragma unroll
-            for (int k = 0; k < 32; ++k)
-#pragma unroll
-                for (int c = 0; c < kTogether; ++c) x[c] = minus_product(x[c], of_row[k], known.x[block % 2][k][c]);
-    }
-#pragma unroll
-    for (int c = 0; c < kTogether; ++c) {
-        const int column = blockIdx.x * kTogether + c;
-        if (t < a.n && column < a.columns) a.b[row(t) + column * a.leading_of_b] = x[c];
+        for (int half = 0; half < 2; ++half) {
+            const int slot = half * kChunk + t;
+            if (source[slot] != slot) column[row[slot]] = held[half];
+        }
     }
 }

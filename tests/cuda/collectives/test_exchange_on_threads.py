@@ -67,10 +67,20 @@ def on_threads(text):
 @pytest.fixture(scope="module", params=[2, 3])
 def kernel(request, tmp_path_factory):
     """The number of ranks, and the library of a kernel for them."""
+    return compiled(request.param, tmp_path_factory.mktemp("exchange"))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def hasty(request, tmp_path_factory):
+    """The same, but that all blocks but the first wait for no guesses."""
+    return compiled(request.param, tmp_path_factory.mktemp("hasty"), "blockIdx.x ? 0 : 1u << 31")
+
+
+def compiled(size, folder, patience=None):
+    """The number of ranks, and a library. `patience` replaces the polls for guesses."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    size, folder = request.param, tmp_path_factory.mktemp("exchange")
     for name in ("symm.cuh", "elements.cuh", "cells.cuh"):
         (folder / name).write_text(on_threads((KERNELS / name).read_text()))
     (folder / "elements.cuh").write_text("#pragma once\n")
@@ -78,6 +88,9 @@ def kernel(request, tmp_path_factory):
     for name, value in (("u32 kLanes", LANES), ("u64 kInbox", INBOX)):
         text, count = re.subn(rf"(constexpr {name} =)[^;]*;", rf"\1 {value};", text)
         assert count == 1, name
+    if patience is not None:
+        assert text.count("polls < kPatience") == 1
+        text = text.replace("polls < kPatience", f"polls < ({patience})")
     source, made = folder / "exchange.cc", folder / "exchange.so"
     source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
     with patch.multiple(cells, **SMALLER):
@@ -313,6 +326,15 @@ def test_some_take_counts_for_equal_that_are_not(kernel, width):
     columns = np.array([[4, 3, 5]] * 3)[:, :size] if size == 3 else np.array([[4, 5], [4, 3]])
     for table in (even, columns.T, even, columns, even):
         exchanges.put(table.tolist(), width)
+    exchanges.run()
+    assert exchanges.wrong() == []
+
+
+def test_some_blocks_take_guesses_and_others_wait_for_rows(hasty):
+    """A peer is so late that one block no longer waits for its guess when it comes to another."""
+    exchanges, size = Exchanges(hasty), hasty[0]
+    for count in (4, 8, 5):
+        exchanges.put(np.full((size, size), count).tolist(), 8, told=count == 8)
     exchanges.run()
     assert exchanges.wrong() == []
 

@@ -65,10 +65,6 @@ CASES = [
         "sm_90a",
     ),
     ("panel_gemm_f64", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
-    *(
-        ("panel_lu", (f"ELEMENT={name}", "THREADS=384", f"ROWS={rows}"), "sm_90")
-        for name, rows in (("complex128", 1), ("complex64", 2), ("float32", 1), ("float64", 4))
-    ),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
     ("push", RANKS, "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "ALIGNED=0"), "sm_90"),
