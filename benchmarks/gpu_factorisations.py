@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_factorisations.py 2
     python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 1024
-    python benchmarks/gpu_factorisations.py 2 --routines ours libraries --operations lu_factor
+    python benchmarks/gpu_factorisations.py 2 --operations lu_factor cholesky
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
 right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
@@ -14,9 +14,6 @@ backward error of a column. Factors of float32 and bfloat16 are refined. Numbers
 they are "dominant", 3 sqrt(n) is added to each of the diagonal: a matrix of which factors of
 bfloat16 are of use. Cholesky's are the lower triangle.
 
-With `--routines libraries` cuSOLVER factorises panels, and cuBLAS solves for few right-hand sides,
-in place of our kernels.
-
 On fewer GPUs than ranks these take turns, and no more can be had than a whole GPU's rate: what is
 then to be seen is how much panels, synchronisations and redistributions add to it.
 """
@@ -26,9 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 from on_gpus import Ranks, command, run
@@ -36,13 +31,12 @@ from on_gpus import Ranks, command, run
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.linalg import cholesky, lu_factor, solve
-from shardmath.local.gpu import lapack
 
 UNTIMED, REPEATS = 2, 5  # the first call plans, and loads kernels; the second captures them
 ENOUGH = 1.0  # seconds of calls, after which there are no more
 RIGHT_SIDES = 64
 WIDTH = 512
-TORCH, ROWS, OURS = "torch.linalg", "rows", "ours"
+TORCH, ROWS = "torch.linalg", "rows"
 CASES = "lu_factor", "cholesky", "solve", "solve, dominant"
 Cases = Sequence[str]
 REFINED = ("float32", "bfloat16")
@@ -217,69 +211,10 @@ class Exactness:
         return x if self.alone else all_reduce(x)
 
 
-@contextmanager
-def routines_of(whose: str) -> Iterator[None]:
-    """Within, LU of panels and solutions of few right-hand sides are "ours" or the "libraries'"."""
-    with ExitStack() as stack:
-        if whose != OURS:
-            replaced = {"lu": getrf, "room_of_lu": room_of_getrf, "_FEW": 0}
-            stack.enter_context(patch.multiple(lapack, **replaced))
-        yield
-
-
-class Words(NamedTuple):
-    """Words of 4 bytes on a GPU, as torch takes them."""
-
-    address: int
-    count: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.count,), "typestr": "<i4", "data": (self.address, False),
-                "version": 3}  # fmt: skip
-
-
-def room_of_getrf(device: Any, a: Any) -> int:
-    """The bytes of workspace that `getrf` takes: a word, the pivots, and the routine's own."""
-    device.activate()
-    ask = getattr(lapack.bindings()[0], f"{lapack._LETTERS[a.dtype]}getrf_buffer_size")
-    elements = ask(lapack._solver(device), a.rows, a.columns, 1 << 20, a.leading or 1)
-    return behind_pivots(a) + int(elements) * a.itemsize
-
-
-def behind_pivots(a: Any) -> int:
-    """The bytes before what the routine takes for itself."""
-    return 512 + -(-4 * a.columns // 256) * 256
-
-
-def getrf(device: Any, stream: int, a: Any, *, workspace: int, pivots: int, status: int,
-          first: int, **_: Any) -> None:  # fmt: skip
-    """As `lapack.lu`, by cuSOLVER."""
-    import torch
-
-    library, handle, rows = lapack.bindings()[0], lapack._solver(device), workspace + 256
-    device.activate()
-    library.set_stream(handle, stream)
-    given = a.rows, a.columns, a.address, a.leading, workspace + behind_pivots(a), rows, workspace
-    getattr(library, f"{lapack._LETTERS[a.dtype]}getrf")(handle, *given)
-    found, wanted = (torch.as_tensor(Words(x, a.columns), device="cuda") for x in (rows, pivots))
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-        torch.add(found, first - 1, out=wanted)
-    lapack.note_zeros(device, stream, a, status=status, first=first)
-
-
 def measure(
-    ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float, whose: str
-) -> Iterator[dict[str, Any]]:
-    """A row for each size, operation and system; those not begun after `seconds` say so."""
-    with routines_of(whose):
-        yield from rows_of(ranks, cases, sizes, blocks, seconds)
-
-
-def rows_of(
     ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """The rows; see `measure`."""
+    """A row for each size, operation and system; those not begun after `seconds` say so."""
     begun = time.monotonic()
     for n in sizes:
         for operation in cases:
@@ -359,13 +294,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
     parser.add_argument("--operations", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--routines", nargs="+", default=[OURS], choices=[OURS, "libraries"])
     parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after these")
     options = parser.parse_args()
-    for whose in options.routines:
-        name = "gpu_factorisations" + ("" if whose == OURS else f"_{whose}")
-        given = options.operations, options.sizes, options.blocks, options.seconds
-        run(name, measure, options, *given, whose)
+    given = options.operations, options.sizes, options.blocks, options.seconds
+    run("gpu_factorisations", measure, options, *given)
 
 
 if __name__ == "__main__":
