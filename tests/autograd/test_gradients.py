@@ -12,7 +12,15 @@ import torch
 
 from arrangements import chosen_distribution, part_of
 from shardmath import autograd, collectives, fft
-from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.distribution import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    ProcessGrid,
+    Replicated,
+    Slab,
+    redistribute,
+)
 from shardmath.geometry import decode
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul, matrix_qualifiers_dtype
 
@@ -93,6 +101,39 @@ def check_partial(context):
 
 def test_one_factor_none_and_a_mean(contexts):
     assert contexts.run(check_partial, ranks=3) == [True] * 3
+
+
+def check_bias(context):
+    """The distributions of D with which the gradient of a bias is another than of one process."""
+    m, n, k = 7, 5, 3
+    whole = [tensor(shape, torch.float64, "cpu") for shape in [(m, k), (k, n), (m, 1)]]
+    a, b, bias = whole
+    expected = torch.autograd.grad((torch.relu(a @ b + bias) ** 3).sum(), bias)[0].numpy()
+    grid = ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.COL_MAJOR)
+    box = Box(*zip((0, m), ((0, 2), (2, 3), (3, 4), (4, n))[context.rank], strict=True))
+    wrong = []
+    with context:
+        everywhere = Replicated()
+        of_d = Slab.X, Slab.Y, everywhere, BlockCyclic(grid, (2, 1)), BlockNonCyclic(grid), box
+        for split in of_d:
+            rows = np.broadcast_to(bias.detach().numpy(), (m, n))
+            own = part_of(rows, split, context.rank, context.size)
+            mine = torch.tensor(own[:, 0], requires_grad=True)
+            words = {"epilog": MatmulEpilog.RELU_BIAS, "epilog_inputs": {"bias": mine}}
+            y = matmul(
+                a.detach(), b.detach(), distributions=[everywhere, everywhere, split], **words
+            )
+            loss = (y**3).sum() if split == everywhere else collectives.all_reduce((y**3).sum())
+            loss.backward()
+            rows = np.broadcast_to(expected, (m, n))
+            right = part_of(rows, split, context.rank, context.size)
+            if not np.allclose(mine.grad, right[:, 0]):
+                wrong.append(repr(split))
+    return wrong
+
+
+def test_a_bias_that_several_ranks_add(contexts):
+    assert contexts.run(check_bias, ranks=4) == [[]] * 4
 
 
 # -- gradients along a random direction, and their gradients ---------------------------------------

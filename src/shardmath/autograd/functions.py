@@ -10,8 +10,8 @@ import torch
 from shardmath import geometry
 from shardmath.autograd.registered import call_operator
 from shardmath.autograd.table import SWAPPED, TURNED
-from shardmath.autograd.words import constant, number_of, plain, read_words, words_of
-from shardmath.base.untraced import operators
+from shardmath.autograd.words import number_of, plain, read_words, words_of
+from shardmath.base.untraced import constant, operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Distribution, Replicated, Slab
@@ -132,11 +132,26 @@ def matmul(
     made = _operated("matmul", [a, b, c] if added else [a, b], text)
     if sums_c and c is not None:
         made = made + beta * all_reduce(c)
-    if has_bias:
-        made = made + epilog_inputs["bias"].reshape(-1, 1).to(made.dtype)
-    if function == "relu":
-        return torch.relu(made)
-    return torch.nn.functional.gelu(made, approximate="tanh") if function == "gelu" else made
+    bias = _bias_of(made, epilog_inputs["bias"], distributions) if has_bias else None
+    return finished(made, bias, function)
+
+
+def _bias_of(product: Any, bias: Any, distributions: Any) -> Any:
+    """This rank's bias as a column; other ranks that add the same have a part in its gradient."""
+    bias, split = bias.reshape(-1), distributions[2]
+    if split not in (Slab.X, Replicated()):
+        text = words_of(distribution=split)
+        bias = _operated("shared_rows", [bias], text, list(product.shape))
+    return bias.reshape(-1, 1)
+
+
+def finished(y: Any, bias: Any, activation: str | None) -> Any:
+    """The activation of y + bias: what an epilog does, and what ends a layer."""
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    if activation == "relu":
+        return torch.relu(y)
+    return torch.nn.functional.gelu(y, approximate="tanh") if activation else y
 
 
 def _autocast(x: Any, dtype: Any) -> Any:
@@ -344,6 +359,13 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
     return _operated("copies", [x], words_of(op="sum"), None, context)
 
 
+def certain(condition: Any) -> Any:
+    """Whether it holds; False in code that is compiled where only a running program can tell."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
 
 operators.update(
@@ -355,6 +377,9 @@ operators.update(
         "all_to_all": all_to_all,
         "broadcast": broadcast,
         "all_reduce": all_reduce,
+        "certain": certain,
+        "copies": copies,
+        "finished": finished,
         **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
         **{name: _trigonometric(name) for name in _TRIGONOMETRIC},
     }

@@ -208,7 +208,7 @@ def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
         return infer_layout("the operand", encoded, shapes).global_shape
 
     return require_context().agree(
-        "the gradient of a real transform", lambda: (distribution.encode(), shape), check
+        "the shape of a global array", lambda: (distribution.encode(), shape), check
     )
 
 
@@ -345,6 +345,17 @@ def _matmul_gradients(
     return grads
 
 
+def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """The sums of what all ranks have for the same rows of a matrix, of which this one has a part
+    of shape `counts`.
+    """
+    distribution = words["distribution"]
+    whole = _global_shape(distribution, counts)
+    own = _indices(distribution, whole, 0).reshape(-1).to(xs[0].device)
+    rows, values = collectives.all_gather(own), collectives.all_gather(xs[0])
+    return values.new_zeros(whole[0]).index_add(0, rows, values)[own]
+
+
 def _perform_all_gather(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
     made = collectives.all_gather(xs[0], axis=words["axis"])
     return made / require_context().size if words["op"] == "mean" else made
@@ -463,5 +474,9 @@ TABLE = {
     "all_reduce": Operator(
         _perform_all_reduce, shapes.alike, _linear("copies"), _gradients_of_all_reduce
     ),
+    "shared_rows": Operator(
+        lambda xs, words, counts, shape: xs[0].clone(), shapes.alike, _same("shared_rows_adjoint")
+    ),
+    "shared_rows_adjoint": Operator(_sum_shared_rows, shapes.alike, _same("shared_rows")),
     "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce")),
 }

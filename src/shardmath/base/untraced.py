@@ -85,16 +85,28 @@ def unwatched(call: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
+def constant(call: Call) -> Call:
+    """`call`, which torch's compiler makes while it traces: its arguments are constants."""
+    vars(call)["_dynamo_marked_constant"] = True
+    return call
+
+
+def is_compiling() -> bool:
+    """Whether torch's compiler traces the caller: it traces another function in place of this."""
+    return False
+
+
+vars(is_compiling)["_torchdynamo_inline"] = lambda: True
+
+
 operators: dict[str, Callable[..., Any]] = {}
 """What calls torch's operators in place of public functions, by name; of `shardmath.autograd`."""
 
 
+@constant
 def load_operators() -> None:
     """Let torch know its operators, which stand above: they call the public functions."""
     importlib.import_module("shardmath.autograd")
-
-
-vars(load_operators)["_dynamo_marked_constant"] = True  # the compiler calls it while it traces
 
 
 def operator_of(name: str) -> Callable[..., Any]:
