@@ -141,6 +141,8 @@ def _linear(
         _refuse(error, "all_gather" if several else "matmul")
     rows, others = _rows(x, way.front)
     exact = _is_exact(way, rows, others)
+    if _is_recorded(rows):
+        rows = operator_of("narrowed")(rows)  # before it is gathered
     if way.gathers and (several or not exact):
         rows = all_gather(rows)
         made = [_local(rows, *pair, activation) for pair in zip(weights, biases, strict=True)]

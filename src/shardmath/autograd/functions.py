@@ -123,11 +123,7 @@ def matmul(
     given = distributions, alpha, beta, epilog, qualifiers, options
     text = _said("matmul", None, _words_of_matmul, *given)
     function, has_bias, sums_c = _said("matmul", None, _functions_of, epilog)
-    device = a.device.type
-    if torch.is_autocast_enabled(device):
-        narrow = torch.get_autocast_dtype(device)
-        a, b = _autocast(a, narrow), _autocast(b, narrow)
-        c = None if c is None else _autocast(c, narrow)
+    a, b, c = narrowed(a), narrowed(b), None if c is None else narrowed(c)
     added = c is not None and not sums_c
     made = _operated("matmul", [a, b, c] if added else [a, b], text)
     if sums_c and c is not None:
@@ -154,8 +150,13 @@ def finished(y: Any, bias: Any, activation: str | None) -> Any:
     return torch.nn.functional.gelu(y, approximate="tanh") if activation else y
 
 
-def _autocast(x: Any, dtype: Any) -> Any:
-    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+def narrowed(x: Any) -> Any:
+    """An operand of a product in the type that autocast gives it, if that is on."""
+    device = x.device.type
+    narrows = x.is_floating_point() and x.dtype != torch.float64
+    if narrows and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def redistribute(
@@ -380,6 +381,7 @@ operators.update(
         "certain": certain,
         "copies": copies,
         "finished": finished,
+        "narrowed": narrowed,
         **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
         **{name: _trigonometric(name) for name in _TRIGONOMETRIC},
     }
