@@ -41,7 +41,7 @@ IMAGES, TOKENS, HEADS, WIDTH, HIDDEN, STEPS = 48, 65, 3, 24, 50, 12
 SHAPES = {
     "brightness": (17, WIDTH),
     "places": (TOKENS, WIDTH),
-    **{name: (WIDTH, WIDTH) for name in ("q", "k", "v", "mix")},
+    **dict.fromkeys(("q", "k", "v", "mix"), (WIDTH, WIDTH)),
     "w1": (HIDDEN, WIDTH),
     "b1": (HIDDEN,),
     "w2": (WIDTH, HIDDEN),
