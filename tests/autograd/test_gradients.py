@@ -292,7 +292,11 @@ def check_directions(context, name, seeds):
             first = slope(xs, graph=True)
             second = along(xs, torch.autograd.grad(first, xs))
             change = (slope(moved(step)) - slope(moved(-step))) / (2 * step)
-            for number, (found, right) in enumerate([(first, expected), (second, change)]):
+            forward = torch.func.jvp(
+                lambda *xs, loss=loss: loss(xs), tuple(x.detach() for x in xs), tuple(vs)
+            )[1]
+            compared = [(first, expected), (second, change), (forward, expected)]
+            for number, (found, right) in enumerate(compared):
                 if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
                     wrong.append((name, seed, number, float(found), float(right)))
     return wrong

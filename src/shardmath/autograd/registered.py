@@ -57,6 +57,10 @@ class _Function(torch.autograd.Function):
         return *[None] * 6, *_gradients(ctx.name, ctx, grad, ctx.needs_input_grad[6:])
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _tangent(ctx.name, ctx, tangents[6:])
+
+    @staticmethod
     def vmap(info: Any, dims: Any, name: str, *arguments: Any) -> Any:
         text, counts, shape, number, recorded, *xs = arguments
         return _batched(name, info, [dims[6:]], xs, text, counts, shape, number, recorded)
@@ -107,11 +111,14 @@ def _unknown(name: str) -> Any:
 
 
 def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, text, counts, _, number, _ = inputs
+    xs, text, counts, shape, number, _ = inputs
     ctx.text, ctx.counts, ctx.number = text, counts, number
+    ctx.shape = list(output.shape) if shape is None else shape
     ctx.operands = [(list(x.shape), x.dtype) for x in xs]
     if TABLE[name].adjoint(read_words(text), counts) is None:
         ctx.save_for_backward(*xs, output)
+        if hasattr(ctx, "save_for_forward"):  # which an operator's context has not
+            ctx.save_for_forward(*xs, output)
 
 
 def _differentiate(name: str, ctx: Any, grad: Any) -> tuple[Any, ...]:
@@ -128,6 +135,16 @@ def _gradients(name: str, ctx: Any, grad: Any, wanted: Sequence[bool]) -> list[A
         return [call(to, [grad], words_of(**own), counts, shape).to(dtype)]
     assert operator.gradients is not None
     return operator.gradients(ctx.saved_tensors, words, grad, wanted, call)
+
+
+def _tangent(name: str, ctx: Any, tangents: Sequence[Any]) -> Any:
+    """The derivative of the result along these of the operands, of which some may be None."""
+    operator, words = TABLE[name], read_words(ctx.text)
+    call = partial(call_operator, context=ctx.number)
+    if operator.adjoint(words, ctx.counts) is not None:
+        return call(name, list(tangents), ctx.text, ctx.counts, ctx.shape)
+    assert operator.tangent is not None
+    return operator.tangent(ctx.saved_tensors, words, tangents, ctx.counts, call)
 
 
 def _batched(
