@@ -405,7 +405,8 @@ def _gradients_of_all_reduce(
 def _tangent_of_all_reduce(
     xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
 ) -> Any:
-    own = tangents[0] * _slopes(*xs, words, call)
+    x, made = xs
+    own = tangents[0] * _slopes(x, made, words, call)
     return call("all_reduce", [own], words_of(op="sum"))
 
 

@@ -49,8 +49,8 @@ def from_dtensor(x: Any) -> DistributedArray:
     own, kept = layout.parts[context.rank], _layout(context, shape, mesh, placements, shares=True)
     distribution = distribution_of(kept, context.rank)
     assert distribution is not None, "every index has one owner"
-    # Of what several ranks have, each has the gradient of its share: torch is to add these, which it
-    # does on their way back through a redistribution that moves nothing.
+    # Of what several ranks have, each has the gradient of its share. torch adds these on their way
+    # back through a redistribution that moves nothing.
     grads = [_summed(place, added=True) for place in placements]
     part = x.redistribute(placements=placements).to_local(grad_placements=grads)
     for axis, (mine, whole) in enumerate(zip(kept.parts[context.rank], own, strict=True)):
