@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from shardmath import geometry
 from shardmath.autograd.registered import call_operator
-from shardmath.autograd.table import SWAPPED, TURNED
-from shardmath.autograd.words import number_of, plain, read_words, words_of
-from shardmath.base.untraced import constant, operators
+from shardmath.base.untraced import operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
-from shardmath.geometry import Distribution, Replicated, Slab
-from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.arguments import options_of
-from shardmath.operators.fft.options import FFTOptions
-from shardmath.operators.matmul.description import arguments_of, three_distributions
-from shardmath.operators.matmul.options import MatmulOptions
+from shardmath.geometry import Replicated, Slab
+from shardmath.traced.arguments import (
+    functions_of,
+    words_of_fft,
+    words_of_matmul,
+    words_of_redistribute,
+    words_of_trigonometric,
+)
+from shardmath.traced.words import number_of, words_of
 
 
 def _operated(
@@ -61,45 +61,6 @@ def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) 
         raise_on_all_ranks(context or require_context(), operation, error)
 
 
-@constant
-def _words_of_matmul(
-    distributions: Any, alpha: Any, beta: Any, epilog: Any, qualifiers: Any, options: Any
-) -> str:
-    flags: Any = arguments_of(None, None, distributions=None, qualifiers=qualifiers).words
-    if flags.error is not None:
-        raise flags.error
-    kept = plain(options_of(MatmulOptions, options))
-    if kept.pop("inplace"):
-        raise ValueError(
-            "options.inplace=True overwrites c: leave it out where there are gradients"
-        )
-    distributions = three_distributions(distributions)
-    if MatmulEpilog(epilog or 0) is MatmulEpilog.ALLREDUCE:
-        distributions = [*distributions[:2], Replicated()]
-    return words_of(
-        distributions=distributions,
-        alpha=1.0 if alpha is None else alpha,
-        beta=beta,
-        transpose=flags.qualifiers.transpose[:2],
-        conjugate=flags.qualifiers.conjugate[:2],
-        options=kept,
-    )
-
-
-@constant
-def _functions_of(epilog: Any) -> tuple[str, bool, bool]:
-    """The function of an epilog, whether there is a bias, and whether it sums every rank's C.
-
-    Raises ValueError for an epilog of a backward pass that is written by hand.
-    """
-    known = MatmulEpilog(epilog or 0)
-    if known.gradient or known.makes_aux or known.makes_bgrad:
-        raise ValueError(
-            f"epilog {known.name} is for backward passes written by hand: torch has one"
-        )
-    return known.activation or "", known.has_bias, known is MatmulEpilog.ALLREDUCE
-
-
 def matmul(
     a: Any,
     b: Any,
@@ -121,8 +82,8 @@ def matmul(
     if quantization_scales is not None or stream is not None:
         _refuse("matmul", None, "quantization_scales and stream are for calls without gradients")
     given = distributions, alpha, beta, epilog, qualifiers, options
-    text = _said("matmul", None, _words_of_matmul, *given)
-    function, has_bias, sums_c = _said("matmul", None, _functions_of, epilog)
+    text = _said("matmul", None, words_of_matmul, *given)
+    function, has_bias, sums_c = _said("matmul", None, functions_of, epilog)
     a, b, c = narrowed(a), narrowed(b), None if c is None else narrowed(c)
     added = c is not None and not sums_c
     made = _operated("matmul", [a, b, c] if added else [a, b], text)
@@ -173,67 +134,8 @@ def redistribute(
     """See `shardmath.distribution.redistribute`."""
     if stream is not None:
         _refuse("redistribute", None, "stream is for calls without gradients")
-    given = _words_of_redistribute, input_distribution, output_distribution
+    given = words_of_redistribute, input_distribution, output_distribution
     return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
-
-
-@constant
-def _words_of_redistribute(source: Any, target: Any) -> str:
-    return words_of(source=source, target=target)
-
-
-@constant
-def _words_of_fft(ndim: int, distribution: Any, axes: Any, norm: Any, options: Any) -> str:
-    read = options_of(FFTOptions, options)
-    if read.inplace or read.halves:
-        raise ValueError("options.inplace and options.halves are for calls without gradients")
-    numbers = range(ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
-    axes = [axis + ndim if axis < 0 else axis for axis in numbers]
-    pair = list(distribution) if isinstance(distribution, list | tuple) else [distribution] * 2
-    if pair[1] is distribution and isinstance(distribution, Slab) and not read.redistribute:
-        split = distribution.partition_dim
-        pair[1] = Slab(int(split == 0)) if split in axes else distribution
-    elif pair[1] is distribution and isinstance(distribution, Distribution):
-        pair[1] = _unbound(distribution)
-        if not read.redistribute:
-            raise ValueError("redistribute=False: give a pair of distributions (input, output)")
-    source, target = pair
-    return words_of(
-        source=source, target=target, axes=axes, norm=norm, parity=read.last_axis_parity
-    )
-
-
-@constant
-def _words_of_trigonometric(
-    ndim: int,
-    distribution: Any,
-    axes: Any,
-    norm: Any,
-    options: Any,
-    number: Any,
-    orthogonalize: Any,
-    extents: Any,
-    is_inverse: bool,
-) -> str:
-    if extents is not None:
-        raise NotImplementedError(
-            "n and s are for arrays that know how they are split; pad the whole array first"
-        )
-    if number not in TURNED or norm not in SWAPPED:
-        raise ValueError(
-            f"type is 1 to 4, and norm one of {', '.join(map(repr, SWAPPED))}: not {number!r} and "
-            f"{norm!r}"
-        )
-    words = read_words(_words_of_fft(ndim, distribution, axes, norm, options))
-    if is_inverse:  # that of the other type
-        number = TURNED[number]
-        words = dict(words, norm=SWAPPED["backward" if norm is None else norm])
-    return words_of(**dict(words, type=int(number), orthogonalize=orthogonalize))
-
-
-def _unbound(distribution: Distribution) -> Distribution:
-    """What the result of a transform is split by, whose shape may be another."""
-    return geometry.decode((*distribution.encode()[:-1], None))
 
 
 def _fft(name: str) -> Callable[..., Any]:
@@ -252,7 +154,7 @@ def _fft(name: str) -> Callable[..., Any]:
         """See `shardmath.fft`."""
         if stream is not None:
             _refuse(name, None, "stream is for calls without gradients")
-        given = _words_of_fft, operand.ndim, distribution, axes, norm, options
+        given = words_of_fft, operand.ndim, distribution, axes, norm, options
         return _operated(name, [operand], _said(name, None, *given), out=out)
 
     return fft
@@ -267,7 +169,7 @@ def _trigonometric(name: str) -> Callable[..., Any]:
             _refuse(name, None, "stream is for calls without gradients")
         given = operand.ndim, words["distribution"], axes, norm, words["options"]
         text = _said(
-            *(name, None, _words_of_trigonometric, *given),
+            *(name, None, words_of_trigonometric, *given),
             *(type, words["orthogonalize"], extents, is_inverse),
         )
         return _operated(kind, [operand], text, out=words["out"])

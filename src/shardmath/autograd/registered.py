@@ -12,13 +12,13 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._library.fake_impl import allocate_size
 from torch.library import get_ctx
 
-from shardmath.autograd import shapes
 from shardmath.autograd.table import TABLE
-from shardmath.autograd.words import CURRENT, context_of, read_words, words_of
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
+from shardmath.traced import shapes
+from shardmath.traced.words import CURRENT, context_of, read_words, words_of
 
 
 def call_operator(

@@ -11,9 +11,6 @@ import torch
 
 from shardmath import collectives
 from shardmath.arrays import dtypes
-from shardmath.autograd import shapes
-from shardmath.autograd.shapes import Shape, Tensors
-from shardmath.autograd.words import Words, words_of
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import require_context
 from shardmath.geometry import Box, Distribution, Spans
@@ -22,6 +19,10 @@ from shardmath.operators.layouts import infer_layout
 from shardmath.operators.matmul import matmul as multiply
 from shardmath.operators.matmul.options import matrix_qualifiers_dtype
 from shardmath.operators.redistribute import redistribute
+from shardmath.traced import shapes
+from shardmath.traced.arguments import SWAPPED, TURNED
+from shardmath.traced.shapes import Shape, Tensors
+from shardmath.traced.words import Words, words_of
 
 Call = Callable[..., Any]
 
@@ -60,7 +61,6 @@ def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) 
     )
 
 
-SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
 _ADJOINT = {
     "fft": "ifft",
     "ifft": "fft",
@@ -144,9 +144,6 @@ def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, sh
         orthogonalize=words["orthogonalize"],
         distribution=[words["source"], words["target"]],
     )
-
-
-TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # the type of the inverse, and, but for weights, the adjoint
 
 
 def _adjoint_trigonometric(kind: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
