@@ -123,6 +123,15 @@ def function_of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | N
     return found
 
 
+def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
+    """What calls the public function `call` with arrays of class `kind`, of a library of which the
+    package knows only that it speaks DLPack; None where it knows the class.
+    """
+    above: Any = importlib.import_module("shardmath.interchange.calls")
+    found: Callable[..., Any] | None = above.with_arrays_of(call, kind)
+    return found
+
+
 def traced_as(name: str, call: Call) -> Call:
     """`call`, in place of which torch's compiler traces the operator of that name."""
 
