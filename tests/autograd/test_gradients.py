@@ -352,12 +352,12 @@ def test_a_gradient_is_never_lost_without_a_word(contexts):
 MISTAKES = {
     "requires grad on one rank": (
         lambda a: redistribute(a, Slab.X, Slab.Y),
-        "rank 1 called redistribute of tensors that require grad",
+        "rank 1 called redistribute (operand requires grad)",
     ),
     "no array": (lambda a: collectives.all_reduce([1.0]), "got list"),
     "one of two": (
         lambda a: matmul(a, a.detach().clone().requires_grad_(), distributions=[Slab.X] * 3),
-        "which operands require grad",
+        "rank 0 called matmul (b requires grad); rank 1 called matmul (a requires grad, b requires",
     ),
     "op": (lambda a: collectives.all_reduce(a, op="middle"), "'middle'"),
     "shape": (
@@ -375,3 +375,92 @@ def mistake(context, name):
 def test_mistakes_are_raised_on_all_ranks(contexts, name):
     (said,) = set(contexts.run(mistake, name, ranks=2))
     assert MISTAKES[name][1] in said
+
+
+FORWARD = {
+    "all_reduce": collectives.all_reduce,
+    "all_reduce, max": lambda x: collectives.all_reduce(x, op="max"),
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "redistribute": lambda x: redistribute(x, Slab.X, Slab.Y),
+    "fft": lambda x: fft.fft(x + 0j, distribution=Slab.X),
+    "matmul": lambda x: matmul(x, x.T.contiguous(), distributions=[Slab.X, Slab.Y, Slab.X]),
+    "matmul of one": lambda x: matmul(
+        x, torch.ones(4, 2).double(), distributions=[Slab.X, Replicated(), Slab.X]
+    ),
+    "matmul with c": lambda x: matmul(
+        x, torch.eye(4).double(), x, beta=2.0, distributions=[Slab.X, Replicated(), Slab.X]
+    ),
+}
+
+
+def push_tangents(context):
+    """The names of calls whose tangents, of dual numbers, differ from those of torch.func.jvp; and
+    what is said where a tangent has no way, or only rank 1 has one.
+    """
+    forward_ad = torch.autograd.forward_ad
+    x = torch.linspace(-1, 1, 8 + 4 * context.rank, dtype=torch.float64).reshape(-1, 4)
+    x, tangent = x[:2], (x * x - 0.3)[:2].contiguous()
+    wrong = []
+    with context:
+        for name, call in FORWARD.items():
+            primal, expected = torch.func.jvp(call, (x,), (tangent,))
+            for _ in range(3):  # such calls have come before, without a tangent
+                call(x)
+            with forward_ad.dual_level():
+                for _ in range(3):
+                    made = forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent)))
+                    if not (
+                        torch.equal(made.primal, primal) and torch.equal(made.tangent, expected)
+                    ):
+                        wrong.append(name)
+                assert forward_ad.unpack_dual(call(x)).tangent is None
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            one = say_of(lambda: collectives.all_reduce(dual if context.rank == 1 else x))
+            planned = say_of(lambda: Matmul(dual, x.T, distributions=[Slab.X, Slab.Y, Slab.X]))
+            product = Matmul(x, x.T, distributions=[Slab.X, Slab.Y, Slab.X])
+            product.plan()
+            product.execute()
+            again = say_of(lambda: product.reset_operands(a=dual))
+            product.free()
+    return wrong, one, planned, again
+
+
+def say_of(call):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_dual_numbers_outside_of_torch_func(contexts):
+    for wrong, one, planned, again in contexts.run(push_tangents, ranks=2):
+        assert not wrong
+        assert "rank 1 called all_reduce (x has a tangent)" in one
+        assert "has a tangent" in planned and "has a tangent" in again
+
+
+def count_rounds(context):
+    """Exchanges and barriers of a call that comes again: of plain tensors, and with gradients."""
+    counted = {}
+    with context:
+        for name, call in FORWARD.items():
+            counts = []
+            for requires_grad in (False, True):
+                x = torch.ones(2, 4, dtype=torch.float64, requires_grad=requires_grad)
+                for _ in range(4):
+                    call(x)
+                before = context.board.rounds
+                for _ in range(5):
+                    call(x)
+                counts.append(context.board.rounds - before)
+            counted[name] = counts
+    return counted
+
+
+def test_gradients_cost_no_exchange(contexts):
+    """Which operands require grad travels in the agreement of the call."""
+    for counted in contexts.run(count_rounds, ranks=2):
+        assert all(plain == recorded for plain, recorded in counted.values()), counted

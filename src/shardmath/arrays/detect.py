@@ -76,8 +76,8 @@ def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
     library = library_of(x, name)
     if library.records(x):
         raise ValueError(
-            f"{name} requires grad, and no gradient passes through this call: pass x.detach(), or "
-            "call it under torch.no_grad()"
+            f"{name} requires grad or has a tangent, and no derivative passes through this call: "
+            "pass x.detach()"
         )
     try:
         return library, library.spec(x)

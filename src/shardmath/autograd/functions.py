@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardmath.autograd.registered import call_operator
-from shardmath.base.untraced import operators
+from shardmath.base.untraced import has_tangent, operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Replicated, Slab
@@ -27,15 +27,20 @@ def _operated(
 ) -> Any:
     """The result of an operator of a call of the user's; in `out` where that is given."""
     compiled = torch.compiler.is_compiling()
-    recorded = ""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        recorded = "".join("1" if x.requires_grad else "0" for x in xs)
+    recorded = "".join([_recorded(x, compiled) for x in xs])
     if out is not None and not compiled:
         _refuse(name, context, "a result with a gradient, or that torch transforms, is no `out`")
     if context is None and not compiled:
         context = require_context()
+    recorded = recorded if recorded.strip("0") else ""
     made = call_operator(name, xs, text, counts, None, number_of(context), recorded)
     return made if out is None else out.copy_(made)
+
+
+def _recorded(x: Any, compiled: bool) -> str:
+    """1 where `x` requires grad, 2 where it has a tangent, 3 for both, else 0."""
+    requires_grad = torch.is_grad_enabled() and x.requires_grad
+    return str(requires_grad + 2 * (not compiled and has_tangent(x)))
 
 
 def _refuse(operation: str, context: Any, why: str) -> None:
@@ -257,7 +262,8 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
         y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
 
     For what every rank has, and uses on data of its own: without it the gradient on a rank is the
-    share of that rank. Local; its backward pass is an `all_reduce`.
+    share of that rank. Its backward pass is an `all_reduce`; where `x` requires grad ranks compare
+    that, and it is collective too.
     """
     return _operated("copies", [x], words_of(op="sum"), None, context)
 

@@ -15,6 +15,7 @@ from torch.library import get_ctx
 from shardmath.autograd.table import TABLE
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import has_tangent, without_tangent
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.traced import shapes
@@ -30,21 +31,26 @@ def call_operator(
     context: int = CURRENT,
     recorded: str = "",
 ) -> Any:
-    """The result of an operator. `recorded` has a 1 for each operand that requires grad: ranks
-    compare it, and where it is empty do not.
+    """The result of an operator. `recorded` has a 1 for each operand that requires grad, a 2 for
+    one that has a tangent: ranks compare it, and where it is empty do not.
     """
-    level = None if torch.compiler.is_compiling() else peek_interpreter_stack()
-    if level is not None and level.key() is not TransformType.Functionalize:
+    compiled = torch.compiler.is_compiling()
+    level = None if compiled else peek_interpreter_stack()
+    is_transformed = level is not None and level.key() is not TransformType.Functionalize
+    if is_transformed or (not compiled and any(map(has_tangent, xs))):
         return _Function.apply(name, text, counts, shape, context, recorded, *xs)
     return _OPERATORS[name](xs, text, counts, shape, context, recorded)
 
 
 class _Function(torch.autograd.Function):
-    """A call of an operator under `torch.func`, which does not differentiate operators of ours."""
+    """A call of an operator under `torch.func` or along tangents: torch differentiates operators of
+    ours otherwise only backward.
+    """
 
     @staticmethod
     def forward(name: str, *arguments: Any) -> Any:
         text, counts, shape, number, recorded, *xs = arguments
+        xs = list(map(without_tangent, xs))
         return call_operator(name, xs, text, counts, shape, number, recorded)
 
     @staticmethod
@@ -73,15 +79,25 @@ def _perform(
     context = context_of(number)
     narrows = torch._C._is_any_autocast_enabled()  # types are chosen already
     plain = torch.autocast(xs[0].device.type, enabled=False) if narrows else nullcontext()
-    with _entered(context), plain:
-        if recorded:
-            context.agree(
-                f"{name} of tensors that require grad",
-                lambda: recorded,
-                partial(require_equal, "which operands require grad"),
-            )
+    with _entered(context), plain, _compared(name, context, recorded):
         made = TABLE[name].perform([x.detach() for x in xs], read_words(text), counts, shape)
         return made if made.is_contiguous() else made.contiguous()
+
+
+def _compared(name: str, context: DistributedContext, recorded: str) -> AbstractContextManager[Any]:
+    """In which ranks compare which operands have derivatives: in the agreement of the call; where
+    that has none, as it is local or on GPUs, whose hosts run ahead, by one of its own. Collective.
+    """
+    if not recorded:
+        return nullcontext()
+    if context.team is None and not TABLE[name].is_local:
+        return context.comparing_derivatives(recorded)
+    context.agree(
+        f"{name} of tensors that require grad",
+        lambda: recorded,
+        partial(require_equal, "which operands require grad"),
+    )
+    return nullcontext()
 
 
 def _entered(context: DistributedContext) -> AbstractContextManager[Any]:

@@ -36,7 +36,7 @@ class Operator(Immutable, eq=False):
     of the operator, its words and counts) through which the gradient of a linear operator goes;
     `gradients(saved, words, grad, wanted, call)` are those of the operands of another, and
     `tangent(saved, words, tangents, counts, call)` is the derivative of its result along tangents
-    of the operands.
+    of the operands. One that `is_local` asks no other rank.
     """
 
     perform: Callable[[Tensors, Words, Any, Any], Any]
@@ -45,6 +45,7 @@ class Operator(Immutable, eq=False):
     gradients: Callable[..., list[Any]] | None = None
     tangent: Callable[..., Any] | None = None
     dtype: Callable[[Tensors, Words], Any] = lambda xs, words: xs[0].dtype
+    is_local: bool = False
 
 
 def _perform_redistribute(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -519,8 +520,11 @@ TABLE = {
         _tangent_of_all_reduce,
     ),
     "shared_rows": Operator(
-        lambda xs, words, counts, shape: xs[0].clone(), shapes.alike, _same("shared_rows_adjoint")
+        lambda xs, words, counts, shape: xs[0].clone(),
+        shapes.alike,
+        _same("shared_rows_adjoint"),
+        is_local=True,
     ),
     "shared_rows_adjoint": Operator(_sum_shared_rows, shapes.alike, _same("shared_rows")),
-    "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce")),
+    "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce"), is_local=True),
 }

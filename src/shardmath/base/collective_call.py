@@ -152,7 +152,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
                 watches is None
                 or operand.requires_grad
                 or watches[0]()
-                or (narrows and watches[1]())
+                or watches[1]()
+                or (narrows and watches[2]())
             ):
                 other = _function_of(operand, function, call, name)
                 if other is not None:
@@ -183,9 +184,9 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 # Types of arguments that leave every call to the function that was called; and torch.Tensor, with
-# what says whether torch transforms what is called, and whether it chooses types.
+# what says whether torch transforms or differentiates what is called, and whether it chooses types.
 _WITHOUT_FUNCTIONS: set[type] = set()
-_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}
 _MOST = 1000
 
 

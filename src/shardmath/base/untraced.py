@@ -149,18 +149,43 @@ def wants_operator(tensor: Any, name: str) -> bool:
     transforms or records what is called, or chooses the type of products.
     """
     torch = sys.modules["torch"]
-    transforms, narrows = watches_of_torch()
-    if tensor.requires_grad and torch.is_grad_enabled():
+    transforms, _, narrows = watches_of_torch()
+    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
         return True
     if transforms() or torch._C._len_torch_dispatch_stack():
         return True
     return name == "matmul" and bool(narrows())
 
 
-def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What says whether torch transforms what is called now, and whether autocast is on."""
+def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
+    """What says whether torch transforms what is called now, whether tensors may have tangents, and
+    whether autocast is on.
+    """
     core = sys.modules["torch"]._C
-    return core._functorch.peek_interpreter_stack, core._is_any_autocast_enabled
+    return core._functorch.peek_interpreter_stack, may_have_tangents, core._is_any_autocast_enabled
+
+
+def may_have_tangents() -> bool:
+    """Whether torch differentiates in forward mode, within `torch.autograd.forward_ad.dual_level`.
+
+    To be asked where torch is loaded: tensors with a tangent look as plain ones do.
+    """
+    level: int = sys.modules["torch.autograd.forward_ad"]._current_level
+    return level >= 0
+
+
+def has_tangent(tensor: Any) -> bool:
+    """Whether torch would push a tangent of this tensor through what is called now."""
+    if not may_have_tangents():
+        return False
+    return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).tangent is not None
+
+
+def without_tangent(tensor: Any) -> Any:
+    """The tensor itself, or what it is without the tangent that it has."""
+    if not may_have_tangents():
+        return tensor
+    return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).primal
 
 
 _constants: list[type] = []
