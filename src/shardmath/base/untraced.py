@@ -162,7 +162,7 @@ def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[
     whether autocast is on.
     """
     core = sys.modules["torch"]._C
-    return core._functorch.peek_interpreter_stack, may_have_tangents, core._is_any_autocast_enabled
+    return core._functorch.peek_interpreter_stack, _asks_for_level(), core._is_any_autocast_enabled
 
 
 def may_have_tangents() -> bool:
@@ -170,8 +170,14 @@ def may_have_tangents() -> bool:
 
     To be asked where torch is loaded: tensors with a tangent look as plain ones do.
     """
-    level: int = sys.modules["torch.autograd.forward_ad"]._current_level
-    return level >= 0
+    return _asks_for_level()()
+
+
+@functools.cache
+def _asks_for_level() -> Callable[[], bool]:
+    """See `may_have_tangents`. Each call of a plain tensor asks: the module is looked up once."""
+    forward: Any = sys.modules["torch.autograd.forward_ad"]
+    return lambda: forward._current_level >= 0
 
 
 def has_tangent(tensor: Any) -> bool:
