@@ -205,9 +205,12 @@ def _function_of(
         return function_of_dtensors(function)
     kind = type(operand)
     if kind is dict:  # of arrays
-        others = (x for x in operand.values() if type(x) not in _WITHOUT_FUNCTIONS)
-        found = (_function_of(x, function, call, name) for x in others)
-        return next((other for other in found if other is not None), None)
+        for x in operand.values():
+            if type(x) not in _WITHOUT_FUNCTIONS:
+                other = _function_of(x, function, call, name)
+                if other is not None:
+                    return other
+        return None
     if hasattr(operand, "requires_grad"):
         if kind is sys.modules["torch"].Tensor:
             _TENSORS[kind] = watches_of_torch()

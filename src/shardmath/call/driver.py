@@ -81,7 +81,8 @@ class Operation(Protocol[Problem]):
 def call(operation: Operation[Any], arguments: Arguments) -> Any:
     """The results of a call in the current context. Collective; a part of a `collective_call`."""
     context = require_context()
-    return driver_of(context, operation).call(arguments)
+    driver: Driver | None = None if context.derivatives else context.caches.get(operation)
+    return (driver or driver_of(context, operation)).call(arguments)
 
 
 def driver_of(
