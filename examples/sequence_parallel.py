@@ -1,29 +1,32 @@
 """Train a transformer block whose tokens are split over the ranks, as one process would.
 
-python -m shardmath run -n 2 examples/sequence_parallel.py
+python -m shardmath run -n 2 examples/sequence_parallel.py          (on GPUs: ... .py cuda)
 
-Every rank has some of the tokens, but for what each step needs besides:
+It reads handwritten digits. The 64 pixels of an image are tokens, and one more is to find out which
+digit it is: 65, which 2 ranks cannot share evenly. Arrays are images x tokens x features, and every
+rank has some of the tokens, but for what each step needs besides:
 
-    attention   q, k, v         tokens -> heads    all tokens of some heads (Ulysses' exchange)
-                softmax(q k') v                    on one rank alone
-                their sums      heads -> tokens    and back
-    perceptron  h @ w1          rows of h are gathered, each rank has some columns of w1
-                gelu(.) @ w2    sums are scattered by rows, each rank has those rows of w2
+    attention   q, k, v             tokens -> heads   all tokens of some heads (Ulysses' exchange)
+                softmax(q k') v                       on one rank alone
+                their sums          heads -> tokens   and back
+    perceptron  gelu(h @ w1' + b1)  tokens of h are gathered; each rank has some features
+                . @ w2' + b2        sums are scattered by tokens; each rank has those columns of w2
 
-What all ranks have, and use on tokens of their own, is a `copies` of it: its gradients are summed.
-The text that is learnt is this one.
+It is trained twice, with float64 and, in torch's autocast, with bfloat16; and each time once more,
+alone.
 """
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 
 import shardmath
-from shardmath.collectives import all_reduce
+from shardmath import nn
+from shardmath.collectives import all_reduce, broadcast
 from shardmath.distribution import Replicated, Slab, redistribute
-from shardmath.linalg.advanced import matmul
 
 try:
     import torch
@@ -34,64 +37,88 @@ except ImportError as reason:
     print(f"this example needs torch: {reason}")
     raise SystemExit(0) from None
 
-TOKENS, HEADS, WIDTH, HIDDEN, STEPS = 75, 6, 24, 50, 10
+IMAGES, TOKENS, HEADS, WIDTH, HIDDEN, STEPS = 48, 65, 3, 24, 50, 12
 SHAPES = {
-    "letters": (128, WIDTH),
+    "brightness": (17, WIDTH),
     "places": (TOKENS, WIDTH),
-    "norms": (3, WIDTH),
-    "qkv": (WIDTH, 3 * WIDTH),
-    "mix": (WIDTH, WIDTH),
-    "w1": (WIDTH, HIDDEN),
-    "w2": (HIDDEN, WIDTH),
-    "next": (WIDTH, 128),
+    **dict.fromkeys(("q", "k", "v", "mix"), (WIDTH, WIDTH)),
+    "w1": (HIDDEN, WIDTH),
+    "b1": (HIDDEN,),
+    "w2": (WIDTH, HIDDEN),
+    "b2": (WIDTH,),
+    "digits": (10, WIDTH),
 }
-SPLIT = {"w1": Slab.Y, "w2": Slab.X}  # every rank has all of the others
-BY_TOKENS, BY_HEADS = Slab(0), Slab(2)  # of q, k and v: tokens, which of three, heads, numbers
+SPLIT = {"w1": Slab(0), "b1": Slab(0), "w2": Slab(1)}  # every rank has all of the others
+EVERYWHERE, BY_TOKENS, BY_FEATURES = Replicated(), Slab(1), Slab(2)
 
 
-def main() -> None:
+def main(device: str = "cpu") -> None:
     """Train on all ranks, and then alone: losses and weights are the same."""
-    context = shardmath.initialize("cpu")
-    text = torch.tensor(list(__doc__.encode())[: TOKENS + 1])
-    rows = Slab.X.slices(context.rank, (TOKENS,))[0]
-    own = {}
-    for name, w in weights().items():
-        part = SPLIT[name].slices(context.rank, w.shape) if name in SPLIT else ...
-        own[name] = w[part].clone().requires_grad_()
-    losses = train(own, text[:-1][rows], torch.arange(TOKENS)[rows], text[1:][rows], together())
-
-    whole = {name: w.requires_grad_() for name, w in weights().items()}
-    expected = train(whole, text[:-1], torch.arange(TOKENS), text[1:], alone())
-    assert np.allclose(losses, expected)
-    with torch.no_grad():
-        for name, w in own.items():
-            all_of_it = redistribute(w, SPLIT[name], Replicated()) if name in SPLIT else w
-            assert torch.allclose(all_of_it, whole[name]), name
-    if context.rank == 0:
-        print(f"{TOKENS} tokens, {HEADS} heads on {context.size} rank(s)")
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, as in one process")
+    context = shardmath.initialize(device)
+    if device != "cpu":
+        torch.cuda.set_device(context.device_id)
+    torch.set_default_device(device)
+    images, labels = read_digits(context.rank)
+    for dtype, error in ((torch.float64, 1e-9), (torch.bfloat16, 0.02)):
+        whole = weights(torch.promote_types(dtype, torch.float32))
+        own = {name: part(w, SPLIT.get(name, EVERYWHERE)) for name, w in whole.items()}
+        mine = part(images, BY_TOKENS), part(torch.arange(TOKENS), Slab(0))
+        losses = train(own, *mine, labels, together(), dtype)
+        expected = train(whole, images, torch.arange(TOKENS), labels, alone(), dtype)
+        assert np.allclose(losses, expected, rtol=error), (losses, expected)
+        assert losses[-1] < 0.9 * losses[0]
+        with torch.no_grad():
+            for name, w in own.items() if dtype == torch.float64 else ():
+                all_of_it = redistribute(w, SPLIT[name], EVERYWHERE) if name in SPLIT else w
+                assert torch.allclose(all_of_it, whole[name]), name
+        if context.rank == 0:
+            print(f"{TOKENS} tokens, {HEADS} heads on {context.size} rank(s), {dtype}")
+            print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, as in one process")
     shardmath.finalize()
 
 
-def weights() -> dict[str, torch.Tensor]:
+def read_digits(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The brightness of each pixel, 0 to 16, of images x tokens, and the digits."""
+    if rank != 0:
+        return broadcast(None), broadcast(None)
+    try:
+        from sklearn.datasets import load_digits  # a large library: only the reader loads it
+    except ImportError:
+        sys.exit("this example needs scikit-learn: pip install 'shardmath[demo]'")
+
+    found = load_digits()
+    pixels = torch.tensor(found.data[:IMAGES], dtype=torch.int64)
+    asking = torch.zeros(IMAGES, 1, dtype=torch.int64)
+    return broadcast(torch.cat([asking, pixels], 1)), broadcast(torch.tensor(found.target[:IMAGES]))
+
+
+def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The same on all ranks."""
     random = np.random.default_rng(3)
-    made = {
-        name: torch.tensor(random.standard_normal(shape) * shape[0] ** -0.5)
+    return {
+        name: torch.tensor(
+            random.standard_normal(shape) * shape[-1] ** -0.5, dtype=dtype
+        ).requires_grad_()
         for name, shape in SHAPES.items()
     }
-    return made | {"norms": torch.ones(SHAPES["norms"], dtype=torch.float64)}
+
+
+def part(x: torch.Tensor, distribution: Replicated | Slab) -> torch.Tensor:
+    """This rank's part of an array that all have, as one to be trained."""
+    own = redistribute(x.detach(), EVERYWHERE, distribution).clone()
+    return own.requires_grad_(x.requires_grad)
 
 
 def together() -> SimpleNamespace:
-    """What a block does with the ranks: all arrays of tokens are split by tokens."""
-    x, everywhere = Slab.X, Replicated()
+    """What a block does with the ranks."""
+
+    def linear(x, w, bias=None, *, split, activation=None):
+        return nn.linear(x, w, bias, distributions=split, activation=activation)
+
     return SimpleNamespace(
-        product=lambda h, w: matmul(h, w, distributions=[x, everywhere, x]),
-        widen=lambda h, w: matmul(h, w, distributions=[x, SPLIT["w1"], Slab.Y]),
-        narrow=lambda h, w: matmul(h, w, distributions=[Slab.Y, SPLIT["w2"], x]),
-        to_heads=lambda qkv: redistribute(qkv, BY_TOKENS, BY_HEADS),
-        to_tokens=lambda made: redistribute(made, Slab(0), Slab(1)),
+        linear=linear,
+        to_heads=nn.tokens_to_heads,
+        to_tokens=lambda y: nn.heads_to_tokens(y, token_axis=-2, head_axis=-3),
         copies=copies,
         total=all_reduce,
     )
@@ -103,26 +130,27 @@ def alone() -> SimpleNamespace:
     def same(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    multiply = torch.matmul
-    return SimpleNamespace(
-        product=multiply,
-        widen=multiply,
-        narrow=multiply,
-        to_heads=same,
-        to_tokens=same,
-        copies=same,
-        total=same,
-    )
+    def linear(x, w, bias=None, *, split, activation=None):
+        if isinstance(w, list):
+            return [functional.linear(x, each) for each in w]
+        y = functional.linear(x, w, bias)
+        return functional.gelu(y, approximate="tanh") if activation else y
+
+    return SimpleNamespace(linear=linear, to_heads=same, to_tokens=same, copies=same, total=same)
 
 
-def train(w, letters, places, targets, ranks) -> list[float]:
+def train(w, pixels, places, labels, ranks, dtype) -> list[float]:
     """Take steps down the gradient; the loss before each. Every rank updates what it holds."""
     optimizer = torch.optim.AdamW(w.values(), lr=0.01)
     losses = []
     for _ in range(STEPS):
-        h = ranks.copies(w["letters"])[letters] + ranks.copies(w["places"])[places]
-        scores = ranks.product(block(h, w, ranks), w["next"])
-        loss = ranks.total(functional.cross_entropy(scores, targets, reduction="sum")) / TOKENS
+        narrow = dtype == torch.bfloat16
+        with torch.autocast(pixels.device.type, dtype=torch.bfloat16, enabled=narrow):
+            h = ranks.copies(w["brightness"])[pixels] + ranks.copies(w["places"])[places]
+            h = block(h, w, ranks)[:, places == 0]  # the token that asks, where it is
+            scores = h.sum(1) @ ranks.copies(w["digits"]).T
+            own = functional.cross_entropy(scores.to(h.dtype), labels) * (places == 0).sum()
+            loss = ranks.total(own)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -131,24 +159,29 @@ def train(w, letters, places, targets, ranks) -> list[float]:
 
 
 def block(h: torch.Tensor, w: dict[str, torch.Tensor], ranks: SimpleNamespace) -> torch.Tensor:
-    """Attention to the tokens before each, and a perceptron, of tokens x WIDTH."""
-    first, second, last = ranks.copies(w["norms"])
-    h = h + attention(functional.rms_norm(h, (WIDTH,), first), w, ranks)
-    wide = ranks.widen(functional.rms_norm(h, (WIDTH,), second), w["w1"])
-    h = h + ranks.narrow(functional.gelu(wide), w["w2"])
-    return functional.rms_norm(h, (WIDTH,), last)
+    """Attention to all tokens, and a perceptron."""
+    h = h + attention(normed(h), w, ranks)
+    split = [BY_TOKENS, SPLIT["w1"], BY_FEATURES]
+    wide = ranks.linear(normed(h), w["w1"], w["b1"], split=split, activation="gelu")
+    h = h + ranks.linear(wide, w["w2"], w["b2"], split=[BY_FEATURES, SPLIT["w2"], BY_TOKENS])
+    return normed(h)
+
+
+def normed(h: torch.Tensor) -> torch.Tensor:
+    """Each token with numbers of about 1."""
+    return functional.rms_norm(h, (WIDTH,))
 
 
 def attention(h: torch.Tensor, w: dict[str, torch.Tensor], ranks: SimpleNamespace) -> torch.Tensor:
-    """What each head finds, of tokens x WIDTH. q, k and v go to their heads in one exchange."""
-    qkv = ranks.product(h, w["qkv"]).reshape(len(h), 3, HEADS, WIDTH // HEADS)
-    q, k, v = ranks.to_heads(qkv).permute(1, 2, 0, 3)  # heads x tokens x numbers
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    made = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
-    back = ranks.to_tokens(made)  # all heads of some tokens
-    return ranks.product(back.transpose(0, 1).reshape(len(h), WIDTH), w["mix"])
+    """What each head finds, of images x tokens x features."""
+    split = [BY_TOKENS, EVERYWHERE, BY_TOKENS]
+    q, k, v = (
+        ranks.to_heads(y.unflatten(-1, (HEADS, -1))).transpose(1, 2)
+        for y in ranks.linear(h, [w[name] for name in "qkv"], split=split)
+    )
+    made = functional.scaled_dot_product_attention(q, k, v)  # images x heads x tokens x numbers
+    return ranks.linear(ranks.to_tokens(made).transpose(1, 2).flatten(2), w["mix"], split=split)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardmath.arrays import Array
 from shardmath.geometry import Box
 from shardmath.operators.redistribute import Redistribute, RedistributeOptions, redistribute
 
@@ -21,7 +22,7 @@ ReshapeOptions = RedistributeOptions
 
 
 def reshape(
-    operand: Any,
+    operand: Array,
     /,
     input_box: Box,
     output_box: Box,
@@ -30,7 +31,7 @@ def reshape(
     options: ReshapeOptions | dict[str, Any] | None = None,
     stream: Any = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """Return `output_box` of the array of which `operand` is this rank's `input_box`. Collective.
 
     Errors and everything else as `shardmath.distribution.redistribute`.
@@ -47,7 +48,7 @@ def reshape(
     )
 
 
-class Reshape(Redistribute):
+class Reshape(Redistribute[Array]):
     """`Redistribute` under its older name, from box to box.
 
     Source: nvmath.distributed.reshape.Reshape, version 0.9.
@@ -57,7 +58,7 @@ class Reshape(Redistribute):
 
     def __init__(
         self,
-        operand: Any,
+        operand: Array,
         /,
         input_box: Box,
         output_box: Box,

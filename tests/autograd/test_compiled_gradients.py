@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardmath import autograd, collectives, fft
+from shardmath import autograd, collectives, distribution, fft, nn
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.linalg import advanced
 from shardmath.linalg.advanced import MatmulEpilog, matmul
 
 X, Y = Slab.X, Slab.Y
@@ -14,36 +18,49 @@ N = 4
 
 
 def operations(x, context):
-    """The results of all operators, of which `x` is this rank's rows: the first has one more."""
-    w = x[:N, :2]
+    """The results of all operators, of which `x` is this rank's rows: the first has one more. Each
+    by the name of the public function, and by what is special.
+    """
+    w, rows = x[:N, :2], x[:N]
     grid = ProcessGrid(shape=(2, 1), layout=ProcessGrid.Layout.ROW_MAJOR)
     bias = x[:N, 0]
-    waves = torch.complex(x[:N], x[:N])
+    waves = torch.complex(rows, rows)
     odd = fft.FFTOptions(last_axis_parity="odd")
-    return [
-        collectives.all_gather(x),
-        collectives.reduce_scatter(x[:N], axis=-1, context=context),
-        collectives.all_to_all(x),
-        collectives.all_to_all(x, send_counts=[1, x.shape[0] - 1]),
-        collectives.broadcast(w, root=1),
-        collectives.all_reduce(w, op="mean"),
-        collectives.all_reduce(w, op="max"),
-        autograd.copies(w),
-        redistribute(collectives.all_reduce(x[:N]), Replicated(), BlockCyclic(grid, (1, 3))),
-        redistribute(x[:N], X.bind((2 * N, N)), Y),
-        fft.ifft(waves, distribution=(X, Y), axes=(0, -1), norm="ortho").abs(),
-        fft.irfft(fft.rfft(x[:N], distribution=X), distribution=X, axes=1, options=odd),
-        fft.dctn(x[:N], axes=[0, 1], distribution=(X, Y)),
-        fft.idst(x[:N], 3, axis=0, norm="ortho", distribution=X),
-        matmul(x, w, distributions=[X, Y, Y]),
-        matmul(
+    heads = nn.tokens_to_heads(x.reshape(-1, 2, 2))
+    return {
+        "all_gather": collectives.all_gather(x),
+        "reduce_scatter": collectives.reduce_scatter(rows, axis=-1, context=context),
+        "all_to_all": collectives.all_to_all(x),
+        "all_to_all, counts": collectives.all_to_all(x, send_counts=[1, x.shape[0] - 1]),
+        "broadcast": collectives.broadcast(w, root=1),
+        "all_reduce, mean": collectives.all_reduce(w, op="mean"),
+        "all_reduce, max": collectives.all_reduce(w, op="max"),
+        "copies": autograd.copies(w),
+        "redistribute, cyclic": redistribute(
+            collectives.all_reduce(rows), Replicated(), BlockCyclic(grid, (1, 3))
+        ),
+        "redistribute, bound": redistribute(rows, X.bind((2 * N, N)), Y),
+        "fft": fft.fft(waves, distribution=X).abs(),
+        "ifft": fft.ifft(waves, distribution=(X, Y), axes=(0, -1), norm="ortho").abs(),
+        "rfft": fft.rfft(rows, distribution=X).abs(),
+        "irfft": fft.irfft(fft.rfft(rows, distribution=X), distribution=X, axes=1, options=odd),
+        "dct": fft.dct(rows, distribution=X),
+        "dctn": fft.dctn(rows, axes=[0, 1], distribution=(X, Y)),
+        "idct": fft.idct(rows, 4, distribution=X),
+        "idctn": fft.idctn(rows, axes=[1], distribution=X),
+        "dst": fft.dst(rows, axis=1, distribution=X, norm="forward"),
+        "dstn": fft.dstn(rows, distribution=(X, Y)),
+        "idst": fft.idst(rows, 3, axis=0, norm="ortho", distribution=X),
+        "idstn": fft.idstn(rows, axes=[0], distribution=X),
+        "matmul": matmul(x, w, distributions=[X, Y, Y]),
+        "matmul, activation": matmul(
             x,
             w,
             distributions=[X, Replicated(), X],
             epilog=MatmulEpilog.GELU,
         ),
-        matmul(
-            x[:N],
+        "matmul, c and bias": matmul(
+            rows,
             w,
             w,
             distributions=[X, Replicated(), X],
@@ -52,11 +69,28 @@ def operations(x, context):
             epilog=MatmulEpilog.RELU_BIAS,
             epilog_inputs={"bias": bias},
         ),
-    ]
+        "linear": nn.linear(x, w.T, distributions=[X, Replicated(), X], activation="gelu"),
+        "tokens_to_heads": heads,
+        "heads_to_tokens": nn.heads_to_tokens(heads * heads),
+    }
+
+
+# Those that make plans or memory, which is no part of a graph.
+NO_OPERATORS = {"infer_global_shape", "allocate_operand"}
+
+
+def test_every_public_function_is_compiled_here():
+    """One that is new has a case in `operations`."""
+    modules = autograd, collectives, distribution, fft, advanced, nn
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    functions = {name for name, x in public.items() if callable(x) and not isinstance(x, type)}
+    source = inspect.getsource(operations)
+    cases = {name.partition(",")[0] for name in re.findall(r'^        "(.*?)":', source, re.M)}
+    assert functions - NO_OPERATORS == cases
 
 
 def total(x, context):
-    own = sum((y * y).sum() / (n + 1) for n, y in enumerate(operations(x * 2, context)))
+    own = sum((y * y).sum() / (n + 1) for n, y in enumerate(operations(x * 2, context).values()))
     return collectives.all_reduce(own)
 
 
@@ -87,6 +121,33 @@ def check_compiled(context):
 def test_all_operators_in_one_graph(compiling_contexts):
     """The second graph is that of any number of rows."""
     assert compiling_contexts.run(check_compiled, ranks=2, timeout=600) == [([], 2)] * 2
+
+
+def step(x, w):
+    y = matmul(x, w, distributions=[X, Replicated(), X])
+    return collectives.all_reduce(redistribute(y, X.bind((2 * N, N)), Y))
+
+
+def check_captured(context):
+    """Whether a program that torch's own compiler makes for graphs has the same numbers each time.
+    There are no graphs on cores: it runs as it is compiled.
+    """
+    with context:
+        program = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+        x = torch.linspace(-1, 1, N * N).reshape(N, N) + context.rank
+        same = []
+        for n in range(3):
+            found = []
+            for call in (program, step):
+                operands = [(x + n).requires_grad_(), (x[:, :N] - n).requires_grad_()]
+                made = call(*operands)
+                found.append((made, *torch.autograd.grad((made * made).sum(), operands)))
+            same += [torch.allclose(one, other) for one, other in zip(*found, strict=True)]
+    return same
+
+
+def test_programs_that_torch_captures(compiling_contexts):
+    assert compiling_contexts.run(check_captured, ranks=2, timeout=600) == [[True] * 9] * 2
 
 
 MISTAKES = {

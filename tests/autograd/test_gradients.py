@@ -12,7 +12,15 @@ import torch
 
 from arrangements import chosen_distribution, part_of
 from shardmath import autograd, collectives, fft
-from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.distribution import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    ProcessGrid,
+    Replicated,
+    Slab,
+    redistribute,
+)
 from shardmath.geometry import decode
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul, matrix_qualifiers_dtype
 
@@ -93,6 +101,39 @@ def check_partial(context):
 
 def test_one_factor_none_and_a_mean(contexts):
     assert contexts.run(check_partial, ranks=3) == [True] * 3
+
+
+def check_bias(context):
+    """The distributions of D with which the gradient of a bias is another than of one process."""
+    m, n, k = 7, 5, 3
+    whole = [tensor(shape, torch.float64, "cpu") for shape in [(m, k), (k, n), (m, 1)]]
+    a, b, bias = whole
+    expected = torch.autograd.grad((torch.relu(a @ b + bias) ** 3).sum(), bias)[0].numpy()
+    grid = ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.COL_MAJOR)
+    box = Box(*zip((0, m), ((0, 2), (2, 3), (3, 4), (4, n))[context.rank], strict=True))
+    wrong = []
+    with context:
+        everywhere = Replicated()
+        of_d = Slab.X, Slab.Y, everywhere, BlockCyclic(grid, (2, 1)), BlockNonCyclic(grid), box
+        for split in of_d:
+            rows = np.broadcast_to(bias.detach().numpy(), (m, n))
+            own = part_of(rows, split, context.rank, context.size)
+            mine = torch.tensor(own[:, 0], requires_grad=True)
+            words = {"epilog": MatmulEpilog.RELU_BIAS, "epilog_inputs": {"bias": mine}}
+            y = matmul(
+                a.detach(), b.detach(), distributions=[everywhere, everywhere, split], **words
+            )
+            loss = (y**3).sum() if split == everywhere else collectives.all_reduce((y**3).sum())
+            loss.backward()
+            rows = np.broadcast_to(expected, (m, n))
+            right = part_of(rows, split, context.rank, context.size)
+            if not np.allclose(mine.grad, right[:, 0]):
+                wrong.append(repr(split))
+    return wrong
+
+
+def test_a_bias_that_several_ranks_add(contexts):
+    assert contexts.run(check_bias, ranks=4) == [[]] * 4
 
 
 # -- gradients along a random direction, and their gradients ---------------------------------------
@@ -251,7 +292,11 @@ def check_directions(context, name, seeds):
             first = slope(xs, graph=True)
             second = along(xs, torch.autograd.grad(first, xs))
             change = (slope(moved(step)) - slope(moved(-step))) / (2 * step)
-            for number, (found, right) in enumerate([(first, expected), (second, change)]):
+            forward = torch.func.jvp(
+                lambda *xs, loss=loss: loss(xs), tuple(x.detach() for x in xs), tuple(vs)
+            )[1]
+            compared = [(first, expected), (second, change), (forward, expected)]
+            for number, (found, right) in enumerate(compared):
                 if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
                     wrong.append((name, seed, number, float(found), float(right)))
     return wrong
@@ -307,12 +352,12 @@ def test_a_gradient_is_never_lost_without_a_word(contexts):
 MISTAKES = {
     "requires grad on one rank": (
         lambda a: redistribute(a, Slab.X, Slab.Y),
-        "rank 1 called redistribute of tensors that require grad",
+        "rank 1 called redistribute (operand requires grad)",
     ),
     "no array": (lambda a: collectives.all_reduce([1.0]), "got list"),
     "one of two": (
         lambda a: matmul(a, a.detach().clone().requires_grad_(), distributions=[Slab.X] * 3),
-        "which operands require grad",
+        "rank 0 called matmul (b requires grad); rank 1 called matmul (a requires grad, b requires",
     ),
     "op": (lambda a: collectives.all_reduce(a, op="middle"), "'middle'"),
     "shape": (
@@ -330,3 +375,92 @@ def mistake(context, name):
 def test_mistakes_are_raised_on_all_ranks(contexts, name):
     (said,) = set(contexts.run(mistake, name, ranks=2))
     assert MISTAKES[name][1] in said
+
+
+FORWARD = {
+    "all_reduce": collectives.all_reduce,
+    "all_reduce, max": lambda x: collectives.all_reduce(x, op="max"),
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "redistribute": lambda x: redistribute(x, Slab.X, Slab.Y),
+    "fft": lambda x: fft.fft(x + 0j, distribution=Slab.X),
+    "matmul": lambda x: matmul(x, x.T.contiguous(), distributions=[Slab.X, Slab.Y, Slab.X]),
+    "matmul of one": lambda x: matmul(
+        x, torch.ones(4, 2).double(), distributions=[Slab.X, Replicated(), Slab.X]
+    ),
+    "matmul with c": lambda x: matmul(
+        x, torch.eye(4).double(), x, beta=2.0, distributions=[Slab.X, Replicated(), Slab.X]
+    ),
+}
+
+
+def push_tangents(context):
+    """The names of calls whose tangents, of dual numbers, differ from those of torch.func.jvp; and
+    what is said where a tangent has no way, or only rank 1 has one.
+    """
+    forward_ad = torch.autograd.forward_ad
+    x = torch.linspace(-1, 1, 8 + 4 * context.rank, dtype=torch.float64).reshape(-1, 4)
+    x, tangent = x[:2], (x * x - 0.3)[:2].contiguous()
+    wrong = []
+    with context:
+        for name, call in FORWARD.items():
+            primal, expected = torch.func.jvp(call, (x,), (tangent,))
+            for _ in range(3):  # such calls have come before, without a tangent
+                call(x)
+            with forward_ad.dual_level():
+                for _ in range(3):
+                    made = forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent)))
+                    if not (
+                        torch.equal(made.primal, primal) and torch.equal(made.tangent, expected)
+                    ):
+                        wrong.append(name)
+                assert forward_ad.unpack_dual(call(x)).tangent is None
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            one = say_of(lambda: collectives.all_reduce(dual if context.rank == 1 else x))
+            planned = say_of(lambda: Matmul(dual, x.T, distributions=[Slab.X, Slab.Y, Slab.X]))
+            product = Matmul(x, x.T, distributions=[Slab.X, Slab.Y, Slab.X])
+            product.plan()
+            product.execute()
+            again = say_of(lambda: product.reset_operands(a=dual))
+            product.free()
+    return wrong, one, planned, again
+
+
+def say_of(call):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_dual_numbers_outside_of_torch_func(contexts):
+    for wrong, one, planned, again in contexts.run(push_tangents, ranks=2):
+        assert not wrong
+        assert "rank 1 called all_reduce (x has a tangent)" in one
+        assert "has a tangent" in planned and "has a tangent" in again
+
+
+def count_rounds(context):
+    """Exchanges and barriers of a call that comes again: of plain tensors, and with gradients."""
+    counted = {}
+    with context:
+        for name, call in FORWARD.items():
+            counts = []
+            for requires_grad in (False, True):
+                x = torch.ones(2, 4, dtype=torch.float64, requires_grad=requires_grad)
+                for _ in range(4):
+                    call(x)
+                before = context.board.rounds
+                for _ in range(5):
+                    call(x)
+                counts.append(context.board.rounds - before)
+            counted[name] = counts
+    return counted
+
+
+def test_gradients_cost_no_exchange(contexts):
+    """Which operands require grad travels in the agreement of the call."""
+    for counted in contexts.run(count_rounds, ranks=2):
+        assert all(plain == recorded for plain, recorded in counted.values()), counted

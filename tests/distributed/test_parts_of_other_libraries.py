@@ -71,6 +71,9 @@ def converted(context, store):
                 assert back.shape == given.shape and back.stride() == given.stride()
                 assert back.placements == given.placements
             refused(mesh, torch, tensors)
+            shared(context, mesh, torch, tensors)
+            for mesh in meshes.values():
+                summed(mesh, torch, tensors)
             groups(context, mesh_of)
             for mesh in meshes.values():
                 computed(mesh, torch, tensors)
@@ -183,16 +186,49 @@ def computed(mesh, torch, tensors):
         matmul(w.detach(), torch.ones(5, 2))
 
 
+def shared(context, mesh, torch, tensors):
+    """Where some ranks have the same, each takes its share, where that lies; and torch adds
+    the gradients of all shares.
+    """
+    every, rows, columns = tensors.Replicate(), tensors.Shard(0), tensors.Shard(1)
+    for shape in ((6, 4), (5, 3), (1, 2)):
+        a = torch.arange(float(np.prod(shape))).reshape(shape)
+        for placements in ([every, rows], [rows, every], [every, columns], [columns, every]):
+            given = tensors.distribute_tensor(a, mesh, placements)
+            x = shardmath.from_dtensor(given)
+            agree(x, a.numpy())
+            memory = given.to_local().untyped_storage().data_ptr()
+            assert x.local.untyped_storage().data_ptr() == memory
+            given.requires_grad_()
+            y = redistribute(given, Slab.X)
+            assert torch.equal(y.full_tensor(), a)
+            (y * y).sum().backward()
+            assert given.grad.placements == tuple(placements)
+            assert torch.equal(given.grad.full_tensor(), 2 * a)
+
+
+def summed(mesh, torch, tensors):
+    """Partial sums are summed first."""
+    for shape in ((6, 4), (5, 3), (1,), ()):
+        a = torch.arange(float(np.prod(shape))).reshape(shape)
+        for others in (tensors.Partial(), tensors.Shard(0))[: 1 + bool(shape)]:
+            placements = [others] * (mesh.ndim - 1) + [tensors.Partial()]
+            whole = (
+                tensors.distribute_tensor(a, mesh, [*placements[:-1], tensors.Replicate()])
+                if others.is_shard()
+                else None
+            )
+            local = a if whole is None else whole.to_local()
+            part = tensors.DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=a.shape, stride=a.stride()
+            )
+            agree(shardmath.from_dtensor(part), part.full_tensor().numpy())
+    x = tensors.DTensor.from_local(torch.ones(5, 3), mesh, [tensors.Partial()] * mesh.ndim)
+    w = tensors.distribute_tensor(torch.ones(3, 2), mesh, [tensors.Shard(0)] * mesh.ndim)
+    assert (matmul(x, w).full_tensor() == 3 * mesh.size()).all()
+
+
 def refused(mesh, torch, tensors):
-    part = tensors.DTensor.from_local(torch.ones(3), mesh, [tensors.Partial()] * 2)
-    with pytest.raises(ValueError, match="sum the parts first"):
-        shardmath.from_dtensor(part)
-    with pytest.raises(ValueError, match="sum the parts first"):
-        matmul(part, part)
-    mixed = [tensors.Replicate(), tensors.Shard(0)]
-    half = tensors.distribute_tensor(torch.ones(4), mesh, mixed)
-    with pytest.raises(NotImplementedError, match="shard the tensor along all axes"):
-        shardmath.from_dtensor(half)
     with pytest.raises(TypeError, match="parts of torch, not of numpy"):
         shardmath.to_dtensor(shardmath.zeros(8, distribution=Slab.X), mesh)
     cyclic = BlockCyclic(ProcessGrid(shape=(4,)), (1,))
@@ -200,7 +236,9 @@ def refused(mesh, torch, tensors):
         shardmath.to_dtensor(shardmath.zeros(8, distribution=cyclic, package=torch), mesh)
     pair = shardmath.get_context().split(shardmath.get_context().rank % 2)
     with pair, pytest.raises(ValueError, match="the mesh has ranks"):
-        shardmath.from_dtensor(tensors.distribute_tensor(torch.ones(4), mesh, [mixed[1]] * 2))
+        shardmath.from_dtensor(
+            tensors.distribute_tensor(torch.ones(4), mesh, [tensors.Shard(0)] * 2)
+        )
 
 
 def test_dtensors(distributed_torch, tmp_path):

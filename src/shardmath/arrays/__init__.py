@@ -4,7 +4,7 @@ A library is found by the modules that an array's type comes from, so asking cos
 layers above see an `ArraySpec`, a pointer, or a NumPy view on the same memory.
 """
 
-from shardmath.arrays.base import Library, raw_view
+from shardmath.arrays.base import Array, Library, raw_view
 from shardmath.arrays.detect import (
     array_of,
     libraries,
@@ -17,6 +17,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
 __all__ = [
+    "Array",
     "ArraySpec",
     "DType",
     "Library",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
+Array = TypeVar("Array")  # any library's: what a public function returns is of the kind it is given
 Space = Literal["cpu", "cuda"]
 
 

@@ -76,13 +76,18 @@ def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
     library = library_of(x, name)
     if library.records(x):
         raise ValueError(
-            f"{name} requires grad, and no gradient passes through this call: pass x.detach(), or "
-            "call it under torch.no_grad()"
+            f"{name} requires grad or has a tangent, and no derivative passes through this call: "
+            "pass x.detach()"
         )
     try:
         return library, library.spec(x)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def knows_type(kind: type) -> bool:
+    """Whether instances of the class are arrays of one of the libraries."""
+    return _library_of_type(kind) is not None
 
 
 def library_named(name: str) -> Library:
@@ -105,6 +110,9 @@ def library_of_package(module: ModuleType) -> Library:
 
 @lru_cache(maxsize=128)
 def _library_of_type(kind: type) -> Library | None:
+    own: Library | None = getattr(kind, "__shardmath_library__", None)
+    if own is not None:
+        return own
     return next((library for library in libraries().values() if library.owns_type(kind)), None)
 
 

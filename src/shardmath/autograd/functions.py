@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from shardmath import geometry
 from shardmath.autograd.registered import call_operator
-from shardmath.autograd.table import SWAPPED, TURNED
-from shardmath.autograd.words import constant, number_of, plain, read_words, words_of
-from shardmath.base.untraced import operators
+from shardmath.base.untraced import has_tangent, operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
-from shardmath.geometry import Distribution, Replicated, Slab
-from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.arguments import options_of
-from shardmath.operators.fft.options import FFTOptions
-from shardmath.operators.matmul.description import arguments_of, three_distributions
-from shardmath.operators.matmul.options import MatmulOptions
+from shardmath.geometry import Replicated, Slab
+from shardmath.traced.arguments import (
+    functions_of,
+    words_of_fft,
+    words_of_matmul,
+    words_of_redistribute,
+    words_of_trigonometric,
+)
+from shardmath.traced.words import number_of, words_of
 
 
 def _operated(
@@ -27,15 +27,20 @@ def _operated(
 ) -> Any:
     """The result of an operator of a call of the user's; in `out` where that is given."""
     compiled = torch.compiler.is_compiling()
-    recorded = ""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        recorded = "".join("1" if x.requires_grad else "0" for x in xs)
+    recorded = "".join([_recorded(x, compiled) for x in xs])
     if out is not None and not compiled:
         _refuse(name, context, "a result with a gradient, or that torch transforms, is no `out`")
     if context is None and not compiled:
         context = require_context()
+    recorded = recorded if recorded.strip("0") else ""
     made = call_operator(name, xs, text, counts, None, number_of(context), recorded)
     return made if out is None else out.copy_(made)
+
+
+def _recorded(x: Any, compiled: bool) -> str:
+    """1 where `x` requires grad, 2 where it has a tangent, 3 for both, else 0."""
+    requires_grad = torch.is_grad_enabled() and x.requires_grad
+    return str(requires_grad + 2 * (not compiled and has_tangent(x)))
 
 
 def _refuse(operation: str, context: Any, why: str) -> None:
@@ -61,45 +66,6 @@ def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) 
         raise_on_all_ranks(context or require_context(), operation, error)
 
 
-@constant
-def _words_of_matmul(
-    distributions: Any, alpha: Any, beta: Any, epilog: Any, qualifiers: Any, options: Any
-) -> str:
-    flags: Any = arguments_of(None, None, distributions=None, qualifiers=qualifiers).words
-    if flags.error is not None:
-        raise flags.error
-    kept = plain(options_of(MatmulOptions, options))
-    if kept.pop("inplace"):
-        raise ValueError(
-            "options.inplace=True overwrites c: leave it out where there are gradients"
-        )
-    distributions = three_distributions(distributions)
-    if MatmulEpilog(epilog or 0) is MatmulEpilog.ALLREDUCE:
-        distributions = [*distributions[:2], Replicated()]
-    return words_of(
-        distributions=distributions,
-        alpha=1.0 if alpha is None else alpha,
-        beta=beta,
-        transpose=flags.qualifiers.transpose[:2],
-        conjugate=flags.qualifiers.conjugate[:2],
-        options=kept,
-    )
-
-
-@constant
-def _functions_of(epilog: Any) -> tuple[str, bool, bool]:
-    """The function of an epilog, whether there is a bias, and whether it sums every rank's C.
-
-    Raises ValueError for an epilog of a backward pass that is written by hand.
-    """
-    known = MatmulEpilog(epilog or 0)
-    if known.gradient or known.makes_aux or known.makes_bgrad:
-        raise ValueError(
-            f"epilog {known.name} is for backward passes written by hand: torch has one"
-        )
-    return known.activation or "", known.has_bias, known is MatmulEpilog.ALLREDUCE
-
-
 def matmul(
     a: Any,
     b: Any,
@@ -121,26 +87,42 @@ def matmul(
     if quantization_scales is not None or stream is not None:
         _refuse("matmul", None, "quantization_scales and stream are for calls without gradients")
     given = distributions, alpha, beta, epilog, qualifiers, options
-    text = _said("matmul", None, _words_of_matmul, *given)
-    function, has_bias, sums_c = _said("matmul", None, _functions_of, epilog)
-    device = a.device.type
-    if torch.is_autocast_enabled(device):
-        narrow = torch.get_autocast_dtype(device)
-        a, b = _autocast(a, narrow), _autocast(b, narrow)
-        c = None if c is None else _autocast(c, narrow)
+    text = _said("matmul", None, words_of_matmul, *given)
+    function, has_bias, sums_c = _said("matmul", None, functions_of, epilog)
+    a, b, c = narrowed(a), narrowed(b), None if c is None else narrowed(c)
     added = c is not None and not sums_c
     made = _operated("matmul", [a, b, c] if added else [a, b], text)
     if sums_c and c is not None:
         made = made + beta * all_reduce(c)
-    if has_bias:
-        made = made + epilog_inputs["bias"].reshape(-1, 1).to(made.dtype)
-    if function == "relu":
-        return torch.relu(made)
-    return torch.nn.functional.gelu(made, approximate="tanh") if function == "gelu" else made
+    bias = _bias_of(made, epilog_inputs["bias"], distributions) if has_bias else None
+    return finished(made, bias, function)
 
 
-def _autocast(x: Any, dtype: Any) -> Any:
-    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+def _bias_of(product: Any, bias: Any, distributions: Any) -> Any:
+    """This rank's bias as a column; other ranks that add the same have a part in its gradient."""
+    bias, split = bias.reshape(-1), distributions[2]
+    if split not in (Slab.X, Replicated()):
+        text = words_of(distribution=split)
+        bias = _operated("shared_rows", [bias], text, list(product.shape))
+    return bias.reshape(-1, 1)
+
+
+def finished(y: Any, bias: Any, activation: str | None) -> Any:
+    """The activation of y + bias: what an epilog does, and what ends a layer."""
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    if activation == "relu":
+        return torch.relu(y)
+    return torch.nn.functional.gelu(y, approximate="tanh") if activation else y
+
+
+def narrowed(x: Any) -> Any:
+    """An operand of a product in the type that autocast gives it, if that is on."""
+    device = x.device.type
+    narrows = x.is_floating_point() and x.dtype != torch.float64
+    if narrows and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def redistribute(
@@ -157,67 +139,8 @@ def redistribute(
     """See `shardmath.distribution.redistribute`."""
     if stream is not None:
         _refuse("redistribute", None, "stream is for calls without gradients")
-    given = _words_of_redistribute, input_distribution, output_distribution
+    given = words_of_redistribute, input_distribution, output_distribution
     return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
-
-
-@constant
-def _words_of_redistribute(source: Any, target: Any) -> str:
-    return words_of(source=source, target=target)
-
-
-@constant
-def _words_of_fft(ndim: int, distribution: Any, axes: Any, norm: Any, options: Any) -> str:
-    read = options_of(FFTOptions, options)
-    if read.inplace or read.halves:
-        raise ValueError("options.inplace and options.halves are for calls without gradients")
-    numbers = range(ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
-    axes = [axis + ndim if axis < 0 else axis for axis in numbers]
-    pair = list(distribution) if isinstance(distribution, list | tuple) else [distribution] * 2
-    if pair[1] is distribution and isinstance(distribution, Slab) and not read.redistribute:
-        split = distribution.partition_dim
-        pair[1] = Slab(int(split == 0)) if split in axes else distribution
-    elif pair[1] is distribution and isinstance(distribution, Distribution):
-        pair[1] = _unbound(distribution)
-        if not read.redistribute:
-            raise ValueError("redistribute=False: give a pair of distributions (input, output)")
-    source, target = pair
-    return words_of(
-        source=source, target=target, axes=axes, norm=norm, parity=read.last_axis_parity
-    )
-
-
-@constant
-def _words_of_trigonometric(
-    ndim: int,
-    distribution: Any,
-    axes: Any,
-    norm: Any,
-    options: Any,
-    number: Any,
-    orthogonalize: Any,
-    extents: Any,
-    is_inverse: bool,
-) -> str:
-    if extents is not None:
-        raise NotImplementedError(
-            "n and s are for arrays that know how they are split; pad the whole array first"
-        )
-    if number not in TURNED or norm not in SWAPPED:
-        raise ValueError(
-            f"type is 1 to 4, and norm one of {', '.join(map(repr, SWAPPED))}: not {number!r} and "
-            f"{norm!r}"
-        )
-    words = read_words(_words_of_fft(ndim, distribution, axes, norm, options))
-    if is_inverse:  # that of the other type
-        number = TURNED[number]
-        words = dict(words, norm=SWAPPED["backward" if norm is None else norm])
-    return words_of(**dict(words, type=int(number), orthogonalize=orthogonalize))
-
-
-def _unbound(distribution: Distribution) -> Distribution:
-    """What the result of a transform is split by, whose shape may be another."""
-    return geometry.decode((*distribution.encode()[:-1], None))
 
 
 def _fft(name: str) -> Callable[..., Any]:
@@ -236,7 +159,7 @@ def _fft(name: str) -> Callable[..., Any]:
         """See `shardmath.fft`."""
         if stream is not None:
             _refuse(name, None, "stream is for calls without gradients")
-        given = _words_of_fft, operand.ndim, distribution, axes, norm, options
+        given = words_of_fft, operand.ndim, distribution, axes, norm, options
         return _operated(name, [operand], _said(name, None, *given), out=out)
 
     return fft
@@ -251,7 +174,7 @@ def _trigonometric(name: str) -> Callable[..., Any]:
             _refuse(name, None, "stream is for calls without gradients")
         given = operand.ndim, words["distribution"], axes, norm, words["options"]
         text = _said(
-            *(name, None, _words_of_trigonometric, *given),
+            *(name, None, words_of_trigonometric, *given),
             *(type, words["orthogonalize"], extents, is_inverse),
         )
         return _operated(kind, [operand], text, out=words["out"])
@@ -339,9 +262,17 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
         y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
 
     For what every rank has, and uses on data of its own: without it the gradient on a rank is the
-    share of that rank. Local; its backward pass is an `all_reduce`.
+    share of that rank. Its backward pass is an `all_reduce`; where `x` requires grad ranks compare
+    that, and it is collective too.
     """
     return _operated("copies", [x], words_of(op="sum"), None, context)
+
+
+def certain(condition: Any) -> Any:
+    """Whether it holds; False in code that is compiled where only a running program can tell."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
@@ -355,6 +286,10 @@ operators.update(
         "all_to_all": all_to_all,
         "broadcast": broadcast,
         "all_reduce": all_reduce,
+        "certain": certain,
+        "copies": copies,
+        "finished": finished,
+        "narrowed": narrowed,
         **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
         **{name: _trigonometric(name) for name in _TRIGONOMETRIC},
     }

@@ -12,13 +12,14 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._library.fake_impl import allocate_size
 from torch.library import get_ctx
 
-from shardmath.autograd import shapes
 from shardmath.autograd.table import TABLE
-from shardmath.autograd.words import CURRENT, context_of, read_words, words_of
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import has_tangent, without_tangent
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
+from shardmath.traced import shapes
+from shardmath.traced.words import CURRENT, context_of, read_words, words_of
 
 
 def call_operator(
@@ -30,21 +31,26 @@ def call_operator(
     context: int = CURRENT,
     recorded: str = "",
 ) -> Any:
-    """The result of an operator. `recorded` has a 1 for each operand that requires grad: ranks
-    compare it, and where it is empty do not.
+    """The result of an operator. `recorded` has a 1 for each operand that requires grad, a 2 for
+    one that has a tangent: ranks compare it, and where it is empty do not.
     """
-    level = None if torch.compiler.is_compiling() else peek_interpreter_stack()
-    if level is not None and level.key() is not TransformType.Functionalize:
+    compiled = torch.compiler.is_compiling()
+    level = None if compiled else peek_interpreter_stack()
+    is_transformed = level is not None and level.key() is not TransformType.Functionalize
+    if is_transformed or (not compiled and any(map(has_tangent, xs))):
         return _Function.apply(name, text, counts, shape, context, recorded, *xs)
     return _OPERATORS[name](xs, text, counts, shape, context, recorded)
 
 
 class _Function(torch.autograd.Function):
-    """A call of an operator under `torch.func`, which does not differentiate operators of ours."""
+    """A call of an operator under `torch.func` or along tangents: torch differentiates operators of
+    ours otherwise only backward.
+    """
 
     @staticmethod
     def forward(name: str, *arguments: Any) -> Any:
         text, counts, shape, number, recorded, *xs = arguments
+        xs = list(map(without_tangent, xs))
         return call_operator(name, xs, text, counts, shape, number, recorded)
 
     @staticmethod
@@ -55,6 +61,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return *[None] * 6, *_gradients(ctx.name, ctx, grad, ctx.needs_input_grad[6:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _tangent(ctx.name, ctx, tangents[6:])
 
     @staticmethod
     def vmap(info: Any, dims: Any, name: str, *arguments: Any) -> Any:
@@ -69,15 +79,25 @@ def _perform(
     context = context_of(number)
     narrows = torch._C._is_any_autocast_enabled()  # types are chosen already
     plain = torch.autocast(xs[0].device.type, enabled=False) if narrows else nullcontext()
-    with _entered(context), plain:
-        if recorded:
-            context.agree(
-                f"{name} of tensors that require grad",
-                lambda: recorded,
-                partial(require_equal, "which operands require grad"),
-            )
+    with _entered(context), plain, _compared(name, context, recorded):
         made = TABLE[name].perform([x.detach() for x in xs], read_words(text), counts, shape)
         return made if made.is_contiguous() else made.contiguous()
+
+
+def _compared(name: str, context: DistributedContext, recorded: str) -> AbstractContextManager[Any]:
+    """In which ranks compare which operands have derivatives: in the agreement of the call; where
+    that has none, as it is local or on GPUs, whose hosts run ahead, by one of its own. Collective.
+    """
+    if not recorded:
+        return nullcontext()
+    if context.team is None and not TABLE[name].is_local:
+        return context.comparing_derivatives(recorded)
+    context.agree(
+        f"{name} of tensors that require grad",
+        lambda: recorded,
+        partial(require_equal, "which operands require grad"),
+    )
+    return nullcontext()
 
 
 def _entered(context: DistributedContext) -> AbstractContextManager[Any]:
@@ -107,11 +127,14 @@ def _unknown(name: str) -> Any:
 
 
 def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, text, counts, _, number, _ = inputs
+    xs, text, counts, shape, number, _ = inputs
     ctx.text, ctx.counts, ctx.number = text, counts, number
+    ctx.shape = list(output.shape) if shape is None else shape
     ctx.operands = [(list(x.shape), x.dtype) for x in xs]
     if TABLE[name].adjoint(read_words(text), counts) is None:
         ctx.save_for_backward(*xs, output)
+        if hasattr(ctx, "save_for_forward"):  # which an operator's context has not
+            ctx.save_for_forward(*xs, output)
 
 
 def _differentiate(name: str, ctx: Any, grad: Any) -> tuple[Any, ...]:
@@ -128,6 +151,16 @@ def _gradients(name: str, ctx: Any, grad: Any, wanted: Sequence[bool]) -> list[A
         return [call(to, [grad], words_of(**own), counts, shape).to(dtype)]
     assert operator.gradients is not None
     return operator.gradients(ctx.saved_tensors, words, grad, wanted, call)
+
+
+def _tangent(name: str, ctx: Any, tangents: Sequence[Any]) -> Any:
+    """The derivative of the result along these of the operands, of which some may be None."""
+    operator, words = TABLE[name], read_words(ctx.text)
+    call = partial(call_operator, context=ctx.number)
+    if operator.adjoint(words, ctx.counts) is not None:
+        return call(name, list(tangents), ctx.text, ctx.counts, ctx.shape)
+    assert operator.tangent is not None
+    return operator.tangent(ctx.saved_tensors, words, tangents, ctx.counts, call)
 
 
 def _batched(

@@ -11,9 +11,6 @@ import torch
 
 from shardmath import collectives
 from shardmath.arrays import dtypes
-from shardmath.autograd import shapes
-from shardmath.autograd.shapes import Shape, Tensors
-from shardmath.autograd.words import Words, words_of
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import require_context
 from shardmath.geometry import Box, Distribution, Spans
@@ -22,6 +19,10 @@ from shardmath.operators.layouts import infer_layout
 from shardmath.operators.matmul import matmul as multiply
 from shardmath.operators.matmul.options import matrix_qualifiers_dtype
 from shardmath.operators.redistribute import redistribute
+from shardmath.traced import shapes
+from shardmath.traced.arguments import SWAPPED, TURNED
+from shardmath.traced.shapes import Shape, Tensors
+from shardmath.traced.words import Words, words_of
 
 Call = Callable[..., Any]
 
@@ -33,14 +34,18 @@ class Operator(Immutable, eq=False):
     `shape(xs, words, counts)` is that of this rank's result, None for an extent which only the
     peers know; `dtype(xs, words)` is the result's. `adjoint(words, counts)` is (the name
     of the operator, its words and counts) through which the gradient of a linear operator goes;
-    `gradients(saved, call, grad, wanted)` are those of the operands of another.
+    `gradients(saved, words, grad, wanted, call)` are those of the operands of another, and
+    `tangent(saved, words, tangents, counts, call)` is the derivative of its result along tangents
+    of the operands. One that `is_local` asks no other rank.
     """
 
     perform: Callable[[Tensors, Words, Any, Any], Any]
     shape: Callable[[Tensors, Words, Any], Shape]
     adjoint: Callable[[Words, Any], tuple[str, Words, Any] | None] = lambda words, counts: None
     gradients: Callable[..., list[Any]] | None = None
+    tangent: Callable[..., Any] | None = None
     dtype: Callable[[Tensors, Words], Any] = lambda xs, words: xs[0].dtype
+    is_local: bool = False
 
 
 def _perform_redistribute(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -57,7 +62,6 @@ def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) 
     )
 
 
-SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
 _ADJOINT = {
     "fft": "ifft",
     "ifft": "fft",
@@ -143,9 +147,6 @@ def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, sh
     )
 
 
-TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # the type of the inverse, and, but for weights, the adjoint
-
-
 def _adjoint_trigonometric(kind: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
     back = dict(words, source=words["target"], target=words["source"])
     name = kind.removesuffix("_adjoint") if kind.endswith("_adjoint") else f"{kind}_adjoint"
@@ -208,7 +209,7 @@ def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
         return infer_layout("the operand", encoded, shapes).global_shape
 
     return require_context().agree(
-        "the gradient of a real transform", lambda: (distribution.encode(), shape), check
+        "the shape of a global array", lambda: (distribution.encode(), shape), check
     )
 
 
@@ -345,6 +346,34 @@ def _matmul_gradients(
     return grads
 
 
+def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    """The sums of what all ranks have for the same rows of a matrix, of which this one has a part
+    of shape `counts`.
+    """
+    distribution = words["distribution"]
+    whole = _global_shape(distribution, counts)
+    own = _indices(distribution, whole, 0).reshape(-1).to(xs[0].device)
+    rows, values = collectives.all_gather(own), collectives.all_gather(xs[0])
+    return values.new_zeros(whole[0]).index_add(0, rows, values)[own]
+
+
+def _tangent_of_matmul(
+    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
+) -> Any:
+    """The sum of products of which each has the tangent of one factor."""
+    a, b, *_, made = xs
+    text = words_of(**dict(words, beta=None))
+    pairs = (tangents[0], b), (a, tangents[1])
+    terms = [
+        call("matmul", list(pair), text, shape=list(made.shape))
+        for pair, tangent in zip(pairs, tangents, strict=False)
+        if tangent is not None
+    ]
+    if len(tangents) == 3 and tangents[2] is not None:
+        terms.append(words["beta"] * tangents[2])
+    return sum(terms[1:], terms[0]).to(made.dtype)
+
+
 def _perform_all_gather(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
     made = collectives.all_gather(xs[0], axis=words["axis"])
     return made / require_context().size if words["op"] == "mean" else made
@@ -367,33 +396,51 @@ def _gradients_of_all_reduce(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
     x, made = xs
-    return _gradients_of_reduction(x, made, call("copies", [grad], words_of(op="sum")), words, call)
+    all_of_it = call("copies", [grad], words_of(op="sum"))
+    return [all_of_it * _slopes(x, made, words, call).conj()]
+
+
+def _tangent_of_all_reduce(
+    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
+) -> Any:
+    x, made = xs
+    own = tangents[0] * _slopes(x, made, words, call)
+    return call("all_reduce", [own], words_of(op="sum"))
 
 
 def _gradients_of_reduce_scatter(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """The gradient of `reduce_scatter` by min, max or product, of all parts, gathered first."""
+    """Of all parts, gathered first."""
     x, made = xs
     text = words_of(axis=words["axis"], op="sum")
     whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
-    return _gradients_of_reduction(x, whole, grad, words, call)
+    return [grad * _slopes(x, whole, words, call).conj()]
 
 
-def _gradients_of_reduction(x: Any, made: Any, grad: Any, words: Words, call: Call) -> list[Any]:
-    """The gradient of a reduction: ranks that have the min or max share it, and in a product each
-    rank's is multiplied by the others' product.
+def _tangent_of_reduce_scatter(
+    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
+) -> Any:
+    x, made = xs
+    text = words_of(axis=words["axis"], op="sum")
+    whole = call("all_gather", [made], text, shape=list(x.shape))
+    own = tangents[0] * _slopes(x, whole, words, call)
+    return call("reduce_scatter", [own], text, counts)
+
+
+def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
+    """The derivatives of a reduction by this rank's elements: ranks that have the min or max share
+    it, and in a product they are the others' product.
     """
     if words["op"] in ("min", "max"):
         holds = (x == made).to(x.dtype)
-        return [grad * holds / call("all_reduce", [holds], words_of(op="sum"))]
+        return holds / call("all_reduce", [holds], words_of(op="sum"))
     if words["op"] != "product":
         raise NotImplementedError(f"a reduction by {words['op']!r} has no gradient")
     rows = words_of(axis=0, op="sum")
     all_ = call("all_gather", [x.unsqueeze(0)], rows, shape=[require_context().size, *x.shape])
     own = torch.arange(len(all_), device=x.device) == require_context().rank
-    others = all_.where(~own.reshape(-1, *[1] * x.ndim), 1).prod(0)
-    return [grad * others.conj()]
+    return all_.where(~own.reshape(-1, *[1] * x.ndim), 1).prod(0)
 
 
 def _transform(name: str, dtype: Any = None) -> Operator:
@@ -426,7 +473,11 @@ def _trigonometric(kind: str) -> dict[str, Operator]:
 
 TABLE = {
     "matmul": Operator(
-        _perform_matmul, shapes.of_product, gradients=_matmul_gradients, dtype=_dtype_of_matmul
+        _perform_matmul,
+        shapes.of_product,
+        gradients=_matmul_gradients,
+        tangent=_tangent_of_matmul,
+        dtype=_dtype_of_matmul,
     ),
     "redistribute": Operator(
         _perform_redistribute,
@@ -455,13 +506,25 @@ TABLE = {
         shapes.of_scattering,
         _linear("all_gather"),
         _gradients_of_reduce_scatter,
+        _tangent_of_reduce_scatter,
     ),
     "all_to_all": Operator(_perform_all_to_all, shapes.of_exchange, _same("all_to_all_adjoint")),
     "all_to_all_adjoint": Operator(_perform_all_to_all_adjoint, shapes.alike, _same("all_to_all")),
     "broadcast": Operator(_perform_broadcast, shapes.alike, _same("reduce")),
     "reduce": Operator(_perform_reduce, shapes.alike, _same("broadcast")),
     "all_reduce": Operator(
-        _perform_all_reduce, shapes.alike, _linear("copies"), _gradients_of_all_reduce
+        _perform_all_reduce,
+        shapes.alike,
+        _linear("copies"),
+        _gradients_of_all_reduce,
+        _tangent_of_all_reduce,
     ),
-    "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce")),
+    "shared_rows": Operator(
+        lambda xs, words, counts, shape: xs[0].clone(),
+        shapes.alike,
+        _same("shared_rows_adjoint"),
+        is_local=True,
+    ),
+    "shared_rows_adjoint": Operator(_sum_shared_rows, shapes.alike, _same("shared_rows")),
+    "copies": Operator(_scaled_copies, shapes.alike, _same("all_reduce"), is_local=True),
 }

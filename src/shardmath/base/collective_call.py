@@ -21,6 +21,8 @@ from logging import DEBUG
 from types import FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+import numpy as np
+
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
@@ -29,6 +31,7 @@ from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
     function_of_dtensors,
+    function_of_foreign,
     is_loaded,
     is_watched,
     marked,
@@ -149,9 +152,10 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
                 watches is None
                 or operand.requires_grad
                 or watches[0]()
-                or (narrows and watches[1]())
+                or watches[1]()
+                or (narrows and watches[2]())
             ):
-                other = _function_of(operand, function, name)
+                other = _function_of(operand, function, call, name)
                 if other is not None:
                     return cast(R, other(*args, **kwargs))
         if this_thread.call is not None and _is_part():
@@ -180,15 +184,18 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 # Types of arguments that leave every call to the function that was called; and torch.Tensor, with
-# what says whether torch transforms what is called, and whether it chooses types.
+# what says whether torch transforms or differentiates what is called, and whether it chooses types.
 _WITHOUT_FUNCTIONS: set[type] = set()
-_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}
 _MOST = 1000
 
 
-def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] | None:
+def _function_of(
+    operand: Any, function: Any, call: Callable[..., Any], name: str
+) -> Callable[..., Any] | None:
     """The function that an argument wants to be called in place of `function`, if it does: an array
-    that knows how it is split has functions of its own, and a tensor may want torch's operator.
+    that knows how it is split has functions of its own, a tensor may want torch's operator, and
+    arrays that only speak DLPack are taken before `call`, the public function, and given back.
     """
     ours = getattr(operand, "__shardmath_functions__", None)
     if ours is not None:
@@ -200,7 +207,7 @@ def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] |
     if kind is dict:  # of arrays
         for x in operand.values():
             if type(x) not in _WITHOUT_FUNCTIONS:
-                other = _function_of(x, function, name)
+                other = _function_of(x, function, call, name)
                 if other is not None:
                     return other
         return None
@@ -208,9 +215,11 @@ def _function_of(operand: Any, function: Any, name: str) -> Callable[..., Any] |
         if kind is sys.modules["torch"].Tensor:
             _TENSORS[kind] = watches_of_torch()
         return operator_of(name) if name and wants_operator(operand, name) else None
-    if len(_WITHOUT_FUNCTIONS) < _MOST:
+    speaks_dlpack = hasattr(kind, "__dlpack__") and not issubclass(kind, np.ndarray)
+    foreign = function_of_foreign(call, kind) if speaks_dlpack else None
+    if foreign is None and len(_WITHOUT_FUNCTIONS) < _MOST:
         _WITHOUT_FUNCTIONS.add(kind)
-    return None
+    return foreign if name else None
 
 
 @lru_cache(maxsize=1)

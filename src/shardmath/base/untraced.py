@@ -85,16 +85,28 @@ def unwatched(call: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
+def constant(call: Call) -> Call:
+    """`call`, which torch's compiler makes while it traces: its arguments are constants."""
+    vars(call)["_dynamo_marked_constant"] = True
+    return call
+
+
+def is_compiling() -> bool:
+    """Whether torch's compiler traces the caller: it traces another function in place of this."""
+    return False
+
+
+vars(is_compiling)["_torchdynamo_inline"] = lambda: True
+
+
 operators: dict[str, Callable[..., Any]] = {}
 """What calls torch's operators in place of public functions, by name; of `shardmath.autograd`."""
 
 
+@constant
 def load_operators() -> None:
     """Let torch know its operators, which stand above: they call the public functions."""
     importlib.import_module("shardmath.autograd")
-
-
-vars(load_operators)["_dynamo_marked_constant"] = True  # the compiler calls it while it traces
 
 
 def operator_of(name: str) -> Callable[..., Any]:
@@ -108,6 +120,15 @@ def function_of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | N
     """What calls `function`, of this package, with DTensors of torch's, where there is one."""
     above: Any = importlib.import_module("shardmath.distributed.conversions")
     found: Callable[..., Any] | None = above.of_dtensors(function)
+    return found
+
+
+def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
+    """What calls the public function `call` with arrays of class `kind`, of a library of which the
+    package knows only that it speaks DLPack; None where it knows the class.
+    """
+    above: Any = importlib.import_module("shardmath.interchange.calls")
+    found: Callable[..., Any] | None = above.with_arrays_of(call, kind)
     return found
 
 
@@ -128,18 +149,49 @@ def wants_operator(tensor: Any, name: str) -> bool:
     transforms or records what is called, or chooses the type of products.
     """
     torch = sys.modules["torch"]
-    transforms, narrows = watches_of_torch()
-    if tensor.requires_grad and torch.is_grad_enabled():
+    transforms, _, narrows = watches_of_torch()
+    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
         return True
     if transforms() or torch._C._len_torch_dispatch_stack():
         return True
     return name == "matmul" and bool(narrows())
 
 
-def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What says whether torch transforms what is called now, and whether autocast is on."""
+def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
+    """What says whether torch transforms what is called now, whether tensors may have tangents, and
+    whether autocast is on.
+    """
     core = sys.modules["torch"]._C
-    return core._functorch.peek_interpreter_stack, core._is_any_autocast_enabled
+    return core._functorch.peek_interpreter_stack, _asks_for_level(), core._is_any_autocast_enabled
+
+
+def may_have_tangents() -> bool:
+    """Whether torch differentiates in forward mode, within `torch.autograd.forward_ad.dual_level`.
+
+    To be asked where torch is loaded: tensors with a tangent look as plain ones do.
+    """
+    return _asks_for_level()()
+
+
+@functools.cache
+def _asks_for_level() -> Callable[[], bool]:
+    """See `may_have_tangents`. Each call of a plain tensor asks: the module is looked up once."""
+    forward: Any = sys.modules["torch.autograd.forward_ad"]
+    return lambda: forward._current_level >= 0
+
+
+def has_tangent(tensor: Any) -> bool:
+    """Whether torch would push a tangent of this tensor through what is called now."""
+    if not may_have_tangents():
+        return False
+    return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).tangent is not None
+
+
+def without_tangent(tensor: Any) -> Any:
+    """The tensor itself, or what it is without the tangent that it has."""
+    if not may_have_tangents():
+        return tensor
+    return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).primal
 
 
 _constants: list[type] = []

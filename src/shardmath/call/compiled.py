@@ -194,8 +194,8 @@ def watches_of(function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any
     """Functions of which none says, before a call of `function`, that torch is to know of it."""
     if not any(hasattr(x, "requires_grad") for x in arrays):
         return ()
-    transforms, narrows = watches_of_torch()
-    return (transforms, narrows) if function.__name__ == "matmul" else (transforms,)
+    *watches, narrows = watches_of_torch()
+    return (*watches, narrows) if function.__name__ == "matmul" else tuple(watches)
 
 
 def turn_of(

@@ -39,6 +39,7 @@ from shardmath.program.steps import Program
 
 _KEPT = 128  # calls of an operation that are recognised
 _TAG_BYTES = 8
+_DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
 
 Specs = Mapping[str, ArraySpec | None]
 Problem = TypeVar("Problem")
@@ -80,8 +81,38 @@ class Operation(Protocol[Problem]):
 def call(operation: Operation[Any], arguments: Arguments) -> Any:
     """The results of a call in the current context. Collective; a part of a `collective_call`."""
     context = require_context()
+    driver: Driver | None = None if context.derivatives else context.caches.get(operation)
+    return (driver or driver_of(context, operation)).call(arguments)
+
+
+def driver_of(
+    context: Context,
+    operation: Operation[Any],
+    kind: Callable[[Context], type[Driver]] | None = None,
+) -> Driver:
+    """The driver of all calls of a function; of those with derivatives, which ranks compare, there
+    is one for each choice of operands. `kind(context)` is its class, if not Driver.
+    """
+    if context.derivatives:
+        key = operation, context.derivatives
+        operation = context.cache(key, lambda: _Differentiated(*key))
     driver: Driver | None = context.caches.get(operation)
-    return (driver or Driver.of(context, operation)).call(arguments)
+    return driver or (kind(context) if kind else Driver).of(context, operation)
+
+
+class _Differentiated:
+    """An operation some of whose operands have derivatives, `which` as a context says it. Its name
+    tells, and names are part of what ranks agree on.
+    """
+
+    def __init__(self, operation: Operation[Any], which: str) -> None:
+        self._operation = operation
+        pairs = zip(operation.names.operands, which, strict=False)
+        said = ", ".join(f"{name} {_DERIVATIVES[flag]}" for name, flag in pairs if flag != "0")
+        self.names = operation.names._replace(operation=f"{operation.names.operation} ({said})")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operation, name)
 
 
 class Driver:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shardmath.arrays import array_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.immutable import Immutable
-from shardmath.call.driver import Driver
+from shardmath.call.driver import Driver, driver_of
 from shardmath.collectives.forms import OnGPUs
 from shardmath.collectives.operand import kind_of
 from shardmath.context.context import Context
@@ -98,9 +98,9 @@ def perform(
     context: Context, collective: Collective[Any], words: tuple[Any, ...], x: Any, out: Any
 ) -> Any:
     """The result of a call. Collective."""
-    driver: Driver | None = context.caches.get(collective)
+    driver: Driver | None = None if context.derivatives else context.caches.get(collective)
     if driver is None:
-        driver = _driver_of(context).of(context, collective)
+        driver = driver_of(context, collective, _kind_of_driver)
     size, rank = context.size, context.rank
     return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
 
@@ -112,7 +112,7 @@ def in_background(function: Callable[..., Any], context: Any, x: Any, **words: A
     return start(function, context, x, **words)
 
 
-def _driver_of(context: Context) -> type[Driver]:
+def _kind_of_driver(context: Context) -> type[Driver]:
     if context.team is None:
         return Driver
     from shardmath.collectives.gpu_calls import GPUCalls

@@ -6,9 +6,9 @@ Each is one move: which sections of the axis go from which rank to which.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from shardmath.arrays import dtypes
+from shardmath.arrays import Array, dtypes
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
@@ -31,6 +31,7 @@ from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections
 
 if TYPE_CHECKING:
+    from shardmath.collectives.background import Work
     from shardmath.collectives.gpu_operand import DeviceOperand
 
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
@@ -80,6 +81,28 @@ def _sections_on_gpus(operand: DeviceOperand, plan: _Moved, *, whole: bool) -> A
     transfer = plan.transfer
     shape = transfer.result_shape(operand.context.rank)
     return operand.move(transfer.counts, shape, transfer.axis, whole=whole)
+
+
+@overload
+def broadcast(
+    x: Array | None,
+    *,
+    root: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def broadcast(
+    x: Any,
+    *,
+    root: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 @differentiable
@@ -146,6 +169,28 @@ BROADCAST = Collective(
 )
 
 
+@overload
+def all_gather(
+    x: Array,
+    *,
+    axis: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def all_gather(
+    x: Any,
+    *,
+    axis: int = 0,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[True],
+) -> Work: ...
+
+
 @differentiable
 def all_gather(
     x: Any,
@@ -191,6 +236,32 @@ ALL_GATHER = Collective(
     _steps,
     OnGPUs(Gathered(), lambda operand, plan: _sections_on_gpus(operand, plan, whole=True)),
 )
+
+
+@overload
+def all_to_all(
+    x: Array,
+    *,
+    axis: int = 0,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def all_to_all(
+    x: Any,
+    *,
+    axis: int = 0,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 @differentiable

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from shardmath.arrays import Array
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import differentiable
 from shardmath.base.immutable import Immutable
@@ -30,7 +31,30 @@ from shardmath.local.reduction import Reduction
 from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program
 
 if TYPE_CHECKING:
+    from shardmath.collectives.background import Work
     from shardmath.collectives.gpu_operand import DeviceOperand
+
+
+@overload
+def all_reduce(
+    x: Array,
+    *,
+    op: str = "sum",
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def all_reduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 @differentiable
@@ -113,6 +137,32 @@ ALL_REDUCE = Collective(
         _result_of_all_reduce,
     ),
 )
+
+
+@overload
+def reduce_scatter(
+    x: Array,
+    *,
+    op: str = "sum",
+    axis: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def reduce_scatter(
+    x: Any,
+    *,
+    op: str = "sum",
+    axis: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    context: DistributedContext | None = None,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 @differentiable

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -83,6 +84,7 @@ class Context(OnHosts):
         self.again: dict[Any, Any] = {}  # calls that come again, as users make them: direct.c
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         self.heaps: Any = None  # where kernels find all ranks' heaps: see collectives.heaps
+        self.derivatives = ""  # of the operands of the call under way: see `comparing_derivatives`
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         drop = None if team is None else team.drop
         leaving = board, drop, self.heap.groups, self.number
@@ -93,6 +95,20 @@ class Context(OnHosts):
             self.heap.groups.watch(self.number, team.gave_up)
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
+
+    @contextmanager
+    def comparing_derivatives(self, which: str) -> Iterator[None]:
+        """Let ranks compare, in the calls until the end, which operands have derivatives: for each
+        a 1 where it requires grad, a 2 where it has a tangent, a 3 for both, else a 0.
+
+        What they compare travels in the agreement of such a call. It is none of those that are made
+        before their function is entered, which have no derivatives.
+        """
+        again, self.again, self.derivatives = self.again, {}, which
+        try:
+            yield
+        finally:
+            self.again, self.derivatives = again, ""
 
     @property
     def transport(self) -> str:

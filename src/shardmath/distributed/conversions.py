@@ -29,21 +29,44 @@ def from_dtensor(x: Any) -> DistributedArray:
 
         x = shardmath.from_dtensor(distribute_tensor(weights, mesh, [Shard(0)]))
 
-    The mesh has all ranks of the current context, each by its number there. Raises ValueError where
-    it has not, and for parts that are yet to be summed (`Partial`); NotImplementedError where some
-    axes of a mesh shard the tensor and others replicate it, which no distribution describes.
+    The mesh has all ranks of the current context, each by its number there. Where some axes of it
+    shard the tensor and others replicate it, every rank's part is its share of what it has, a view.
+    Parts that are yet to be summed (`Partial`) torch sums first, and scatters along the first axis:
+    only then this is collective. Raises ValueError for other meshes and placements.
     """
-    context = require_context()
-    shape, placements = tuple(x.shape), tuple(x.placements)
-    if any(not (place.is_shard() or place.is_replicate()) for place in placements):
-        raise ValueError(f"{placements}: sum the parts first, by x.redistribute(...) of torch")
-    layout = _layout(context, shape, x.device_mesh, placements)
+    context, mesh = require_context(), x.device_mesh
+    shape = tuple(x.shape)
+    if any(place.is_partial() for place in x.placements):
+        _layout(context, shape, mesh, ())  # raises for other meshes, before ranks wait
+        x = x.redistribute(placements=list(map(partial(_summed, axes=len(shape)), x.placements)))
+    placements = tuple(x.placements)
+    if not all(place.is_shard() or place.is_replicate() for place in placements):
+        raise ValueError(f"{placements}: Shard, Replicate and Partial are known: x.redistribute()")
+    layout = _layout(context, shape, mesh, placements)
     distribution = distribution_of(layout, context.rank)
-    if distribution is None:
-        raise NotImplementedError(
-            f"{placements}: shard the tensor along all axes of the mesh, or replicate it along all"
-        )
-    return DistributedArray.of(x.to_local(), distribution, layout, context)
+    if distribution is not None:
+        return DistributedArray.of(x.to_local(), distribution, layout, context)
+    own, kept = layout.parts[context.rank], _layout(context, shape, mesh, placements, shares=True)
+    distribution = distribution_of(kept, context.rank)
+    assert distribution is not None, "every index has one owner"
+    # Of what several ranks have, each has the gradient of its share. torch adds these on their way
+    # back through a redistribution that moves nothing.
+    grads = [_summed(place, added=True) for place in placements]
+    part = x.redistribute(placements=placements).to_local(grad_placements=grads)
+    for axis, (mine, whole) in enumerate(zip(kept.parts[context.rank], own, strict=True)):
+        part = part.narrow(axis, mine.start - whole.start if mine.length else 0, mine.length)
+    return DistributedArray.of(part, distribution, kept, context)
+
+
+def _summed(placement: Any, *, axes: int = 0, added: bool = False) -> Any:
+    """Where the sum of a Partial is to be; or the Partial that is `added` to a Replicate."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if added:
+        return Partial() if placement.is_replicate() else placement
+    if not placement.is_partial():
+        return placement
+    return Shard(0) if axes else Replicate()
 
 
 def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
@@ -236,9 +259,16 @@ def _sharded(context: DistributedContext, shape: tuple[int, ...], sharding: Any)
 
 
 def _layout(
-    context: DistributedContext, shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]
+    context: DistributedContext,
+    shape: tuple[int, ...],
+    mesh: Any,
+    placements: Sequence[Any],
+    *,
+    shares: bool = False,
 ) -> Layout:
-    """The layout of a tensor that torch has placed on a mesh of all ranks."""
+    """The layout of a tensor that torch has placed on a mesh of all ranks; with `shares`, what
+    several have is shared out among them, along the first axis that is sharded.
+    """
     ranks = mesh.mesh.flatten().tolist()
     if sorted(ranks) != list(range(context.size)) or mesh.get_rank() != context.rank:
         raise ValueError(
@@ -248,11 +278,14 @@ def _layout(
     by_rank: dict[int, tuple[Spans, ...]] = {}
     for rank, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
         low, high = [0] * len(shape), list(shape)
-        for number, parts, placement in zip(place, mesh.shape, placements, strict=True):
-            if placement.is_shard():
-                axis = placement.dim
-                wide = -(-(high[axis] - low[axis]) // parts)
-                low[axis] = min(high[axis], low[axis] + number * wide)
-                high[axis] = min(high[axis], low[axis] + wide)
+        along = list(zip(placements, place, mesh.shape, strict=False))
+        splits = [(p.dim, number, parts) for p, number, parts in along if p.is_shard()]
+        if shares:
+            first = min(axis for axis, *_ in splits)
+            splits += [(first, number, parts) for p, number, parts in along if p.is_replicate()]
+        for axis, number, parts in splits:
+            wide = -(-(high[axis] - low[axis]) // parts)
+            low[axis] = min(high[axis], low[axis] + number * wide)
+            high[axis] = min(high[axis], low[axis] + wide)
         by_rank[rank] = tuple(map(Spans.interval, low, high))
     return Layout(shape, tuple(by_rank[rank] for rank in range(context.size)))

@@ -18,12 +18,15 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.untraced import is_loaded, may_have_tangents
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Heap
 
 V = TypeVar("V")
 
 _NAME = "shardmath.handles._fingerprint"  # of the module that fingerprint.c makes
+
+_FORWARD = "torch.autograd.forward_ad"  # until it is in sys.modules, no tensor has a tangent
 
 Looks = Callable[..., tuple[Any, ...] | None]  # of tuples of arrays
 Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and the block there
@@ -63,7 +66,8 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
     def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
         """The key of such a call; None for arrays that take a closer look. Local."""
         try:
-            seen = self.looks(*arrays)
+            tangents = is_loaded(_FORWARD) and may_have_tangents()
+            seen = (_look_at_all if tangents else self.looks)(*arrays)
         except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory
             return None
         return None if seen is None else (seen, words)

@@ -12,6 +12,7 @@ import pytest
 
 from shardmath.cuda import packages
 from shardmath.errors import BackendUnavailable
+from shardmath.local.gpu import cublaslt
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # Who asks for which module, which is not there.
@@ -35,6 +36,8 @@ def test_the_packages_are_those_of_the_extra(extra):
 def test_all_that_is_missing_is_named_in_one_line(name, monkeypatch):
     module, function, missing, extras = DOORS[name]
     monkeypatch.setattr(packages, "_is_installed", lambda each: each == "nvidia-cublas")
+    monkeypatch.setattr(cublaslt, "_NAMES", ("libcublasLt.so.of.none",))
+    cublaslt._library.cache_clear()
     for loaded in [each for each in sys.modules if each.startswith(missing)]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, missing, None)

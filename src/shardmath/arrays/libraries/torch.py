@@ -18,6 +18,7 @@ from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps, packed_strides
 from shardmath.base.compiled import extension
+from shardmath.base.untraced import has_tangent
 
 _DLPACK = "shardmath.arrays._dlpack"  # the module that dlpack.c makes
 _INTEGERS, _BFLOAT = 0, 4  # what DLPack calls kinds of elements
@@ -44,9 +45,9 @@ class Torch(Library):
         return False
 
     def records(self, x: Any) -> bool:
-        """Whether `x` requires grad, outside of `torch.no_grad`."""
+        """Whether `x` requires grad, outside of `torch.no_grad`, or has a tangent."""
         if not x.requires_grad:
-            return False
+            return has_tangent(x)
         import torch
 
         return bool(torch.is_grad_enabled())
@@ -93,7 +94,7 @@ class Torch(Library):
         return bool(x.is_conj() or x.is_neg())
 
     def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
-        if (x.requires_grad and self.records(x)) or x.is_conj() or x.is_neg():
+        if self.records(x) or x.is_conj() or x.is_neg():
             return None
         spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
         address = x.data_ptr()  # RuntimeError, or 0, where `x` only stands for other tensors

@@ -2,7 +2,8 @@
 
 A `Product` owns the library's descriptors and the algorithm that its heuristics chose; it is kept,
 by what it was made from, for the next product that looks the same. Addresses are arguments of
-`run`. The bindings are nvmath-python's base package; nothing else of it is used.
+`run`. The bindings are those of nvmath-python, of which nothing else is used here, or where it is
+missing our own, `cublaslt`, of the library that torch brings.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.packages import bindings_of
+from shardmath.errors import BackendUnavailable
+from shardmath.local.gpu import cublaslt
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
@@ -267,9 +270,18 @@ def _destroy(undo: list[tuple[Any, int]]) -> None:
 
 @cache
 def bindings() -> Any:
-    """The module `nvmath.bindings.cublasLt`. Raises BackendUnavailable, with the line to run."""
+    """The module `nvmath.bindings.cublasLt`, or `cublaslt`. Raises BackendUnavailable, with the
+    line to run.
+    """
     what = "a matrix product on GPUs needs cuBLASLt"
-    return bindings_of("nvmath.bindings.cublasLt", "get_version", what)
+    try:
+        return bindings_of("nvmath.bindings.cublasLt", "get_version", what)
+    except BackendUnavailable as missing:
+        try:
+            cublaslt.get_version()
+        except OSError:
+            raise missing from None
+    return cublaslt
 
 
 @cache

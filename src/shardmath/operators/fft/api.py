@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
-from shardmath.arrays import library_of
+from shardmath.arrays import Array, library_of
 from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
@@ -24,7 +24,7 @@ Options = FFTOptions | dict[str, Any] | None
 
 @differentiable
 def fft(
-    operand: Any,
+    operand: Array,
     /,
     *,
     distribution: Any = None,
@@ -34,7 +34,7 @@ def fft(
     axes: Any = None,
     norm: Norm = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """The Fourier transform of a complex array that is split across ranks. Collective.
 
         y = fft(x, distribution=Slab.X)
@@ -64,12 +64,13 @@ def fft(
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
     words = (distribution, axes, norm, None)
-    return call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
+    made: Array = call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
+    return made
 
 
 @differentiable
 def ifft(
-    operand: Any,
+    operand: Array,
     /,
     *,
     distribution: Any = None,
@@ -79,19 +80,20 @@ def ifft(
     axes: Any = None,
     norm: Norm = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """The inverse of `fft`. Collective.
 
     Not divided by the number of elements, unless `norm` says so. Arguments and errors as `fft`.
     Source: nvmath.distributed.fft.ifft.
     """
     words = (distribution, axes, norm, None)
-    return call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
+    made: Array = call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
+    return made
 
 
 @differentiable
 def rfft(
-    operand: Any,
+    operand: Array,
     /,
     *,
     distribution: Any = None,
@@ -101,7 +103,7 @@ def rfft(
     axes: Any = None,
     norm: Norm = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """The transform of a real array; the last of `axes` is halved, n // 2 + 1. Collective.
 
     float32 gives complex64, float64 complex128. float16 and bfloat16 are computed in float32 and
@@ -110,12 +112,13 @@ def rfft(
     of boxes. Source: nvmath.distributed.fft.rfft.
     """
     words = (distribution, axes, norm, None)
-    return call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
+    made: Array = call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
+    return made
 
 
 @differentiable
 def irfft(
-    operand: Any,
+    operand: Array,
     /,
     *,
     distribution: Any = None,
@@ -125,18 +128,19 @@ def irfft(
     axes: Any = None,
     norm: Norm = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """The inverse of `rfft`: a real array from a hermitian one. Collective.
 
     The last of `axes` has m hermitian elements, and 2 (m - 1) real ones in the result, or one more
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
     words = (distribution, axes, norm, None)
-    return call(OPERATIONS["irfft"], Arguments((operand,), (out,), words, options, stream))
+    made: Array = call(OPERATIONS["irfft"], Arguments((operand,), (out,), words, options, stream))
+    return made
 
 
 @untraced_methods
-class FFT(Planned):
+class FFT(Planned, Generic[Array]):
     """A transform that is planned once and executed many times. Collective to make.
 
         with FFT(x, distribution=Slab.X) as transform:
@@ -156,7 +160,7 @@ class FFT(Planned):
 
     def __init__(
         self,
-        operand: Any,
+        operand: Array,
         /,
         *,
         distribution: Any,
@@ -193,7 +197,7 @@ class FFT(Planned):
         release_workspace: bool = False,
         sync_symmetric_memory: bool = True,
         out: Any = None,
-    ) -> Any:
+    ) -> Array:
         """The transform of the operand: `out`, or what `fft` returns. Collective.
 
         `direction` None is forward, except for C2R, which only has an inverse. With
@@ -201,10 +205,13 @@ class FFT(Planned):
         and after `release_operand`, ValueError for a direction that the transform does not have.
         """
         words = (*self._words[:3], direction)
-        return self._execute((out,), stream, words, release_workspace=release_workspace)
+        made: Array = self._execute((out,), stream, words, release_workspace=release_workspace)
+        return made
 
     @collective_call
-    def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
+    def reset_operand(
+        self, operand: Array, *, distribution: Any = None, stream: Any = None
+    ) -> None:
         """Execute on `operand` from now on; `distribution` None keeps the present one. Collective.
 
         Strides, memory and distribution may differ from before. Raises ValueError for None and for
@@ -230,7 +237,7 @@ class FFT(Planned):
         self._set_operands(operand=operand)
 
     def reset_operand_unchecked(
-        self, operand: Any, *, distribution: Any = None, stream: Any = None
+        self, operand: Array, *, distribution: Any = None, stream: Any = None
     ) -> None:
         """Execute on `operand` from now on; the next `execute` finds what is wrong. Local."""
         self._require_alive()

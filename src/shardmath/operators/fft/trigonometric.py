@@ -6,9 +6,10 @@ and other than in `fft`, `norm` None is "backward".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from shardmath.arrays import Array
 from shardmath.base.collective_call import differentiable
 from shardmath.call.driver import call
 from shardmath.local.fft import Norm
@@ -17,10 +18,49 @@ from shardmath.operators.fft.options import FFTOptions
 from shardmath.program.performing import Arguments
 
 Options = FFTOptions | dict[str, Any] | None
-Function = Callable[..., Any]
 
 
-def _functions(name: str, what: str) -> tuple[Function, Function]:
+class AlongOne(Protocol):
+    """A transform along one axis."""
+
+    def __call__(
+        self,
+        x: Array,
+        type: int = 2,
+        n: int | None = None,
+        axis: int = -1,
+        norm: Norm = None,
+        *,
+        orthogonalize: bool | None = None,
+        distribution: Any = None,
+        options: Options = None,
+        stream: Any = None,
+        out: Any = None,
+    ) -> Array:
+        """See scipy.fft."""
+
+
+class AlongSeveral(Protocol):
+    """A transform along several axes."""
+
+    def __call__(
+        self,
+        x: Array,
+        type: int = 2,
+        s: Sequence[int] | None = None,
+        axes: Any = None,
+        norm: Norm = None,
+        *,
+        orthogonalize: bool | None = None,
+        distribution: Any = None,
+        options: Options = None,
+        stream: Any = None,
+        out: Any = None,
+    ) -> Array:
+        """See scipy.fft."""
+
+
+def _functions(name: str, what: str) -> tuple[AlongOne, AlongSeveral]:
     """The functions of an operation: along one axis, and along several."""
     operation = OPERATIONS[name]
 

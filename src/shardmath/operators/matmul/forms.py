@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
-from shardmath.arrays import library_of
+from shardmath.arrays import Array, library_of
 from shardmath.base.collective_call import collective_call, differentiable, require_function
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
@@ -21,6 +21,7 @@ from shardmath.call.planned import Planned
 from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
+from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul.description import Description, arguments_of, place_of
 from shardmath.operators.matmul.operation import MATMUL, given_results
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
@@ -29,7 +30,58 @@ from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
 from shardmath.program.performing import Arguments, Plan, Turn
 
+_E = MatmulEpilog
+_WithOutputs = Literal[
+    _E.RELU_AUX,
+    _E.RELU_AUX_BIAS,
+    _E.GELU_AUX,
+    _E.GELU_AUX_BIAS,
+    _E.DRELU_BGRAD,
+    _E.DGELU_BGRAD,
+    _E.BGRADA,
+    _E.BGRADB,
+]
 _SCALES, _INPUTS = "quantization_scales", "epilog_inputs"
+
+
+@overload
+def matmul(
+    a: Array,
+    b: Any,
+    /,
+    c: Any = None,
+    *,
+    distributions: Sequence[Distribution] | None = None,
+    alpha: Any = None,
+    beta: Any = None,
+    epilog: _WithOutputs,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    qualifiers: Any = None,
+    quantization_scales: Any = None,
+    options: MatmulOptions | Mapping[str, Any] | None = None,
+    preferences: MatmulPlanPreferences | Mapping[str, Any] | None = None,
+    stream: Any = None,
+) -> tuple[Array, dict[str, Array]]: ...
+
+
+@overload
+def matmul(
+    a: Array,
+    b: Any,
+    /,
+    c: Any = None,
+    *,
+    distributions: Sequence[Distribution] | None = None,
+    alpha: Any = None,
+    beta: Any = None,
+    epilog: Any = None,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    qualifiers: Any = None,
+    quantization_scales: Any = None,
+    options: MatmulOptions | Mapping[str, Any] | None = None,
+    preferences: MatmulPlanPreferences | Mapping[str, Any] | None = None,
+    stream: Any = None,
+) -> Array: ...
 
 
 @differentiable

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
+from shardmath.arrays import Array
 from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.untraced import untraced_methods
 from shardmath.call.driver import call
@@ -16,7 +17,7 @@ from shardmath.program.performing import Arguments
 
 @differentiable
 def redistribute(
-    operand: Any,
+    operand: Array,
     /,
     input_distribution: Distribution,
     output_distribution: Distribution | None = None,
@@ -25,7 +26,7 @@ def redistribute(
     options: RedistributeOptions | dict[str, Any] | None = None,
     stream: Any = None,
     out: Any = None,
-) -> Any:
+) -> Array:
     """Change the distribution of an array; return this rank's part of it. Collective.
 
         y = redistribute(x, Slab.X, Slab.Y)
@@ -45,11 +46,12 @@ def redistribute(
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
     words = (input_distribution, output_distribution)
-    return call(REDISTRIBUTE, Arguments((operand,), (out,), words, options, stream))
+    made: Array = call(REDISTRIBUTE, Arguments((operand,), (out,), words, options, stream))
+    return made
 
 
 @untraced_methods
-class Redistribute(Planned):
+class Redistribute(Planned, Generic[Array]):
     """A redistribution that is planned once and executed many times.
 
         with Redistribute(x, Slab.X, Slab.Y) as redistribution:
@@ -67,7 +69,7 @@ class Redistribute(Planned):
 
     def __init__(
         self,
-        operand: Any,
+        operand: Array,
         /,
         input_distribution: Distribution,
         output_distribution: Distribution,
@@ -85,16 +87,17 @@ class Redistribute(Planned):
         release_workspace: bool = False,
         sync_symmetric_memory: bool = True,
         out: Any = None,
-    ) -> Any:
+    ) -> Array:
         """The redistributed array: `out`, or a new one. Collective.
 
         With `release_workspace` the memory through which ordinary operands are read is freed.
         Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
         `redistribute`.
         """
-        return self._execute((out,), stream, release_workspace=release_workspace)
+        made: Array = self._execute((out,), stream, release_workspace=release_workspace)
+        return made
 
-    def reset_operand(self, operand: Any, *, stream: Any = None) -> None:
+    def reset_operand(self, operand: Array, *, stream: Any = None) -> None:
         """Execute on `operand` from now on; strides and memory may differ from before. Collective.
 
         Raises ValueError for None and for another dtype, device or shape, TypeError for another
@@ -102,7 +105,7 @@ class Redistribute(Planned):
         """
         self._reset({"operand": operand}, stream)
 
-    def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
+    def reset_operand_unchecked(self, operand: Array, *, stream: Any = None) -> None:
         """Execute on `operand` from now on; the next `execute` finds what is wrong. Local."""
         self._require_alive()
         self._set_operands(operand=operand)

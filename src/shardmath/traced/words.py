@@ -6,28 +6,22 @@ Distributions travel in it as ranks send them to each other, contexts by a numbe
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shardmath import geometry
+from shardmath.base.untraced import constant
 from shardmath.context.context import DistributedContext, open_contexts, require_context
 from shardmath.geometry import Distribution
 
 Words = Mapping[str, Any]
-F = TypeVar("F", bound=Callable[..., Any])
 CURRENT = -1  # in place of a context's number: the one that is current when the call is made
-
-
-def constant(function: F) -> F:
-    """`function`, which torch's compiler calls while it traces: its arguments are constants."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
 
 
 @constant

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from shardmath.autograd.words import Words
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import require_context
 from shardmath.geometry import Box, Distribution, Spans
+from shardmath.traced.words import Words
 
 Shape = Sequence[Any]  # of integers, of which some may be symbols of torch's compiler
 Tensors = Sequence[Any]

@@ -1,0 +1,242 @@
+"""Calls in programs that JAX compiles: `jax.jit` stages a callback, which makes the call.
+
+Callbacks are ordered, as collective calls have to be. `jax.pure_callback` promises no order: XLA
+may move such a callback, make it twice, or leave it out where its result is unused, on one rank and
+not on another, and calls that do not belong together would be paired. JAX keeps ordered callbacks
+in their order, within a program and from one program to the next.
+
+While JAX traces, no rank asks another, as ranks may not trace together: one of them may have traced
+such shapes before. The shape of the result follows from the distributions, or from parts that are
+even, as those of JAX are; whether they are the ranks compare when the call is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.base import current
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import DistributedContext, require_context
+from shardmath.geometry import Spans
+from shardmath.interchange.aligned import AlignedArray
+from shardmath.traced import shapes
+from shardmath.traced.arguments import (
+    functions_of,
+    words_of_fft,
+    words_of_matmul,
+    words_of_redistribute,
+    words_of_trigonometric,
+)
+from shardmath.traced.words import read_words
+
+Shape = tuple[int, ...]
+
+_REFUSED = ("out", "async_op", "stream", "quantization_scales")  # of calls in compiled programs
+_staged: list[bool] = []  # whether JAX has such a callback
+
+
+def wait() -> None:
+    """Wait for the callbacks of compiled programs that this process has started before."""
+    if _staged:
+        import_module("jax").effects_barrier()
+
+
+def traced(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
+    """What JAX traces in place of a call of the public function. Local.
+
+    The call is made when the compiled program runs, and is collective then. Raises ValueError and
+    NotImplementedError for calls that a compiled program cannot make.
+    """
+    jax: Any = import_module("jax")
+    name = call.__name__
+    context = words.get("context") or require_context()
+    bound = inspect.signature(call).bind(*args, **words)
+    bound.apply_defaults()
+    given = bound.arguments
+    for word in _REFUSED:
+        if given.get(word) is not None and given[word] is not False:
+            raise ValueError(f"{name}: {word}= is not for calls that JAX compiles: leave it out")
+    leaves, structure = jax.tree_util.tree_flatten((args, words), is_leaf=_is_no_tree)
+    places = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+    shape, dtype, is_even = _result(name, given, context)
+    made_by = _Callback(call, leaves, structure, places, (shape, dtype), is_even, context)
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    _staged[:] = [True]
+    callback = import_module("jax.experimental").io_callback
+    return callback(made_by, result, *[leaves[n] for n in places], ordered=True)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether it is an operand; `qualifiers` are an array of NumPy's with fields, and are none."""
+    has_fields = isinstance(x, np.ndarray) and x.dtype.names is not None
+    return hasattr(type(x), "__dlpack__") and not has_fields
+
+
+def _is_no_tree(x: Any) -> bool:
+    return not isinstance(x, dict | list | tuple)
+
+
+class _Callback:
+    """The call that a compiled program makes, with arrays of JAX's in the `places` of `leaves`."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        leaves: list[Any],
+        structure: Any,
+        places: list[int],
+        result: tuple[Shape, Any],
+        is_even: bool,
+        context: DistributedContext,
+    ) -> None:
+        self._call, self._structure, self._places = call, structure, places
+        self._leaves = [None if n in places else leaf for n, leaf in enumerate(leaves)]
+        self._shape, self._dtype = result
+        self._is_even = is_even
+        # A program outlives the context in which it was traced: the default one of its runs counts.
+        self._context = None if current.default() is context else context
+        self._traced_for = context.rank, context.size
+
+    def __call__(self, *arrays: Any) -> Any:
+        context = self._context or require_default()
+        if (context.rank, context.size) != self._traced_for:
+            raise RuntimeError(
+                "this program was compiled as rank {} of {} and runs as rank {} of {}: call "
+                "jax.clear_caches() first".format(*self._traced_for, context.rank, context.size)
+            )
+        views = [np.asarray(x).view(AlignedArray) for x in arrays]
+        leaves = list(self._leaves)
+        for place, view in zip(self._places, views, strict=True):
+            leaves[place] = view
+        args, words = self._structure.unflatten(leaves)
+        with nullcontext() if current.get() is context else context:
+            if self._is_even:
+                context.agree(
+                    f"{self._call.__name__} in a program of JAX",
+                    lambda: list(views[0].shape),
+                    partial(require_equal, "the shapes of parts, which have no counts"),
+                )
+            made = self._call(*args, **words)
+        if (made.shape, made.dtype) != (self._shape, self._dtype):
+            raise RuntimeError(
+                f"{self._call.__name__}: the result is {made.dtype} {made.shape}, and JAX was told "
+                f"{self._dtype} {self._shape}: pass distributions that are bound to global shapes"
+            )
+        return made
+
+
+def require_default() -> DistributedContext:
+    """The default context. Raises RuntimeError where there is none."""
+    context = current.default()
+    return context if isinstance(context, DistributedContext) else require_context()
+
+
+def _result(
+    name: str, given: Mapping[str, Any], context: DistributedContext
+) -> tuple[Shape, Any, bool]:
+    """The shape and the type of this rank's result, and whether that takes parts of one shape."""
+    rule = RULES.get(name)
+    if rule is None:
+        raise NotImplementedError(f"{name} is not there in programs that JAX compiles: call it "
+                                  "outside of jax.jit")  # fmt: skip
+    with nullcontext() if current.get() is context else context:
+        extents, dtype = rule(name, given)
+        is_even = None in extents and name in ("all_gather", "all_to_all")
+        if is_even:
+            extents = _even(name, extents, given["x"].shape, context)
+    if None in extents:
+        raise ValueError(
+            f"{name}: the shape of this rank's result depends on its peers': pass distributions "
+            "that are bound, distribution.bind(global_shape)"
+        )
+    return tuple(map(int, extents)), dtype, is_even
+
+
+def _even(
+    name: str, extents: shapes.Shape, shape: shapes.Shape, context: DistributedContext
+) -> list[int]:
+    """The extents of a result to which each rank brings a part of the same shape."""
+    axis = list(extents).index(None)
+    part = shape[axis]
+    if name == "all_to_all":
+        part = Spans.even(shape[axis], context.size, context.rank).length
+    return [context.size * part if extent is None else extent for extent in extents]
+
+
+def _of_matmul(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
+    functions_of(given["epilog"])  # raises for one with more results
+    text = words_of_matmul(*(given[word] for word in _WORDS_OF_MATMUL))
+    words, c = read_words(text), given["c"]
+    xs = [given["a"], given["b"], *([] if c is None else [c])]
+    number = words["options"].get("result_type")
+    if number is None:
+        return shapes.of_product(xs, words, None), np.dtype(xs[-1 if c is not None else 0].dtype)
+    return shapes.of_product(xs, words, None), dtypes.to_numpy(dtypes.numbered(number))
+
+
+_WORDS_OF_MATMUL = ("distributions", "alpha", "beta", "epilog", "qualifiers", "options")
+
+
+def _of_redistribute(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
+    x = given["operand"]
+    words = words_of_redistribute(given["input_distribution"], given["output_distribution"])
+    return shapes.of_redistribution([x], read_words(words), None), np.dtype(x.dtype)
+
+
+def _of_fft(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
+    x = given["operand"]
+    named = (given[word] for word in ("distribution", "axes", "norm", "options"))
+    made = shapes.of_transform(name, [x], read_words(words_of_fft(x.ndim, *named)), None)
+    dtype = dtypes.of(x.dtype)
+    changed = {"rfft": dtype.complex, "irfft": dtype.real}.get(name) or dtype.name
+    return made, dtypes.to_numpy(changed)
+
+
+def _of_trigonometric(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
+    x, several = given["x"], name.endswith("n")
+    axes, extents = (given["axes"], given["s"]) if several else ([given["axis"]], given["n"])
+    named = given["distribution"], axes, given["norm"], given["options"]
+    others = given["type"], given["orthogonalize"], extents, name.startswith("i")
+    words = read_words(words_of_trigonometric(x.ndim, *named, *others))
+    made = shapes.of_transform("fft", [x], words, None)
+    return made, dtypes.to_numpy(dtypes.accumulator(x.dtype))
+
+
+def _of_collective(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
+    x = given["x"]
+    dtype = np.dtype(x.dtype)
+    axis = given.get("axis", 0)
+    words = {"axis": axis + x.ndim if axis < 0 else axis}
+    if name in ("all_reduce", "broadcast"):
+        return tuple(x.shape), dtype
+    if name == "all_gather":
+        return shapes.with_extent([x], words, None), dtype
+    if name == "reduce_scatter":
+        return shapes.of_scattering([x], words, given["counts"]), dtype
+    sent, received = given["send_counts"], given["receive_counts"]
+    if (sent is None) != (received is None):
+        raise ValueError(
+            "all_to_all: name both send_counts and receive_counts in compiled programs"
+        )
+    counts = None if sent is None else [*sent, *received]
+    return shapes.of_exchange([x], words, counts), dtype
+
+
+_TRANSFORMS = ("fft", "ifft", "rfft", "irfft")
+_SERIES = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")
+RULES: dict[str, Callable[[str, Mapping[str, Any]], tuple[shapes.Shape, Any]]] = {
+    "matmul": _of_matmul,
+    "redistribute": _of_redistribute,
+    **dict.fromkeys(_TRANSFORMS, _of_fft),
+    **dict.fromkeys(_SERIES, _of_trigonometric),
+    **dict.fromkeys(_COLLECTIVES, _of_collective),
+}

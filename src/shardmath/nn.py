@@ -1,0 +1,375 @@
+"""What layers of models compute together: products over leading axes, and heads for tokens.
+
+    q, k, v = nn.linear(x, [wq, wk, wv], distributions=[Slab(1), Slab(0), Slab(2)])
+
+Arrays are this rank's parts: x (batch, tokens, features), of any leading axes. Both functions are
+made of `matmul`, `redistribute` and the collectives, and so have their gradients, and are traced by
+`torch.compile` as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple, overload
+
+from shardmath.arrays import Array, library_of
+from shardmath.base.collective_call import differentiable
+from shardmath.base.untraced import constant, is_compiling, operator_of, operators, wants_operator
+from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.collectives import all_gather, reduce_scatter
+from shardmath.context.context import require_context
+from shardmath.geometry import Distribution, Replicated, Slab
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul import matmul
+from shardmath.operators.redistribute import redistribute
+
+__all__ = ["heads_to_tokens", "linear", "tokens_to_heads"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+@overload
+def linear(
+    x: Array,
+    weight: Sequence[Array],
+    bias: Sequence[Array | None] | None = None,
+    *,
+    distributions: Sequence[Distribution],
+    activation: str | None = None,
+) -> tuple[Array, ...]: ...
+
+
+@overload
+def linear(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    distributions: Sequence[Distribution],
+    activation: str | None = None,
+) -> Array: ...
+
+
+@differentiable
+def linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    distributions: Sequence[Distribution],
+    activation: str | None = None,
+) -> Any:
+    """activation(x @ weight.T + bias), as a layer has it whose parts are on all ranks. Collective.
+
+        h = nn.linear(x, w1, b1, distributions=[Slab(1), Slab(0), Slab(2)], activation="gelu")
+        y = nn.linear(h, w2, distributions=[Slab(2), Slab(1), Slab(1)])
+
+    x (..., k), weight (n, k) and bias (n,), as torch.nn.functional.linear takes them, are this
+    rank's parts; the result is (..., n). `distributions` are those of x, of the weight and of the
+    result: a Slab or Replicated(), where the axes of a Slab are numbered as the array has them.
+    Tokens that are split are gathered for features that are (above, the first line), and sums are
+    scattered by tokens the other way round. The bias is split as the features of the result, and
+    whole where those are. `activation` is None, "relu" or "gelu", which is the one by tanh.
+
+    With a list of weights, and of biases if there are any, the result is a tuple: tokens are
+    gathered once for all of them, and of their gradients one sum is scattered.
+
+    Tokens are gathered while they are multiplied, if the rows of all leading axes together are
+    split as by Slab.X: where all leading axes but the split one are of extent 1, or where the
+    number of ranks divides the split one, as far as this rank knows (of x, a distribution that is
+    bound, `Slab(1).bind(shape)`, says it). Else the product begins when all are there.
+
+    Raises on all ranks ValueError for arrays and distributions that do not fit, TypeError for what
+    is no array or distribution, RuntimeError before `initialize`.
+    """
+    return _linear(x, weight, bias, distributions=distributions, activation=activation)
+
+
+class _Way(NamedTuple):
+    """How a layer is computed: as a product of matrices that are split by "rows" or "columns", or
+    of which all ranks have all (""). `front` is the leading axis that becomes the first, because it
+    is split; `extent` that of the whole axis, -1 where no distribution is bound. `x_shape` and
+    `y_shape` are those of the whole matrices, where they are bound, for torch's compiler.
+    """
+
+    front: int
+    extent: int
+    x: str
+    weight: str
+    y: str
+    x_shape: tuple[int, ...] = ()
+    y_shape: tuple[int, ...] = ()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the tokens of x are gathered."""
+        return self.x == "rows" and self.y != "rows"
+
+
+_SPLIT: dict[str, Distribution] = {"rows": Slab.X, "columns": Slab.Y, "": Replicated()}
+_TURNED = {"rows": "columns", "columns": "rows", "": ""}
+_EPILOGS = {
+    (None, True): MatmulEpilog.BIAS,
+    ("relu", False): MatmulEpilog.RELU,
+    ("relu", True): MatmulEpilog.RELU_BIAS,
+    ("gelu", False): MatmulEpilog.GELU,
+    ("gelu", True): MatmulEpilog.GELU_BIAS,
+}
+
+
+def _linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    distributions: Sequence[Distribution],
+    activation: str | None = None,
+) -> Any:
+    several = isinstance(weight, list | tuple)
+    weights = tuple(weight) if several else (weight,)
+    biases = tuple(bias) if isinstance(bias, list | tuple) else (bias,)
+    biases = (None,) * len(weights) if bias is None else biases
+    try:
+        shapes = [tuple(array.shape) for array in (x, *weights)]
+        way = _Way(*_way([len(shape) for shape in shapes], distributions, activation))
+        _check(way, shapes, biases)
+    except (AttributeError, TypeError, ValueError) as error:
+        _refuse(error, "all_gather" if several else "matmul")
+    rows, others = _rows(x, way.front)
+    exact = _is_exact(way, rows, others)
+    if _is_recorded(rows):
+        rows = operator_of("narrowed")(rows)  # before it is gathered
+    if way.gathers and (several or not exact):
+        rows = all_gather(rows)
+        made = [_local(rows, *pair, activation) for pair in zip(weights, biases, strict=True)]
+    elif exact:
+        made = [_fused(rows, *pair, activation, way) for pair in zip(weights, biases, strict=True)]
+    else:
+        pairs = zip(weights, biases, strict=True)
+        made = [_apart(rows, others, *pair, activation, way) for pair in pairs]
+    shaped = tuple([_shaped(y, others, way.front) for y in made])
+    return shaped if several else shaped[0]
+
+
+operators["linear"] = _linear
+
+
+@constant
+def _way(
+    axes: Sequence[int], distributions: Any, activation: Any
+) -> tuple[int, int, str, str, str, tuple[int, ...], tuple[int, ...]]:
+    """The fields of `_Way`, for x and weights of so many axes. Raises ValueError or TypeError."""
+    if activation not in (None, "relu", "gelu"):
+        raise ValueError(f'activation is None, "relu" or "gelu", not {activation!r}')
+    given = tuple(distributions)
+    if len(given) != 3 or not all(isinstance(one, Slab | Replicated) for one in given):
+        raise TypeError(
+            f"distributions are three, a Slab or Replicated() each, of x, weight and result: not "
+            f"{distributions!r}"
+        )
+    if axes[0] < 2 or any(count != 2 for count in axes[1:]):
+        raise ValueError(f"x has two axes or more, and a weight two; these have {tuple(axes)}")
+    last, extent = axes[0] - 1, -1
+    kinds: list[str] = []
+    fronts: set[int] = set()
+    bound: list[tuple[int, ...]] = []
+    for distribution, end in zip(given, (last, 1, last), strict=True):
+        split = distribution.partition_dim if isinstance(distribution, Slab) else None
+        if split is not None and split > end:
+            raise ValueError(f"{distribution!r} splits axis {split}, and there are {end + 1}")
+        kinds.append("" if split is None else "columns" if split == end else "rows")
+        whole = () if distribution.binding is None else distribution.binding.global_shape
+        bound.append((prod(whole[:-1]), whole[-1]) if whole else ())
+        if split is not None and kinds[-1] == "rows" and len(kinds) != 2:
+            fronts.add(split)
+            extent = whole[split] if whole else extent
+    if len(fronts) == 2:
+        raise ValueError(f"x and result are split along other leading axes: {sorted(fronts)}")
+    front = fronts.pop() if fronts else 0
+    return (front, extent, kinds[0], kinds[1], kinds[2], bound[0], bound[2])
+
+
+def _check(way: _Way, shapes: Sequence[tuple[int, ...]], biases: Sequence[Any]) -> None:
+    """Raise ValueError for arrays of this rank that do not fit each other."""
+    (*_, depth), *weights = shapes
+    if len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weight(s) have {len(biases)} biases: None is none")
+    same = (way.x == "columns") == (way.weight == "columns")  # both split, or neither
+    for (outputs, inputs), bias in zip(weights, biases, strict=True):
+        if same and inputs != depth:
+            raise ValueError(f"x has {depth} features, and a weight ({outputs}, {inputs})")
+        if (
+            bias is not None
+            and (way.y == "columns") == (way.weight == "rows")
+            and tuple(bias.shape) != (outputs,)
+        ):
+            raise ValueError(f"a weight ({outputs}, {inputs}) has a bias {tuple(bias.shape)}")
+
+
+def _refuse(error: Exception, operation: str) -> None:
+    """Raise the error; on all ranks, but in code that is being compiled. Collective.
+
+    Ranks without one have come to that `operation`, and hear of it there.
+    """
+    if is_compiling():
+        raise error
+    kind = type(error) if isinstance(error, TypeError | ValueError) else TypeError
+    raise_on_all_ranks(require_context(), operation, kind(str(error)))
+
+
+def _rows(x: Any, front: int) -> tuple[Any, tuple[int, ...]]:
+    """`x` as a matrix of features, the axis `front` first; and the extents of other axes."""
+    turned = x.swapaxes(0, front) if front else x
+    *lead, depth = turned.shape
+    return turned.reshape(prod(lead), depth), tuple(lead[1:])
+
+
+def _shaped(y: Any, others: tuple[int, ...], front: int) -> Any:
+    count = prod(others)
+    y = y.reshape(y.shape[0] // count if count else 0, *others, y.shape[-1])
+    return y.swapaxes(0, front) if front else y
+
+
+def _is_exact(way: _Way, rows: Any, others: tuple[int, ...]) -> bool:
+    """Whether the rows are split as by Slab.X, as far as this rank knows."""
+    count = prod(others)
+    if "rows" not in (way.x, way.y) or count == 1:
+        return True
+    if way.extent >= 0:
+        return way.extent % _ranks() == 0
+    if way.x == "rows" or not count:
+        return False
+    divides = rows.shape[0] // count % _ranks() == 0
+    return bool(operator_of("certain")(divides)) if is_compiling() else divides
+
+
+@constant
+def _ranks() -> int:
+    return require_context().size
+
+
+def _fused(rows: Any, weight: Any, bias: Any, activation: str | None, way: _Way) -> Any:
+    """By one product, with its epilog; where torch records it, by a product and torch's functions,
+    whose result lies by rows.
+    """
+    if (bias is None and activation is None) or _is_recorded(rows, weight, bias):
+        of_x = _SPLIT[way.x].bind(way.x_shape) if way.x_shape else _SPLIT[way.x]
+        of_y = _SPLIT[way.y].bind(way.y_shape) if way.y_shape else _SPLIT[way.y]
+        y = matmul(rows, weight.T, distributions=[of_x, _SPLIT[_TURNED[way.weight]], of_y])
+        return _finished(y, _of_all_ranks(bias, way), activation)
+    split = [_SPLIT[way.weight], _SPLIT[_TURNED[way.x]], _SPLIT[_TURNED[way.y]]]
+    epilog = _EPILOGS[activation, bias is not None]
+    inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}
+    return matmul(weight, rows.T, distributions=split, epilog=epilog, **inputs).T
+
+
+def _apart(
+    rows: Any,
+    others: tuple[int, ...],
+    weight: Any,
+    bias: Any,
+    activation: str | None,
+    way: _Way,
+) -> Any:
+    """By a product of this rank's own; where the weight's columns are split, sums are scattered."""
+    bias = _of_all_ranks(bias, way)
+    if way.x == "rows" and not way.weight:
+        weight = operator_of("copies")(weight) if _is_recorded(weight) else weight
+        return _local(rows, weight, bias, activation)
+    if (way.x, way.weight) != ("columns", "columns"):
+        _refuse(
+            ValueError(
+                "leading axes of several extents, of which one is split unevenly, want the weight "
+                "split along the features that x or the result has in parts: call redistribute "
+                "first"
+            ),
+            "linear",
+        )
+    count = prod(others)
+    sums = _local(rows, weight, None, None)
+    sums = sums.reshape(rows.shape[0] // count if count else 0, *others, sums.shape[-1])
+    made = reduce_scatter(sums)
+    return _finished(made.reshape(prod(made.shape[:-1]), made.shape[-1]), bias, activation)
+
+
+def _of_all_ranks(bias: Any, way: _Way) -> Any:
+    """A bias that all ranks have, each for tokens of its own: its gradients are summed."""
+    if bias is not None and way.y == "rows" and _is_recorded(bias):
+        return operator_of("copies")(bias)
+    return bias
+
+
+def _local(rows: Any, weight: Any, bias: Any, activation: str | None) -> Any:
+    return _finished(rows @ weight.T, bias, activation)
+
+
+def _finished(y: Any, bias: Any, activation: str | None) -> Any:
+    if hasattr(y, "requires_grad"):
+        return operator_of("finished")(y, bias, activation)
+    y = y if bias is None else y + bias  # NumPy's or CuPy's
+    library: Any = sys.modules[library_of(y).name]
+    if activation == "relu":
+        return library.maximum(y, 0)
+    if activation == "gelu":
+        inner = (2 / library.pi) ** 0.5 * (y + 0.044715 * y**3)
+        return (0.5 * y * (1 + library.tanh(inner))).astype(y.dtype)
+    return y
+
+
+def _is_recorded(*arrays: Any) -> bool:
+    """Whether torch is to know of what is computed with these."""
+    if is_compiling():
+        return True
+    return any(hasattr(x, "requires_grad") and wants_operator(x, "matmul") for x in arrays)
+
+
+def tokens_to_heads(
+    x: Array,
+    *,
+    token_axis: int = -3,
+    head_axis: int = -2,
+    global_shape: Sequence[int] | None = None,
+) -> Array:
+    """All tokens of some heads, in place of some tokens of all heads. Collective.
+
+        q = nn.tokens_to_heads(q)  # (batch, tokens, heads, features)
+
+    `x` is this rank's part of an array that is split along `token_axis` as Slab splits it, and the
+    result is split along `head_axis`; neither has to divide. Both axes count from the end where
+    they are negative. `global_shape` is that of the array: `torch.compile`, which else binds the
+    number of tokens when the program runs, then knows it while it traces.
+
+    This is the exchange around attention of DeepSpeed's Ulysses: each head is then computed on one
+    rank. It is `redistribute`, whose errors and gradients it has; `heads_to_tokens` leads back.
+    """
+    made: Array = _exchanged(x, token_axis, head_axis, global_shape)
+    return made
+
+
+def heads_to_tokens(
+    x: Array,
+    *,
+    token_axis: int = -3,
+    head_axis: int = -2,
+    global_shape: Sequence[int] | None = None,
+) -> Array:
+    """Some tokens of all heads, in place of all tokens of some heads. Collective.
+
+        y = nn.heads_to_tokens(softmax(q @ k.mT) @ v, token_axis=-2, head_axis=-3)
+
+    The inverse of `tokens_to_heads`, with its arguments.
+    """
+    made: Array = _exchanged(x, head_axis, token_axis, global_shape)
+    return made
+
+
+def _exchanged(x: Any, source: int, target: int, global_shape: Sequence[int] | None) -> Any:
+    axes = len(x.shape)
+    split = [Slab(axis + axes if axis < 0 else axis) for axis in (source, target)]
+    if global_shape is not None:
+        split = [one.bind(global_shape) for one in split]
+    return redistribute(x, *split)
