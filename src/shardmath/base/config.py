@@ -51,6 +51,9 @@ class Settings(Immutable):
     check: int = _variable(
         0, "1: looks for races and for copies that differ on cores; GPUs' ranks meet each call."
     )
+    digests: str = _variable(
+        "", "Folder in which, with SHARDMATH_CHECK=1, runs note their results, to be compared."
+    )
     cache: str = _variable(
         "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
     )

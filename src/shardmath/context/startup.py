@@ -83,6 +83,8 @@ def new_context(
             candidates(kind, settings.transport)
             libraries()  # read now, while this process can open their files
             runtime.compute_on(ordinal)
+            if settings.digests:
+                _compare_runs(settings, group, kind)
             return kind, settings.transport, settings.check
 
         def check(told: list[tuple[str, str, int]]) -> None:
@@ -172,6 +174,15 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     raise InvalidDevice(
         f'device_id is "cpu", a name as "cuda:1", or the index of a CUDA device, not {device_id!r}'
     )
+
+
+def _compare_runs(settings: Settings, group: ProcessGroup, kind: str) -> None:
+    """Compare this run with another, as SHARDMATH_DIGESTS asks. Raises ValueError, OSError."""
+    if not settings.check or kind != "cpu":
+        raise ValueError("SHARDMATH_DIGESTS takes SHARDMATH_CHECK=1, and ranks on cores")
+    from shardmath.inspection import digests
+
+    digests.start(settings.digests, group.rank, group.nranks)
 
 
 def _watch_process() -> None:
