@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from shardmath import __version__
 from shardmath.base import compiled
 from shardmath.collectives import all_gather
 from shardmath.context.startup import finalize, initialize
@@ -50,7 +49,7 @@ def show_config() -> dict[str, Any]:
     """
     return {
         "versions": {
-            "shardmath": __version__,
+            "shardmath": sys.modules["shardmath"].__version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
