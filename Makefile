@@ -4,6 +4,7 @@
 #   make test    all tests                             make bench   figures, beside their baselines
 #   make docs    the site, in build/site               make clean   remove what these have made
 #   make torture the battery of docs/reliability.md   make release sdist and wheels in dist, tried
+#   make torture-busy some of it beside busy loops
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_%.py benchmarks/gpu% benchmarks/scalapack.py \
     benchmarks/navier_stokes_peers.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help demo test torture check docs bench release clean
+.PHONY: help demo test torture torture-busy check docs bench release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +37,12 @@ torture: $(VENV)/.has-test
 	@$(RUN) tests/battery.py
 	@SHARDMATH_TEST_DRAWS=10 $(RUN) -m pytest -m hypothesis --timeout 3600 -n $$(nproc)
 	@$(RUN) -m pytest -m torture tests/reliability/test_interrupts.py --timeout 3600 -n $$(nproc)
+
+# Beside eight busy loops: the battery's short form, and then 200 kills and 500 mismatches, which take
+# their rows' place in the table.
+torture-busy: $(VENV)/.has-test
+	@$(RUN) tests/battery.py --busy 8 --short
+	@$(RUN) tests/battery.py --busy 8 R1 R5
 
 check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m ruff check .

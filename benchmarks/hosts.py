@@ -1,13 +1,16 @@
-"""What words and memory between two hosts take, beside gloo: `python benchmarks/hosts.py`.
+"""What words and memory between two hosts take, beside gloo and MPI: `python benchmarks/hosts.py`.
 
 The hosts are two network namespaces of this machine, joined by a pair of virtual Ethernet devices;
 that takes root and iproute2. One and two ranks a host, and four on one host, where ranks have fewer
-cores than they are on two cores; each process makes both libraries' calls in turns, so that what
-else the machine does falls on both. Figures are of the slowest rank: the median; the tenth
+cores than they are on two cores; each process makes all libraries' calls in turns, so that what
+else the machine does falls on all. Figures are of the slowest rank: the median; the tenth
 percentile, which says what a call takes where nobody else wants the cores; and the mean, which has
-the calls that waited for a core. `link_bytes` is what a call put on the link. MPI has no figures
-here: MPICH's UCX finds that the processes share a machine, whatever their namespaces, and does not
-use the link.
+the calls that waited for a core. `link_bytes` is what a call put on the link.
+
+MPI is MPICH, whose mpiexec starts the ranks where it and mpi4py are installed; else there are no
+figures of it. Left alone, its UCX finds that the processes share a machine, whatever their
+namespaces, and uses shared memory: for two hosts it is told to use TCP, also within a host. Ranks
+that MPI has started would reach far memory by MPI: they are told to use this package's own way.
 
 `--beside FOLDER` measures the package in that folder, too, one job after the other.
 """
@@ -17,9 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +83,30 @@ def with_goal(row: dict[str, Any]) -> dict[str, Any]:
 
 def job(hosts: Any, meeting: str, places: list[int], sources: Path) -> list[dict[str, Any]]:
     """The rows of one job, whose ranks are on these hosts, and meet at that address."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
+    variables = {
+        "PYTHONPATH": str(sources),
+        "GLOO_SOCKET_IFNAME": "link0",
+        "MASTER_ADDR": meeting,
+        "MASTER_PORT": PORT,
+        "OMP_NUM_THREADS": "1",
+        "SHARDMATH_TRANSPORT": "tcp" if len(set(places)) > 1 else "host",
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = folder / "rows.json"
         program = [sys.executable, __file__, "--measure", str(found)]
-        job = []
-        for rank, place in enumerate(places):
-            variables = {
-                "PYTHONPATH": str(sources),
-                "GLOO_SOCKET_IFNAME": "link0",
-                "MASTER_ADDR": meeting,
-                "MASTER_PORT": PORT,
-                "SLURM_NTASKS": str(len(places)),
-                "SLURM_PROCID": str(rank),
-                "OMP_NUM_THREADS": "1",
-            }
-            job.append(hosts.start(place, program, env=os.environ | variables))
-        statuses = [rank.wait() for rank in job]
+        mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+        if mpiexec and find_spec("mpi4py"):
+            spread = len(set(places))
+            variables |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "link0"} if spread > 1 else {}
+            command = hosts.hydra(folder, mpiexec, spread, len(places))
+            ranks = [subprocess.Popen([*command, *program], env=os.environ | variables)]
+        else:
+            ranks = []
+            for rank, place in enumerate(places):
+                own = {"SLURM_NTASKS": str(len(places)), "SLURM_PROCID": str(rank)}
+                ranks.append(hosts.start(place, program, env=os.environ | variables | own))
+        statuses = [rank.wait() for rank in ranks]
         if any(statuses):
             raise RuntimeError(f"ranks have failed: {statuses}")
         rows: list[dict[str, Any]] = json.loads(found.read_text())
@@ -109,15 +123,22 @@ def measure(found: Path) -> None:
 
     context = shardmath.initialize("cpu")
     address = f"tcp://{os.environ['MASTER_ADDR']}:{int(PORT) + 1}"
+    library = sys.modules.get("mpi4py.MPI")  # by which the ranks have met, where MPI started them
+    world = None if library is None else library.COMM_WORLD
     with gloo(context, address) as dist:
         ways, repeats = {}, {}
         ways["barrier", "shardmath"] = lambda: context.board.barrier("barrier")
         ways["barrier", "gloo"] = dist.barrier
+        if world is not None:
+            ways["barrier", "MPI"] = world.Barrier
         for name, count in (("24 B", 3), ("8 MB", 1_000_000)):
             x, into = np.ones(count), np.empty(count)
             tensor, what = torch.ones(count, dtype=torch.float64), f"all_reduce {name}"
             ways[what, "shardmath"] = lambda x=x, into=into: all_reduce(x, out=into)
             ways[what, "gloo"] = lambda tensor=tensor: dist.all_reduce(tensor)
+            if world is not None:
+                sums = np.empty(count)
+                ways[what, "MPI"] = lambda x=x, sums=sums: world.Allreduce(x, sums)
             repeats[what] = 3 if count > 3 else 50
         times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         sent = dict.fromkeys(ways, 0)

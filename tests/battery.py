@@ -1,13 +1,21 @@
 """The battery that operators of clusters ask for, and what it found: `python tests/battery.py`.
 
-`python tests/battery.py R1 R12` runs some of its rows. Each row is a choice of tests, with those
-that only the torture takes; what they found goes into benchmarks/results/reliability.json, and
-into the table of docs/reliability.md, which `--page` writes anew from the file alone.
+    python tests/battery.py R1 R12               some of its rows
+    python tests/battery.py --short --busy 8     what `make test` has of them, beside 8 busy loops
+    python tests/battery.py --page               the page alone, from the files
+
+Each row is a choice of tests, with those that only the torture takes. What they found goes into
+benchmarks/results/reliability.json, or reliability_busy.json, and into the table of
+docs/reliability.md. A row of which nothing can run here leaves what was found elsewhere.
+
+pytest loads this module, too, as a plugin that tells how far it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -15,12 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "benchmarks" / "results" / "reliability.json"
+FILES = {
+    busy: ROOT / "benchmarks" / "results" / f"reliability{'_busy' * busy}.json"
+    for busy in (False, True)
+}
 PAGE = ROOT / "docs" / "reliability.md"
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -97,6 +109,12 @@ ROWS = [
         ("tests/collectives/test_disagreement.py", "tests/reliability/test_limits.py"),
     ),
     Row(
+        "R9",
+        "memory is short: a control group, a full /dev/shm, the address space, three ranks at once",
+        "HeapExhausted with what is needed and what there is; nobody is killed",
+        ("tests/reliability/test_scarce_memory.py", "tests/symmetric/test_available_memory.py"),
+    ),
+    Row(
         "R10",
         "100 jobs, and 100 of which a rank dies",
         "nothing left; less than 1 MB grown",
@@ -127,6 +145,15 @@ ROWS = [
         ),
     ),
     Row(
+        "R14",
+        "what is open while a job runs: sockets, files, memory, variables; another user",
+        "nothing of the network, nothing with a name, no secret; another user reaches nothing",
+        (
+            "tests/reliability/test_what_is_open.py",
+            "tests/reliability/test_strangers.py::test_another_users_process_is_refused_even_with_the_key",
+        ),
+    ),
+    Row(
         "R15",
         "2^31 + 17 elements put, got and redistributed",
         "exact",
@@ -149,91 +176,179 @@ ROWS = [
         ),
         draws=10,
     ),
+    Row(
+        "R22",
+        "an hour of random programs of 4 ranks, step by step beside NumPy",
+        "no difference",
+        ("tests/reliability/test_random_programs.py",),
+    ),
+    Row(
+        "R23",
+        "`kill -9` of a rank while GPUs' kernels wait for it, in collectives and barriers",
+        "every survivor names the rank within 2 s; the GPU's memory is free again",
+        ("tests/cuda/reliability/test_killed_gpu_ranks.py",),
+    ),
 ]
-
-MISSING = """\
-Not in the battery yet:
-
-* R9 in a memory cgroup, and with a full small tmpfs: limits of a process are tried (R8).
-* R14: what is open while a job runs is tried by single tests, and not as a table.
-* R22, the hour of random programs beside a sequential oracle.
-* R23: ranks killed while kernels of GPUs wait, for which `tests/cuda` has tests that take GPUs.
-"""
 
 HEAD = """\
 # How it fails, and how often that was tried
 
 Errors and what to do about them are in [errors](errors.md). This is the battery behind their
 promises: what was done to ranks, and what they did. `make torture` runs it, `make test` a short
-form of most rows. This page is written by `tests/battery.py`, from
-`benchmarks/results/reliability.json`.
+form of most rows, and `make torture-busy` the kills, the mismatches and the short form of all
+beside eight busy loops. This page is written by `tests/battery.py`, from
+`benchmarks/results/reliability.json` and `reliability_busy.json`.
 
-| | what was done | what is asked | tests | found |
-| --- | --- | --- | --- | --- |
+| | what was done | what is asked | tests | found | beside busy loops |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="run the battery, or some rows of it")
     parser.add_argument("rows", nargs="*", help="names of rows, such as R1; all if none is given")
+    parser.add_argument("--short", action="store_true", help="only what `make test` has of them")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N busy loops")
     parser.add_argument("--page", action="store_true", help="write the page, and run nothing")
     given = parser.parse_args()
     known = {row.name: row for row in ROWS}
     unknown = sorted(set(given.rows) - set(known))
     if unknown:
         parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(known)}")
-    found = {row["row"]: row for row in results()}
+    failed = False
     if not given.page:
-        import record
-
         chosen = [known[name] for name in given.rows] or ROWS
-        for number, row in enumerate(chosen):
-            print(f"[{number + 1}/{len(chosen)}] {row.name}: {row.what}", flush=True)
-            found[row.name] = {**performed(row), **record.circumstances()}
-            print(f"    {in_words(found[row.name])}", flush=True)
-            record.write("reliability", [found[each.name] for each in ROWS if each.name in found])
-    PAGE.write_text(page(list(found.values())))
-    return int(any(row["failed"] for row in found.values()))
+        with busy_loops(given.busy):
+            failed = run(chosen, short=given.short, busy=given.busy)
+    PAGE.write_text(page(results(), results(busy=True)))
+    return int(failed)
 
 
-def results() -> list[dict[str, Any]]:
-    """The rows of the file, none where there is none."""
-    return list(json.loads(FILE.read_text())["rows"]) if FILE.exists() else []
+def run(chosen: list[Row], *, short: bool, busy: int) -> bool:
+    """Run rows, and write down what each found when it has; whether any failed."""
+    import record
+
+    found = {row["row"]: row for row in results(busy=bool(busy))}
+    failed = False
+    for number, row in enumerate(chosen):
+        print(f"[{number + 1}/{len(chosen)}] {row.name}: {row.what}", flush=True)
+        made = performed(row, short=short)
+        print(f"    {in_words(made)}", flush=True)
+        failed |= bool(made["failed"])
+        was_run = made["tests"] > made["skipped"]
+        if short and not busy:  # a part of what the file says
+            continue
+        if was_run or row.name not in found:
+            extra = {"busy": busy} if busy else {}
+            found[row.name] = {**made, **extra, **record.circumstances()}
+            rows = [found[each.name] for each in ROWS if each.name in found]
+            with contextlib.redirect_stdout(io.StringIO()):  # all rows, each time
+                record.keep(FILES[bool(busy)].stem, rows, "")
+    return failed
 
 
-def performed(row: Row) -> dict[str, Any]:
+def results(*, busy: bool = False) -> list[dict[str, Any]]:
+    """The rows of a file, none where there is none."""
+    file = FILES[busy]
+    return list(json.loads(file.read_text())["rows"]) if file.exists() else []
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many processes that want a core each, for as long as this lasts."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def performed(row: Row, *, short: bool) -> dict[str, Any]:
     """What the tests of a row found."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "torture or not torture"]
-        command += ["--timeout", "3600", f"--junitxml={report}", "-p", "no:cacheprovider"]
-        variables = {"SHARDMATH_TEST_DRAWS": str(row.draws)} if row.draws else {}
+        report, output = Path(folder) / "report.xml", Path(folder) / "output"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "battery"]
+        command += ["-m", "not torture" if short else "torture or not torture"]
+        command += ["--timeout", "7200", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        variables = {"PYTHONPATH": paths}
+        if row.draws and not short:
+            variables["SHARDMATH_TEST_DRAWS"] = str(row.draws)
         start = time.monotonic()
-        done = subprocess.run(
-            [*command, *row.tests],
-            check=False,
-            cwd=ROOT,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-        )
+        heard, tells = os.pipe()
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*command, *row.tests],
+                cwd=ROOT,
+                env={**os.environ, **variables, _TELLS: str(tells)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[tells],
+            )
+        os.close(tells)
+        show_progress(row.name, heard)
+        process.wait()
         if not report.exists():
-            raise RuntimeError(f"{row.name}: {done.stdout}{done.stderr}")
+            raise RuntimeError(f"{row.name}: {output.read_text()}")
         cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None]
-    failed += [case for case in cases if case.find("error") is not None]
-    if failed:
-        print(done.stdout)
+        failed = [case for case in cases if case.find("failure") is not None]
+        failed += [case for case in cases if case.find("error") is not None]
+        if failed:
+            print(output.read_text())
+    skipped = [each for case in cases for each in case.iter("skipped")]
     properties = [each for case in cases for each in case.iter("property")]
     seconds = [float(p.get("value", "")) for p in properties if p.get("name") == "seconds"]
     return {
         "row": row.name,
         "tests": len(cases),
         "failed": len(failed),
-        "skipped": len([case for case in cases if case.find("skipped") is not None]),
+        "skipped": len(skipped),
+        **({"why": sorted({str(each.get("message")) for each in skipped})} if skipped else {}),
+        **({"short": True} if short else {}),
         "minutes": round((time.monotonic() - start) / 60, 1),
         **({"ms": milliseconds(seconds)} if seconds else {}),
     }
+
+
+# -- how far it is ---------------------------------------------------------------------------------
+
+_TELLS = "BATTERY_TELLS"  # the variable with the descriptor that pytest writes to
+_WIDTH = 40
+
+
+def pytest_collection_finish(session: Any) -> None:
+    _tell(f"{len(session.items)}\n")
+
+
+def pytest_runtest_logfinish() -> None:
+    _tell(".")
+
+
+def _tell(text: str) -> None:
+    if _TELLS in os.environ:
+        with contextlib.suppress(OSError):
+            os.write(int(os.environ[_TELLS]), text.encode())
+
+
+def show_progress(name: str, heard: int) -> None:
+    """Draw a bar on a terminal, until pytest has ended."""
+    total, done, shows = 0, 0, sys.stderr.isatty()
+    with os.fdopen(heard, "rb", buffering=0) as pipe:
+        while text := pipe.read(4096):
+            head, newline, dots = text.rpartition(b"\n")
+            total = int(head) if newline else total
+            done += len(dots)
+            if shows:
+                filled = _WIDTH * done // max(total, 1)
+                bar = "#" * filled + "." * (_WIDTH - filled)
+                print(f"\r    {name} {bar} {done}/{total} ", end="", file=sys.stderr, flush=True)
+    if shows:
+        print("\r" + " " * (_WIDTH + 30) + "\r", end="", file=sys.stderr, flush=True)
+
+
+# -- in words --------------------------------------------------------------------------------------
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
@@ -245,26 +360,33 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def in_words(found: dict[str, Any]) -> str:
     """What a row found, for its table."""
+    why = "; ".join(each.removeprefix("Skipped: ") for each in found.get("why", ()))
+    if found["tests"] == found["skipped"]:
+        return f"not run: {why}"
     words = "all pass" if not found["failed"] else f"**{found['failed']} fail**"
     if found["skipped"]:
-        words += f", {found['skipped']} skipped"
+        words += f", {found['skipped']} skipped ({why})"
     if "ms" in found:
         ms = found["ms"]
         words += f"; median {ms['median']} ms, p99 {ms['p99']}, the longest {ms['most']}"
     return words
 
 
-def page(found: list[dict[str, Any]]) -> str:
+def page(found: list[dict[str, Any]], beside: list[dict[str, Any]]) -> str:
     """The text of docs/reliability.md."""
-    by_name = {row["row"]: row for row in found}
+    by_name, busy = ({row["row"]: row for row in rows} for rows in (found, beside))
     lines = []
     for row in ROWS:
-        result = by_name.get(row.name)
+        result, other = by_name.get(row.name), busy.get(row.name)
         count, words = ("", "not run") if result is None else (result["tests"], in_words(result))
-        lines.append(f"| {row.name} | {row.what} | {row.asked} | {count} | {words} |\n")
-    dates = sorted(row["date"][:10] for row in found)
+        loaded = ""
+        if other is not None:
+            loaded = f"{'short form, ' if 'short' in other else ''}{other['tests']} tests: "
+            loaded += in_words(other)
+        lines.append(f"| {row.name} | {row.what} | {row.asked} | {count} | {words} | {loaded} |\n")
+    dates = sorted(row["date"][:10] for row in [*found, *beside])
     when = f"\nRun from {dates[0]} to {dates[-1]}.\n" if dates else ""
-    return HEAD + "".join(lines) + when + "\n" + MISSING
+    return HEAD + "".join(lines) + when
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import heapq
 import os
 import random
 import select
+import shlex
 import shutil
 import signal
 import struct
@@ -23,6 +24,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardmath.launch.ranks import die_with
@@ -58,12 +60,35 @@ class Hosts:
         """What precedes a command that is to run on one of them."""
         return ["nsenter", f"--net=/proc/{self.pids[number]}/ns/net", "--"]
 
+    def with_devices(self, number: int) -> list[str]:
+        """As `within`, with a /sys that shows the devices there, where libraries look for them."""
+        shown = 'mount -t sysfs sysfs /sys && exec "$@"'
+        return [*self.within(number), "unshare", "--mount", "sh", "-c", shown, "sh"]
+
+    def instead_of_ssh(self, folder: Path) -> Path:
+        """A script in `folder` that a launcher calls as `ssh [options] ADDRESS COMMAND`."""
+        lines = ["#!/bin/sh", 'while [ "${1#-}" != "$1" ]; do shift; done', "to=$1; shift"]
+        for number, address in enumerate(ADDRESSES):
+            command = shlex.join(self.with_devices(number))
+            lines.append(f'[ "$to" = {address} ] && exec {command} sh -c "$*"')
+        path = folder / "instead_of_ssh"
+        path.write_text("\n".join([*lines, 'echo "there is no host $to" >&2; exit 1', ""]))
+        path.chmod(0o700)
+        return path
+
+    def hydra(self, folder: Path, mpiexec: str, hosts: int, ranks: int) -> list[str]:
+        """The command by which MPICH's mpiexec starts ranks on one or both of them, in order."""
+        names = ",".join(ADDRESSES[:hosts])
+        options = ["-launcher", "ssh", "-launcher-exec", str(self.instead_of_ssh(folder))]
+        options += ["-iface", _DEVICE, "-hosts", names, "-ppn", str(ranks // hosts)]
+        return [*self.with_devices(0), mpiexec, *options, "-n", str(ranks)]
+
     def cut(self) -> None:
         """Cut the link: from now on nothing arrives, and nobody is told."""
         self.ip(1, f"link set {_DEVICE} down")
 
-    def ip(self, number: int, *commands: str) -> None:
-        """Carry out commands of `ip` on one of them. Raises Unavailable."""
+    def ip(self, number: int, *commands: str) -> str:
+        """What commands of `ip` print on one of them. Raises Unavailable."""
         done = subprocess.run(
             [*self.within(number), "ip", "-batch", "-"],
             check=False,
@@ -73,6 +98,7 @@ class Hosts:
         )
         if done.returncode:
             raise Unavailable(f"no network namespaces here: {done.stderr.strip()}")
+        return done.stdout
 
 
 @contextmanager
@@ -99,6 +125,8 @@ def two_hosts(delay: float = 0.0, loss: float = 0.0) -> Iterator[Hosts]:
         for number, address in enumerate(ADDRESSES):
             up = [f"link set {device} up" for device in ("lo", _DEVICE)]
             hosts.ip(number, f"addr add {address}/24 dev {_DEVICE}", *up)
+        for number in range(len(ADDRESSES)):
+            _await_link(hosts, number)
         yield hosts
     finally:
         if carrier:
@@ -107,6 +135,15 @@ def two_hosts(delay: float = 0.0, loss: float = 0.0) -> Iterator[Hosts]:
         for holder in holders:
             holder.kill()
             holder.communicate()
+
+
+def _await_link(hosts: Hosts, number: int) -> None:
+    """Wait until the link carries packets, which it does a moment after both ends are up."""
+    deadline = time.monotonic() + 60 * _UP
+    while "LOWER_UP" not in hosts.ip(number, f"link show {_DEVICE}"):
+        if time.monotonic() > deadline:
+            raise Unavailable("the link between two network namespaces does not come up")
+        time.sleep(1e-3)
 
 
 def _unshared(holder: subprocess.Popen[bytes]) -> int:

@@ -85,7 +85,7 @@ def main() -> None:
     for python, wheel in zip(pythons, wheels, strict=True):
         require_plain_description(wheel)
         require_contents(wheel)
-        installed = environment(f"wheel {Path(python).name}", python, wheel)
+        installed = environment(f"wheel {version_of(python)}", python, wheel)
         smoke(installed, "compiled")
         say(f"{wheel.name}: installed and tried, {wheel.stat().st_size >> 10} KiB")
     bare = environment("no compiler", sys.executable, archive, without_compiler=True)
@@ -99,11 +99,16 @@ def main() -> None:
 
 def build_wheel(python: str, source: Path) -> Path:
     """A wheel for `python`, of the unpacked source distribution."""
-    builder = environment(f"build {Path(python).name}", python, "build")
+    builder = environment(f"build {version_of(python)}", python, "build")
     before = set(DIST.glob("*.whl"))
     run([builder, "-m", "build", "--wheel", "--outdir", DIST, source])
     [wheel] = set(DIST.glob("*.whl")) - before
     return wheel
+
+
+def version_of(python: str) -> str:
+    """Which Python it is, whatever its path is called, such as `3.12`."""
+    return run([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"]).strip()
 
 
 def environment(
@@ -111,6 +116,7 @@ def environment(
 ) -> Path:
     """The Python of a new environment that has these packages."""
     folder = WORK / name.replace(" ", "-")
+    require(not folder.exists(), f"two environments are called {name}: name each Python once")
     run([python, "-m", "venv", folder])
     made = folder / "bin" / "python"
     variables = {"PATH": str(folder / "bin")} if without_compiler else {}

@@ -14,6 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if "command" not in options:
+        parser.print_help()
+        return 2
     status: int = options.command(parser, options)
     return status
 
@@ -27,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Start a program on several ranks: shardmath run -n 4 script.py",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="command")
 
     def command(name: str, what: str, does: object) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")

@@ -16,6 +16,7 @@ __all__ = [
     "CollectiveMismatch",
     "ConvertDistributionError",
     "CudaError",
+    "DataRace",
     "HeapExhausted",
     "InvalidDevice",
     "InvalidDirectSolverState",
@@ -55,6 +56,13 @@ class OpTimeout(ShardmathError, TimeoutError):
 
 class CollectiveMismatch(ShardmathError, ValueError):
     """The ranks called different operations, or one operation with arguments that do not fit."""
+
+
+class DataRace(ShardmathError, RuntimeError):
+    """Two ranks used the same symmetric memory, one of them to write, and nothing orders the two.
+
+    Raised only with SHARDMATH_CHECK=1, on the rank that finds it.
+    """
 
 
 class UseAfterFree(ShardmathError, RuntimeError):

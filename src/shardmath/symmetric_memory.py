@@ -33,6 +33,7 @@ from shardmath.handles.allocation import (
     block_of,
     empty_on_heap,
     is_symmetric,
+    observed,
     persistent_array,
     strided_on_heap,
 )
@@ -102,7 +103,7 @@ def empty(
     shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
     library = _library(package, dtype, device)
     wanted = library.default_dtype() if dtype is None else dtype_of(dtype)
-    return empty_on_heap(context, library, _integers("size", shape), wanted)
+    return observed(context, empty_on_heap(context, library, _integers("size", shape), wanted))
 
 
 @untraced
@@ -132,15 +133,16 @@ def empty_strided_p2p(
         raise ValueError(f"size {shape} and stride {strides} must have the same length")
     if alloc_id is not None:
         number = index(alloc_id, "alloc_id")
-        return persistent_array(
+        array = persistent_array(
             context, library, shape, wanted, strides, number=number, group=group_name
         )
+        return observed(context, array)
     array = strided_on_heap(context.heap, library, shape, wanted, strides)
     found = block_of(context, array)
     buffer = None if found is None else found[0].buffer()
     assert buffer is not None, "a new array lies on the heap"
     buffer.group = group_name
-    return array
+    return observed(context, array)
 
 
 @untraced

@@ -57,6 +57,10 @@ key, and rank 0 proves the same, before anything else is said. The key is in
 `~/.config/shardmath/key`, which only the user can read, and is made when it is first needed. On
 hosts that do not share the user's home set `SHARDMATH_KEY` to a secret of your own.
 
+Where srun offers PMI or PMIx as well (`--mpi`), ranks meet so all the same: no MPI is started,
+since one that knows another PMI would end the process. A program that imports mpi4py before
+`initialize` has its ranks found by that.
+
 ## The folder of compiled kernels
 
 What is in it runs on the GPU as the user who reads it. So it must belong to that user, must not be

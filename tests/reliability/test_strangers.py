@@ -211,7 +211,12 @@ def seconds_to_start(folder: Path, size: int, strangers: Strangers, hosts: str) 
             command,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **LIMIT, **HOSTS[hosts], "PYTHONPATH": str(TESTS)},
+            env={
+                **os.environ,
+                **LIMIT,
+                **HOSTS[hosts],
+                "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+            },
         )
         for exchange in range(1 + len(HOSTS[hosts])):
             guest, _ = door.accept()

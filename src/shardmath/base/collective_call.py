@@ -166,6 +166,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             this_thread.call = record
             this_process.begin(function, args)
             made = told(function) if LOGGER.isEnabledFor(DEBUG) else function
+            if this_process.compared is not None:
+                made = this_process.compared(made)
             result = made(*args, **kwargs)
             this_process.end()
             this_thread.call = record.settled = None

@@ -49,7 +49,10 @@ class Settings(Immutable):
         2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
     )
     check: int = _variable(
-        0, "1: copies of replicated operands are compared on cores, and GPUs' ranks meet each call."
+        0, "1: looks for races and for copies that differ on cores; GPUs' ranks meet each call."
+    )
+    digests: str = _variable(
+        "", "Folder in which, with SHARDMATH_CHECK=1, runs note their results, to be compared."
     )
     cache: str = _variable(
         "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."

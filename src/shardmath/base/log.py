@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 from shardmath.base import current
@@ -19,6 +20,7 @@ LOGGER = logging.getLogger("shardmath")
 def told(function: Callable[..., R]) -> Callable[..., R]:
     """`function`, whose call is told of at DEBUG."""
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> R:
         what, line, start = f"{function.__qualname__}({operands_of(args)})", caller_line(), _now()
         how = "raised"

@@ -86,9 +86,11 @@ class Recorder:
     """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
     `leave()`, which an exception takes, are of one thread's operation. They do nothing before
     `start`. `tell_plan`, where there is one, gets the number of the operation for which a plan was
-    made, and what the plan is.
+    made, and what the plan is. `compared(function)`, where there is one, is called in place of each
+    function: see `inspection.digests`.
     """
 
+    compared: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     tell_plan: Callable[[int, str], None] | None = None
     begin: Callable[[Any, tuple[Any, ...]], None]
     on_stream: Callable[[int], None]
@@ -114,7 +116,7 @@ class Recorder:
             built = extension("shardmath.base._record")
             if built is not None:
                 built.record_in(None, PACKAGE, TORCH)
-        self.memory = None
+        self.memory = self.compared = None
         self.begin = self.on_stream = self.end = self.leave = _nothing
 
     def planned(self, explain: Callable[[], str]) -> None:

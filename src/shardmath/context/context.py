@@ -33,6 +33,7 @@ from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Channel, Deliver
 
 if TYPE_CHECKING:
+    from shardmath.symmetric.accesses import Observer
     from shardmath.symmetric.team import Team
 
 Agreed = TypeVar("Agreed")
@@ -119,6 +120,11 @@ class Context(OnHosts):
     def compares_copies(self) -> bool:
         """Whether ranks compare their copies of replicated operands in each call."""
         return bool(self._runtime.settings.check) and self.team is None
+
+    @property
+    def observer(self) -> Observer | None:
+        """What is told of accesses to symmetric memory, with SHARDMATH_CHECK=1 on cores."""
+        return self.board.observer
 
     def __repr__(self) -> str:
         state = f" ({self.closed})" if self.closed else ""

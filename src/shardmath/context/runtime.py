@@ -6,11 +6,14 @@ GPU's side are imported only on ranks that compute on one.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shardmath.base.config import Settings
 from shardmath.context import agreement
@@ -31,6 +34,7 @@ from shardmath.transport.mesh import Mesh
 
 if TYPE_CHECKING:
     from shardmath.cuda.device import Device
+    from shardmath.symmetric.accesses import AccessLog
     from shardmath.symmetric.team import Team
 
 
@@ -48,6 +52,7 @@ class Runtime:
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
         self._job: Board | None = None  # the board of all ranks, once it is made
+        self._log: AccessLog | None = None  # see `log_accesses`
         self.mesh = mesh = Mesh(
             group,
             settings.startup_timeout,
@@ -131,28 +136,39 @@ class Runtime:
             job=self._job,
             show=self.job.show,
         )
+        self._observe(board, name, ranks)
         if self._job is None:
             self._job = board
             self.job.elsewhere = board.names.last_of
         return board
 
+    def log_accesses(self, board: Board, name: str) -> None:
+        """Let the ranks see what the others do with symmetric memory, for SHARDMATH_CHECK=1.
+
+        Collective. Ranks of several hosts, and of GPUs, do not.
+        """
+        if self.device is not None or len(set(self.mesh.host_of)) > 1:
+            return
+        from shardmath.symmetric.accesses import AccessLog, log_bytes
+
+        size = self.mesh.size
+        nbytes = log_bytes(size)
+        memory = self._memory_of_host(range(size), "accesses", size * nbytes, lambda: None)
+        logs = np.frombuffer(memory, np.uint8).reshape(size, nbytes)
+        self._log = AccessLog(self.mesh.rank, [*logs])
+        self._observe(board, name, range(size))
+
+    def _observe(self, board: Board, name: str, ranks: Sequence[int]) -> None:
+        if self._log is not None:
+            from shardmath.symmetric.accesses import Observer
+
+            board.observer = Observer(self._log, name, ranks)
+
     def _rows(self, ranks: Sequence[int], rank: int, name: str, watch: Callable[[], None]) -> Rows:
-        """Where a board's rows lie: the first rank of a host makes memory for the others there."""
+        """Where a board's rows lie."""
         mesh, size = self.mesh, len(ranks)
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
-        first, *others = [peer for peer in ranks if mesh.same_host(peer)]
-        if first == mesh.rank:
-            try:
-                fd, memory = export_memory("shardmath-board", board_bytes(size))
-            except HeapExhausted as error:
-                for peer in others:
-                    mesh.refuse(peer, tag, str(error))
-                raise
-            for peer in others:
-                mesh.send(peer, tag, fd)
-            os.close(fd)
-        else:
-            memory = map_memory(mesh.receive(first, tag, watch))
+        memory = self._memory_of_host(ranks, tag, board_bytes(size), watch)
         numbers = {r: peer for r, peer in enumerate(ranks) if peer != mesh.rank}
         far = {r: peer for r, peer in numbers.items() if not mesh.same_host(peer)}
         if not far:
@@ -168,6 +184,28 @@ class Runtime:
             wires=mesh.wires,
             name=name,
         )
+
+    def _memory_of_host(
+        self, ranks: Sequence[int], tag: str, nbytes: int, watch: Callable[[], None]
+    ) -> mmap.mmap:
+        """Memory that those of the ranks share that are on this host, of zeros: the first of them
+        makes it for the others. Collective among them. No two have the same `tag`. `watch`: see
+        `board`. Raises HeapExhausted.
+        """
+        mesh = self.mesh
+        first, *others = [peer for peer in ranks if mesh.same_host(peer)]
+        if first != mesh.rank:
+            return map_memory(mesh.receive(first, tag, watch))
+        try:
+            fd, memory = export_memory(f"shardmath-{tag.partition(' ')[0]}", nbytes)
+        except HeapExhausted as error:
+            for peer in others:
+                mesh.refuse(peer, tag, str(error))
+            raise
+        for peer in others:
+            mesh.send(peer, tag, fd)
+        os.close(fd)
+        return memory
 
     def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
         """The GPU side of a group: None on cores. Collective.

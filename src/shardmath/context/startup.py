@@ -77,21 +77,26 @@ def new_context(
         ranks = range(group.nranks)
         board = runtime.board(ranks, group.rank, "board")
 
-        def describe() -> tuple[str, str]:
+        def describe() -> tuple[str, str, int]:
             ordinal = _ordinal(device_id, backends)
             kind = "cpu" if ordinal is None else "cuda"
             candidates(kind, settings.transport)
             libraries()  # read now, while this process can open their files
             runtime.compute_on(ordinal)
-            return kind, settings.transport
+            if settings.digests:
+                _compare_runs(settings, group, kind)
+            return kind, settings.transport, settings.check
 
-        def check(told: list[tuple[str, str]]) -> None:
-            kinds, transports = zip(*told, strict=True)
+        def check(told: list[tuple[str, str, int]]) -> None:
+            kinds, transports, checks = zip(*told, strict=True)
             agreement.require_equal("the kind of device_id", kinds)
             agreement.require_equal("SHARDMATH_TRANSPORT", transports)
+            agreement.require_equal("SHARDMATH_CHECK", checks)
 
         agreement.agree(board, "initialize", describe, check)
         runtime.open(board, group)
+        if settings.check:
+            runtime.log_accesses(board, "board")
         team = runtime.team(board, ranks)
         undo.pop_all()
     made = DistributedContext(
@@ -169,6 +174,15 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     raise InvalidDevice(
         f'device_id is "cpu", a name as "cuda:1", or the index of a CUDA device, not {device_id!r}'
     )
+
+
+def _compare_runs(settings: Settings, group: ProcessGroup, kind: str) -> None:
+    """Compare this run with another, as SHARDMATH_DIGESTS asks. Raises ValueError, OSError."""
+    if not settings.check or kind != "cpu":
+        raise ValueError("SHARDMATH_DIGESTS takes SHARDMATH_CHECK=1, and ranks on cores")
+    from shardmath.inspection import digests
+
+    digests.start(settings.digests, group.rank, group.nranks)
 
 
 def _watch_process() -> None:

@@ -32,7 +32,8 @@ from shardmath.group.torch import TorchProcessGroup
 class _Convention(Immutable):
     """The variables by which one kind of launcher names a rank.
 
-    Of several names for one thing the first that is set counts. All `required` must be set.
+    Of several names for one thing the first that is set counts. All `required` must be set, and
+    none of the `absent`.
     """
 
     launcher: str
@@ -41,6 +42,7 @@ class _Convention(Immutable):
     local_rank: str
     local_size: tuple[str, ...]
     required: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 # What mpi4py's ranks find each other with, by launcher: one library's cannot join another's.
@@ -55,13 +57,14 @@ _TORCH = _Convention(  # or whoever sets what torch.distributed's env:// reads
     ("MASTER_ADDR", "MASTER_PORT"),
 )
 # The order matters: a launcher of ours may run inside a job of another, and torchrun inside Slurm.
+# srun may set an MPI's variables besides (its PMI-2), which is not how its ranks meet; those of an
+# MPI's own launcher within Slurm know how many they are on their host.
 _CONVENTIONS = (
     _Convention("spawn", f"{_P}RANK", (f"{_P}SIZE",), "", (), (f"{_P}HUB",)),
     _Convention(
         "shardmath", f"{_P}RANK", (f"{_P}SIZE",), f"{_P}RANK", (f"{_P}SIZE",), (f"{_P}LAUNCHER_FD",)
     ),
     _TORCH,
-    _Convention("hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Convention(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
@@ -69,6 +72,16 @@ _CONVENTIONS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
+    _Convention(
+        "slurm",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS",),
+        "SLURM_LOCALID",
+        (),
+        ("SLURM_MPI_TYPE",),
+        ("MPI_LOCALNRANKS",),
+    ),
+    _Convention("hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Convention(
         "slurm",
         "SLURM_PROCID",
@@ -122,10 +135,11 @@ def local_rank() -> int:
 def from_environment(settings: Settings) -> ProcessGroup:
     """The group of all ranks that were started together with this process. Collective.
 
-    Asked in this order: our own launcher, torchrun, Hydra and Intel MPI, Open MPI, Slurm; then
+    Asked in this order: our own launcher, torchrun, Open MPI, Hydra and Intel MPI, Slurm; then
     torch.distributed and mpi4py, if the program itself has started them; else this process is
-    alone. Under Slurm ranks meet over TCP unless the program has started a library, or Slurm's PMIx
-    joins them through MPI; so do those that torch's variables name where there is no torch. Raises
+    alone. Under Slurm ranks meet over TCP unless the program has started a library: an MPI that
+    knows another PMI than Slurm's would end the process. So do those that torch's variables name
+    where there is no torch. Raises
     BootstrapError when the ranks cannot find each other, BackendUnavailable when the library of the
     launcher is missing.
     """
@@ -161,6 +175,8 @@ def _read(convention: _Convention, environ: Mapping[str, str]) -> LaunchFacts | 
     size = _first(convention.size, environ)
     names = (convention.rank, size, *convention.required)
     if size is None or not all(name in environ for name in names):
+        return None
+    if any(name in environ for name in convention.absent):
         return None
     rank_value, size_value = _number(convention.rank, environ), _number(size, environ)
     if not 0 <= rank_value < size_value:
@@ -203,7 +219,7 @@ def _launched_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     if facts.launcher == "torchrun":
         torch = importlib.util.find_spec("torch")
         return (_tcp_group if torch is None else _torch_group)(facts, settings)
-    if facts.launcher == "slurm" and "PMIX_RANK" not in config.environment():
+    if facts.launcher == "slurm":
         return _running_library(settings.startup_timeout) or _tcp_group(facts, settings)
     return _mpi_group(facts, settings)
 

@@ -144,7 +144,7 @@ class Link:
         payload = bytes(memoryview(self._incoming)[_HEADER.size :])
         self._incoming = bytearray()
         if kind == _FAILURE:
-            raise _failure(self.rank, payload)
+            raise failure_of(self.rank, payload)
         return payload
 
 
@@ -229,8 +229,7 @@ def receive_sockets(link: Link, count: int, *, deadline: float) -> list[socket.s
 
 def tell_failure(links: Collection[Link], error: RankFailure | BootstrapError) -> None:
     """Tell the peers why this exchange will not complete, as far as their sockets take it."""
-    ranks = list(error.ranks) if isinstance(error, RankFailure) else None
-    payload = json.dumps({"ranks": ranks, "message": str(error)}).encode()
+    payload = failure_in_bytes(error)
     for link in links:
         if not link._outgoing:  # a frame that is partly out cannot be overtaken
             link.load(_FAILURE, 0, payload)
@@ -246,7 +245,14 @@ def too_few_descriptors(rank: int) -> BootstrapError:
     )
 
 
-def _failure(rank: int, payload: bytes) -> RankFailure | BootstrapError:
+def failure_in_bytes(error: RankFailure | BootstrapError) -> bytes:
+    """What `failure_of` takes: the error for peers to raise, too."""
+    ranks = list(error.ranks) if isinstance(error, RankFailure) else None
+    return json.dumps({"ranks": ranks, "message": str(error)}).encode()
+
+
+def failure_of(rank: int, payload: bytes) -> RankFailure | BootstrapError:
+    """The error of which `rank` was told."""
     try:
         news = json.loads(payload)
         message, ranks = f"rank {rank}: told by {news['message']}", news["ranks"]

@@ -34,7 +34,7 @@ Endpoint = tuple[str, int]  # host and port
 _PORTS = range(61000, 65500)  # which systems give to nobody of themselves
 _PATIENCE = 5.0  # seconds that a stranger has for its first words
 _HELD = 64  # connections that have not proved themselves
-_LOOK = 0.05  # seconds between two calls to who does not listen yet
+_LOOK, _LONGEST_LOOK = 2e-3, 0.05  # seconds until the next call to who does not listen yet
 _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -190,12 +190,14 @@ def _calling(
     rank: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> socket.socket:
     """A connection to rank 0, which may not listen yet."""
-    problem = "it does not answer"
+    problem, look = "it does not answer", _LOOK
     while time.monotonic() < deadline:
         for family, address in _addresses(hub):
             with ExitStack() as attempt:
                 connection = attempt.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                connection.settimeout(min(_PATIENCE, max(_LOOK, deadline - time.monotonic())))
+                connection.settimeout(
+                    min(_PATIENCE, max(_LONGEST_LOOK, deadline - time.monotonic()))
+                )
                 try:
                     connection.connect(address)
                     side = handshake.call(key, rank=rank, peer=0)
@@ -215,7 +217,8 @@ def _calling(
                     attempt.pop_all()
                     undo.callback(connection.close)
                     return connection
-        time.sleep(_LOOK)
+        time.sleep(look)
+        look = min(2 * look, _LONGEST_LOOK)
     raise _late(rank, f"for rank 0: {problem}", hub, timeout)
 
 

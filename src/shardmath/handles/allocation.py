@@ -75,7 +75,7 @@ def allocate_symmetric_memory(
     else:
         asked, array = _allocate_together(context, request, make_symmetric)
     (logger or LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
-    return array
+    return observed(context, array)
 
 
 @untraced
@@ -155,6 +155,18 @@ def strided_on_heap(
     """A new uninitialised array with these strides, in elements. Local. Raises HeapExhausted."""
     buffer = heap.allocate(extent_of(shape, strides) * dtype.itemsize)
     return array_on(buffer, library, dtype, shape, strides)
+
+
+def observed(context: Context, array: Any) -> Any:
+    """`array`, new on the heap, for the user: it tells of accesses where they are observed."""
+    if context.observer is None:
+        return array
+    from shardmath.handles.watched import watched
+
+    place = block_of(context, array)
+    assert place is not None, "a new array lies on the heap"
+    block = place[0]
+    return watched(context, array, context.rank, block.location, block.address, block.nbytes)
 
 
 def maker_on_heap(

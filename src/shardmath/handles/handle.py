@@ -24,7 +24,7 @@ from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
 from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState, order
-from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.heap import Buffer, Location
 from shardmath.transport.base import Memory
 
 
@@ -141,7 +141,8 @@ class SymmetricMemory(metaclass=PadSetting):
         wanted = dtypes.of(dtype)
         skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._state.memory[rank]
-        return self._view(memory, sizes, wanted, start=skipped, limit=location.nbytes)
+        view = self._view(memory, sizes, wanted, start=skipped, limit=location.nbytes)
+        return self._watched(view, rank)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
         """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
@@ -151,7 +152,8 @@ class SymmetricMemory(metaclass=PadSetting):
         self._require_array()
         location = self._state.peers[self._peer(peer, "peer")]
         memory, start = self._state.memory[peer], location.array_offset
-        return self._view(memory, sizes, dtypes.of(dtype), start=start, limit=location.nbytes)
+        view = self._view(memory, sizes, dtypes.of(dtype), start=start, limit=location.nbytes)
+        return self._watched(view, peer)
 
     def get_signal_pad(
         self,
@@ -171,6 +173,8 @@ class SymmetricMemory(metaclass=PadSetting):
         whole = isinstance(sizes, Sized) and len(sizes) == 0
         shape = [max(0, size // wanted.itemsize - skipped)] if whole else sizes
         start = skipped * wanted.itemsize
+        if self._context.observer is not None:
+            self._context.observer.look_away()
         return self._view(self._state.pads[rank], shape, wanted, start=start, limit=size)
 
     def _view(
@@ -195,6 +199,15 @@ class SymmetricMemory(metaclass=PadSetting):
             )
         strides = packed_strides(shape)
         return array_on(Owner(memory, self), self._library, dtype, shape, strides, start=start)
+
+    def _watched(self, view: Any, rank: int) -> Any:
+        """A view of a rank's allocation, which tells of accesses where they are observed."""
+        if self._context.observer is None:
+            return view
+        from shardmath.handles.watched import watched
+
+        peer, address = self._state.peers[rank], int(self._state.buffer_table[rank])
+        return watched(self._context, view, rank, peer.location, address, peer.nbytes)
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:
@@ -255,6 +268,20 @@ class SymmetricMemory(metaclass=PadSetting):
         memory, stream = self._own_bytes(library, array, writable=not writes)
         move = self._context.put if writes else self._context.get
         move(rank, peer.location.behind(start), memory, stream)
+        if self._context.observer is not None:
+            self._tell_of_copy(array, rank, peer.location.behind(start), spec.nbytes, writes=writes)
+
+    def _tell_of_copy(
+        self, array: Any, rank: int, there: Location, nbytes: int, *, writes: bool
+    ) -> None:
+        """Tell the observer of a copy between `array` and memory of `rank`. Raises DataRace."""
+        from shardmath.handles.watched import tell_of
+        from shardmath.symmetric.accesses import Extent
+
+        observer, what = self._context.observer, "put" if writes else "get"
+        assert observer is not None, "accesses are observed"
+        observer.access(rank, there, Extent.of(0, (nbytes,), (1,), 1), writes=writes, what=what)
+        tell_of(array, writes=not writes, what=what)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """The bytes of an array of this rank, and the stream on which they are used."""
@@ -273,6 +300,9 @@ class SymmetricMemory(metaclass=PadSetting):
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
         state, words = self._state, self._state.words
         target = state.reached.get(channel, 0) + 1
+        observer, name = self._context.observer, ("barrier", state.number, channel)
+        if observer is not None:
+            observer.come(name, target)
         order()  # after writing what peers will read: before the word that announces it
         words[self.rank][channel] = target
         if state.far is not None:
@@ -284,6 +314,8 @@ class SymmetricMemory(metaclass=PadSetting):
 
         self._wait(lambda: not missing(), missing, "barrier", channel, timeout)
         state.reached[channel] = target
+        if observer is not None:
+            observer.met(name, target)
 
     @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -298,6 +330,7 @@ class SymmetricMemory(metaclass=PadSetting):
             channel,
             timeout,
         )
+        self._observe_signal("consumed", "raised", self.rank, dst_rank, channel)
         order()
         slots[slot] = 1
         if self._state.far is not None:
@@ -320,10 +353,26 @@ class SymmetricMemory(metaclass=PadSetting):
             channel,
             timeout,
         )
+        self._observe_signal("raised", "consumed", src_rank, self.rank, channel)
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
         if self._state.far is not None:
             self._state.far.consumed(src_rank, channel)
         self._context.board.ring()
+
+    def _observe_signal(self, waited: str, tells: str, src: int, dst: int, channel: int) -> None:
+        """Tell the observer, where there is one, that this rank has `waited` for one of the two
+        states of a signal from `src` to `dst`, and is to set the other.
+        """
+        observer, signal = self._context.observer, (self._state.number, src, dst, channel)
+        if observer is None or src == dst:
+            return
+        number = self._state.signals[signal] + 1
+        # The first signal is raised without another having been consumed.
+        before = number - (tells == "raised")
+        if before:
+            observer.met((waited, *signal), before, [dst if self.rank == src else src])
+        observer.come((tells, *signal), number)
+        self._state.signals[signal] = number
 
     def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:
         """Begin an operation, once its arguments are known to be right: its timeout in seconds."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,6 +113,7 @@ class RendezvousState:
         self.slots: list[Any] = [_words(pad, 0, slots, "I") for pad in self.pads]
         self.words: list[Any] = [_words(pad, start, None, "Q") for pad in self.pads]
         self.reached: dict[int, int] = {}  # barriers completed, by channel
+        self.signals: Counter[Any] = Counter()  # that this rank has put or taken; if observed
         self.buffer_table = np.array([address_of(view) for view in self.memory], np.uint64)
         self.pad_table = np.array([address_of(view) for view in self.pads], np.uint64)
 

@@ -143,6 +143,8 @@ def word_at(tensor: Any) -> Word:
         found = _found(context, address)
         if found is not None:
             stream = 0 if context.team is None else library.stream(context.team.device.ordinal)
+            if context.observer is not None:  # words order accesses, which it does not know
+                context.observer.look_away()
             return Word(context, *found, stream)
     raise ValueError(
         "the signal is on no signal pad, and on no array that was brought to a rendezvous; take "

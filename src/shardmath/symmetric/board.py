@@ -40,7 +40,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import CollectiveCall, settled, this_thread
@@ -67,6 +67,9 @@ from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import LONGEST_REST, Arrivals, WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
+
+if TYPE_CHECKING:
+    from shardmath.symmetric.accesses import Observer
 
 _EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS, _REFUSED = range(7)
 _REASON = 128
@@ -146,6 +149,7 @@ class Board:
         self._left = ""  # why this rank has left
         self._watch_first: Callable[[], None] = _all_have_it
         self.calls: Calls | None = None  # with which ranks run ahead, if any may
+        self.observer: Observer | None = None  # of what comes before what, with SHARDMATH_CHECK=1
         self._explain: Callable[[Mapping[int, int | None]], Exception] = lambda _: (
             CollectiveMismatch()
         )
@@ -211,6 +215,8 @@ class Board:
             if calls is not None:
                 calls.meet()
             page, number = self._page, self.rounds + 1
+            if self.observer is not None:
+                self.observer.come("round", number)
             texts: Texts | None = None
             published = page is not None and len(text) + len(payload) <= _CHUNK
             if published:
@@ -219,6 +225,8 @@ class Board:
                 texts = self._gather(text, payload, expected, published=published)
             else:
                 self.rounds = number
+            if self.observer is not None:
+                self.observer.met("round", number)
             self.require_level()
             return texts
         finally:
@@ -410,6 +418,8 @@ class Board:
         Where this rank fails first, it takes that back: `fail`.
         """
         self.enter(operation)
+        if self.observer is not None:
+            self.observer.come("barrier", self.barriers + 1)
         self._rows.publish(_BARRIER, 2 * (self.barriers + 1))
 
     def barrier(self, operation: str = "barrier") -> None:
@@ -428,12 +438,16 @@ class Board:
             if operation != self._operation:
                 self.operation = operation
             number = self.barriers + 1
+            if self.observer is not None:
+                self.observer.come("barrier", number)
             if self._page is None:
                 self._rows.publish(_BARRIER, 2 * number)
                 self._await(_BARRIER, 2 * number)
             elif not self._page.arrive(number):
                 self._await(_BARRIER, 2 * number)
             self.barriers = number
+            if self.observer is not None:
+                self.observer.met("barrier", number)
         finally:
             self._lock.release()
 
@@ -443,7 +457,8 @@ class Board:
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
-        """The parts of which compiled code makes rounds; None where rounds take more than these.
+        """The parts of which compiled code makes rounds; None where rounds take more than these, as
+        where they are observed.
 
         They are functions that take the board and leave it, the page, and what is called before and
         after ranks meet that run `ahead`, None where none do.
@@ -451,7 +466,7 @@ class Board:
         It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """
         page = self._page
-        if page is None or self.size == 1:
+        if page is None or self.size == 1 or self.observer is not None:
             return None
         around = (self.meet_calls, self.require_level) if ahead else (None, None)
         return self._lock.acquire, self._lock.release, page, *around

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ def names() -> dict[str, str]:
         tree = ast.parse(path.read_text())
         if any(isinstance(each, ast.If) and "__name__" in ast.unparse(each) for each in tree.body):
             first = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-            found[path.stem] = " ".join(first.split()).partition(": `python ")[0]
+            words = re.split(r": `(?:python |benchmarks/)", " ".join(first.split()))[0]
+            found[path.stem] = f"{words.rstrip(':.')}."
     return found
 
 

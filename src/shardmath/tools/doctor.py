@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from shardmath.errors import BackendUnavailable, CudaError
 from shardmath.launch import spawn
 from shardmath.tools.tables import show
 
+_WORDS = 76  # letters of a reason in one line
 _RANKS = 2
 _BYTES = 32 << 20  # of what is copied
 _TURNS = 5
@@ -46,7 +49,7 @@ def show_config() -> dict[str, Any]:
     """
     return {
         "versions": {
-            "shardmath": _version("shardmath") or "not installed",
+            "shardmath": sys.modules["shardmath"].__version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -56,7 +59,7 @@ def show_config() -> dict[str, Any]:
         "transports": {f"{name} ({kind})": _transport(kind, name) for kind, name in _transports()},
         "compiled": {name: _built(name) for name in compiled.BUILT},
         "packages": {what: _package(*names) for what, names in _PACKAGES.items()},
-        "launchers": {name: shutil.which(name) or "" for name in _LAUNCHERS},
+        "launchers": {name: _program(name) for name in _LAUNCHERS},
     }
 
 
@@ -67,28 +70,43 @@ def main() -> int:
     for name, path in config["launchers"].items():
         facts[name] = path or "not found"
     show("This machine", ("what", "is"), list(facts.items()))
-    parts = {**config["packages"], **config["transports"], **_in_brief(config["compiled"])}
-    rows = [(what, *_state(found), found.get("mend", "")) for what, found in parts.items()]
-    show("What works", ("for", "works", "which, or why not", "to have it"), rows)
+    built = {
+        compiled.BUILT.get(name, name): found
+        for name, found in _in_brief(config["compiled"]).items()
+    }
+    for title, parts in (
+        ("Libraries", config["packages"]),
+        ("Ways to other ranks' memory", config["transports"]),
+        ("Compiled parts", built),
+    ):
+        rows = [row for what, found in parts.items() for row in _rows(what, found)]
+        show(title, ("works", "for", "by, or why not, and what to run"), rows)
     show("Measured", ("what", "is"), _measured())
     return 0
+
+
+def _rows(what: str, found: dict[str, str]) -> list[tuple[str, str, str]]:
+    """The rows of a table for one thing: long reasons take several, and what mends it another."""
+    if "reason" not in found:
+        return [("yes", what, found.get("version", ""))]
+    lines = wrap(found["reason"], _WORDS, break_on_hyphens=False)
+    first, *others = [*lines, *([found["mend"]] if "mend" in found else [])]
+    return [("no", what, first), *(("", "", line) for line in others)]
 
 
 def _in_brief(parts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     """What was compiled, part by part; where nothing was, that is said once."""
     if any("reason" not in found for found in parts.values()):
         return parts
-    why = next(iter(parts.values()))
-    reason = why["reason"].partition(": ")[2]
-    return {"what is built from C": {**why, "reason": f"{reason}; all of it is done in Python"}}
-
-
-def _state(found: dict[str, Any]) -> tuple[str, str]:
-    return ("no", found["reason"]) if "reason" in found else ("yes", found.get("version", ""))
+    return {"all of them": next(iter(parts.values()))}
 
 
 def _in_words(gpus: dict[str, Any]) -> str:
-    return gpus["reason"] if "reason" in gpus else ", ".join(gpus["names"])
+    """The names of the GPUs that can be used, or how many there seem to be besides."""
+    if "names" in gpus:
+        return ", ".join(gpus["names"]) or "none"
+    there = len([*Path("/dev").glob("nvidia[0-9]*")])
+    return f"{there}, which cannot be used as it is" if there else "none"
 
 
 def _gpus() -> dict[str, Any]:
@@ -126,14 +144,14 @@ def _why(text: str) -> dict[str, str]:
 
 def _built(name: str) -> dict[str, str]:
     if compiled.is_built(name):
-        return {"version": compiled.BUILT[name]}
+        return {"version": "compiled"}
     if not compiled.is_wanted():
         return {
-            "reason": f"{compiled.BUILT[name]} in Python: SHARDMATH_COMPILED=0 leaves it out",
+            "reason": "done in Python: SHARDMATH_COMPILED=0 leaves it out",
             "mend": "unset SHARDMATH_COMPILED",
         }
     return {
-        "reason": f"{compiled.BUILT[name]} in Python: built only where there is a C compiler",
+        "reason": "done in Python: built only where there is a C compiler",
         "mend": "pip install --force-reinstall --no-deps --no-binary shardmath shardmath",
     }
 
@@ -143,6 +161,12 @@ def _package(module: str, name: str, extra: str) -> dict[str, str]:
         if find_spec(module) is not None:
             return {"version": f"{name} {_version(name)}"}
     return {"reason": f"{name} is not installed", "mend": f'pip install "shardmath[{extra}]"'}
+
+
+def _program(name: str) -> str:
+    """Where a program is, on the path or beside this Python; "" where it is not."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which(name) or shutil.which(name, path=beside) or ""
 
 
 def _version(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ _COLOURS = (
     *("#ee7733", "#009988", "#997700", "#6699cc"),
 )
 _WIDTH, _MARGIN, _LINE, _TEXT = 1200, 12, 34, 13  # pixels
-_TICKS = 6
+_TICKS = 10  # at most
 
 
 class Bar(NamedTuple):
@@ -39,16 +40,19 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
     image, draw = _canvas(foot + 2 * _LINE + (_TEXT + 6) * ((len(legend) + 3) // 4))
     left = _MARGIN + max((_width(draw, name) for name in lines), default=0) + _MARGIN
     scale = (_WIDTH - left - _MARGIN) / span
-    for tick in range(_TICKS + 1):
-        x = left + tick * span / _TICKS * scale
+    unit, per_second = _unit(span)
+    for tick in _ticks(per_second * span):
+        x = left + tick / per_second * scale
         draw.line((x, _MARGIN, x, foot), fill=_GRID)
-        words = f"{1e3 * tick * span / _TICKS:.4g}" + (" ms" if tick == _TICKS else "")
+        words = f"{tick:g} {unit}"
         draw.text((min(x, _WIDTH - _MARGIN - _width(draw, words)), foot + 4), words, fill=_INK)
     for bar in sorted(bars, key=lambda bar: not bar.name):
         top = _MARGIN + _LINE * bar.line + (4 if bar.name else _LINE // 2)
         x = left + (bar.begun - begun) * scale
         box = x, top, max(x, x + (bar.ended - bar.begun) * scale), _MARGIN + _LINE * bar.line + 28
         draw.rectangle(box, fill=colours[bar.name])
+        if _width(draw, bar.name) + 8 < box[2] - box[0]:
+            draw.text((x + 4, top - 1), bar.name, fill=_PAPER)
     for i, name in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + _LINE * i + 10), name, fill=_INK)
     for i, name in enumerate(legend):
@@ -86,6 +90,21 @@ def below(images: Sequence[Any]) -> Any:
 def save(image: Any, path: Path) -> None:
     """Write a picture: PNG, whatever the path's ending."""
     image.save(path, "PNG")
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """The unit that suits so long a time, and how many of it are a second."""
+    return next(
+        ((name, many) for name, many in (("s", 1.0), ("ms", 1e3)) if seconds * many >= 1),
+        ("us", 1e6),
+    )
+
+
+def _ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most`, equally far from each other."""
+    step = 10.0 ** math.floor(math.log10(most / _TICKS))
+    step *= next(factor for factor in (1, 2, 5, 10) if most / (factor * step) <= _TICKS)
+    return [number * step for number in range(int(most / step) + 1)]
 
 
 def _canvas(height: int) -> tuple[Any, Any]:

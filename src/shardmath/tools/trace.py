@@ -166,11 +166,16 @@ def events(ranks: Sequence[Done]) -> dict[str, Any]:
     start = min((each.begun for done in ranks for each in done.operations), default=0)
     waiting, found = waits(ranks), []
     for rank, done in enumerate(ranks):
-        found.append(_metadata(rank, "process_name", f"rank {rank}"))
-        found.append({**_metadata(rank, "process_sort_index", ""), "args": {"sort_index": rank}})
+        found.append(_metadata(rank, "process_name", name=f"rank {rank}"))
+        found.append(_metadata(rank, "process_sort_index", sort_index=rank))
         threads: dict[int, int] = {}
         for each in done.operations:
-            thread = threads.setdefault(each.thread, _THREADS * (rank + 1) + len(threads))
+            if each.thread not in threads:
+                threads[each.thread] = _THREADS * (rank + 1) + len(threads)
+                name = f"thread {len(threads)}" if len(threads) > 1 else "calls"
+                own = {"tid": threads[each.thread]}
+                found.append({**_metadata(rank, "thread_name", name=name), **own})
+            thread = threads[each.thread]
             ended = each.ended or _latest(done.operations)
             said = {
                 "number": each.number,
@@ -236,8 +241,8 @@ def bars(ranks: Sequence[Done]) -> list[Bar]:
     return found
 
 
-def _metadata(rank: int, name: str, value: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank + 1, "name": name, "args": {"name": value}}
+def _metadata(rank: int, what: str, **said: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank + 1, "name": what, "args": said}
 
 
 def _latest(done: Iterable[Operation]) -> int:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
+_LEFT = 16 << 20  # bytes for what processes take page by page, and cannot be refused
+_TURN = 5.0  # seconds that one waits for its turn
+_LOOK = 1e-3
 
 
 def limit_reached(error: OSError) -> str:
@@ -38,7 +44,7 @@ def limit_reached(error: OSError) -> str:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still commit: the machine's, its control groups'.
+    """Bytes that this process may still commit: the machine's, its control groups', less a rest.
 
     Raises OSError where no descriptor is left to find out.
     """
@@ -46,7 +52,32 @@ def available_memory() -> int:
     with contextlib.suppress(OSError):
         told = Path("/proc/self/cgroup").read_text()
         bounds.extend(control_group_memory(told, _GROUPS))
-    return max(0, min(bounds))
+    return max(0, min(bounds) - _LEFT)
+
+
+@contextlib.contextmanager
+def in_turn(path: str) -> Iterator[None]:
+    """Let one at a time in of those that name the same file, as long as each is quick.
+
+    Between what is available and what one takes of it, nobody else of them takes anything. A file
+    that cannot be opened, or a process that was stopped in there, keeps nobody out for long.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            until = time.monotonic() + _TURN
+            while not _locked(descriptor) and time.monotonic() < until:
+                time.sleep(_LOOK)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _machine_memory() -> int:

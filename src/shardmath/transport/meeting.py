@@ -6,6 +6,9 @@ next words have, is closed at the first that a rank would not say, and has one d
 them together. Of connections that have said nothing right yet only so many are held: the oldest
 give way to new ones, and to whatever else needs a descriptor. A rank that was dropped among them
 calls again.
+
+Who cannot go on tells those that it has met, and meets the others for a moment, to tell them, too:
+nobody waits for the deadline of a rank that has given up. Those who are told tell it on.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,7 +28,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group import handshake
 from shardmath.group.handshake import Conversation
-from shardmath.group.links import exposed
+from shardmath.group.links import exposed, failure_in_bytes, failure_of
 from shardmath.transport.liveness import GRACE, PeerWatch
 
 # Connections that wait to be accepted, those of strangers too, while ranks are on their way; the
@@ -36,6 +39,11 @@ _HELD = 128  # connections that are held before they have said anything right
 _PATIENCE = 5.0  # seconds that a connection has for the whole handshake
 _AT_ONCE = 64  # connections that are accepted before the others are looked at again
 _PAUSE, _LONGEST_PAUSE = 2e-3, 0.5  # seconds until the next call after one that was dropped
+_FAREWELL = 1.0  # seconds in which a rank that gives up meets others, and one that left may be back
+# What a rank says to those that it has met when it gives up: this, and why. Nothing else that ranks
+# say to each other begins so.
+_GIVES_UP = b"\xff" * 16
+_WHY_BYTES = 4096
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admits = Callable[[socket.socket, Collection[int]], bool]
@@ -148,6 +156,10 @@ class _Meeting:
         self._nonces: set[bytes] = set()
         self._listeners: list[socket.socket] = []
         self._accepts_from: float | None = 0.0  # when; None while it does
+        self._problem: BootstrapError | None = (
+            None  # why this rank gives up, once it has met others
+        )
+        self._left: dict[int, float] = {}  # until when those may be back that have hung up
         self._selector = self.stack.enter_context(selectors.DefaultSelector())
         self.stack.callback(self._close_all)
 
@@ -155,6 +167,15 @@ class _Meeting:
         self, listeners: Sequence[socket.socket], callers: Sequence[_Caller]
     ) -> dict[int, socket.socket]:
         """Go on until everybody is there."""
+        try:
+            self._run(listeners, callers)
+        except (BootstrapError, RankFailure) as error:
+            self._tell(error)
+            raise
+        made, self._made = self._made, {}
+        return made
+
+    def _run(self, listeners: Sequence[socket.socket], callers: Sequence[_Caller]) -> None:
         self._callers = list(callers)
         for caller in callers:
             self._require_places(caller)
@@ -165,19 +186,30 @@ class _Meeting:
         while missing := self._missing():
             now = time.monotonic()
             if now >= self._deadline:
-                raise self._late(missing)
+                raise self._problem or self._late(missing)
+            for peer in [peer for peer, until in self._left.items() if until <= now]:
+                self._require_alive(self.watch.dead())
+                name = self.names[peer]
+                raise RankFailure(f"rank {self.rank} at start-up: {name} has hung up", [peer])
             self._do_what_is_due(now)
             wait = self._next_due(now) - time.monotonic()
             self.watch.await_readable(self._selector.fileno(), wait)
             self._require_alive(self.watch.dead())
             for key, _ in self._selector.select(0):
                 key.data()
-        made, self._made = self._made, {}
-        return made
+        if self._problem is not None:
+            raise self._problem
+
+    def _tell(self, error: BootstrapError | RankFailure) -> None:
+        """Tell those that this rank has met why it gives up."""
+        words = _GIVES_UP + failure_in_bytes(error)
+        for connection in self._made.values():
+            with suppress(OSError):
+                connection.send(words, socket.MSG_NOSIGNAL)
 
     def _missing(self) -> list[int]:
         called = {caller.peer for caller in self._callers}
-        return sorted((self.awaited - self._made.keys()) | called)
+        return sorted((self.awaited - self._made.keys()) | called | self._left.keys())
 
     def _do_what_is_due(self, now: float) -> None:
         for conversation in [held for held in self._held if held.until <= now]:
@@ -187,7 +219,7 @@ class _Meeting:
             for listener in self._listeners:
                 accept = partial(self._accept, listener)
                 self._selector.register(listener, selectors.EVENT_READ, accept)
-        for caller in self._callers:
+        for caller in [*self._callers]:
             for place in [place for place, when in caller.due.items() if when <= now]:
                 self._call(caller, place)
 
@@ -196,6 +228,7 @@ class _Meeting:
         times = [self._deadline, now + _LONGEST_PAUSE]
         times += [conversation.until for conversation in self._held]
         times += [when for caller in self._callers for when in caller.due.values()]
+        times += self._left.values()
         return min(times if self._accepts_from is None else [*times, self._accepts_from])
 
     # -- who calls this rank -----------------------------------------------------------------------
@@ -340,24 +373,51 @@ class _Meeting:
         self._close(caller.open.pop(place).connection)
 
     def _require_places(self, caller: _Caller) -> None:
+        """Give up where a peer cannot be called any more: once the others are met, or soon."""
         if not caller.places:
             self._require_alive(self.watch.wait(GRACE))
-            raise BootstrapError(
+            self._callers.remove(caller)
+            self._problem = self._problem or BootstrapError(
                 f"rank {self.rank} cannot reach {self.names[caller.peer]} ({caller.reason()})"
                 + self.advice
             )
+            self._deadline = min(self._deadline, time.monotonic() + _FAREWELL)
 
     # -- both --------------------------------------------------------------------------------------
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
         """Take it for `peer`, which has given up what it made before."""
-        self._selector.unregister(connection)
         if peer in self._made:
-            self._made.pop(peer).close()
+            self._close(self._made.pop(peer))
+        self._left.pop(peer, None)
         self._made[peer] = connection
+        spoken = partial(self._spoken, peer, connection)
+        self._selector.modify(connection, selectors.EVENT_READ, spoken)
+
+    def _spoken(self, peer: int, connection: socket.socket) -> None:
+        """Hear a rank that was met: it has given up, has hung up, or goes on with others already.
+
+        What it says in the last case is for later.
+        """
+        if self._made.get(peer) is not connection:
+            return
+        try:
+            words = connection.recv(len(_GIVES_UP) + _WHY_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            words = b""
+        if words.startswith(_GIVES_UP):
+            raise failure_of(self.rank, words[len(_GIVES_UP) :])
+        if words:
+            self._selector.unregister(connection)
+        else:
+            self._close(self._made.pop(peer))
+            self._left[peer] = time.monotonic() + _FAREWELL
 
     def _close(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
+        with suppress(KeyError):  # what has been heard already is looked at no more
+            self._selector.unregister(connection)
         connection.close()
 
     def _require_alive(self, dead: Collection[int]) -> None:

@@ -100,14 +100,21 @@ class Mesh:
         return len(set(self._identities))
 
     @property
-    def neighbour_pids(self) -> list[int]:
-        """The processes of the ranks on this rank's machine, itself included."""
+    def neighbours(self) -> list[int]:
+        """The ranks on this rank's machine, itself included."""
         own = self._identities[self.rank]
-        return [
-            pid
-            for pid, identity in zip(self.pids, self._identities, strict=True)
-            if identity == own
-        ]
+        return [rank for rank, identity in enumerate(self._identities) if identity == own]
+
+    @property
+    def neighbour_pids(self) -> list[int]:
+        """The processes of the `neighbours`."""
+        return [self.pids[rank] for rank in self.neighbours]
+
+    @property
+    def common_file(self) -> str:
+        """A file that all `neighbours` can open, the record of the first of them."""
+        first = self.neighbours[0]
+        return f"/proc/{self.pids[first]}/fd/{self.records[first]}"
 
     def same_host(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""

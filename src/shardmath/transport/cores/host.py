@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.transport.available import available_memory, limit_reached
+from shardmath.transport.available import available_memory, in_turn, limit_reached
 from shardmath.transport.base import (
     Bytes,
     DescriptorTransport,
@@ -81,12 +81,15 @@ class HostTransport(DescriptorTransport):
 
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """See Transport. `offset` and `nbytes` are multiples of the page size."""
-        fd = self._own[index][0]
+        fd, mesh = self._own[index][0], self._mesh
         try:
-            have = available_memory()
-            if nbytes > have:
-                raise _exhausted(nbytes, have)
-            os.posix_fallocate(fd, offset, nbytes)
+            # All ranks of the machine may ask at once: each for itself where there is not enough.
+            is_short = nbytes * len(mesh.neighbours) > available_memory()
+            with in_turn(mesh.common_file) if is_short else contextlib.nullcontext():
+                have = available_memory() if is_short else nbytes
+                if nbytes > have:
+                    raise _exhausted(nbytes, have)
+                os.posix_fallocate(fd, offset, nbytes)
         except OSError as error:
             self.decommit(index, offset, nbytes)
             raise _refused(nbytes, error) from None

@@ -39,6 +39,8 @@ class MPITransport(MultiHostTransport):
         """It works where mpi4py can be imported and MPI runs."""
         try:
             from mpi4py import MPI
+        except ModuleNotFoundError:
+            return 'mpi4py is not installed: pip install "shardmath[mpi]"'
         except (ImportError, RuntimeError) as error:  # mpi4py may be there without an MPI
             return f"mpi4py cannot be imported: {error}"
         running = MPI.Is_initialized() and not MPI.Is_finalized()

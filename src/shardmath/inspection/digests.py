@@ -1,0 +1,138 @@
+"""Whether two runs of a program give the same bits: SHARDMATH_DIGESTS, with SHARDMATH_CHECK=1.
+
+The first run notes, for each rank and each call of its main thread, digests of what the call was
+given and of what it returned or wrote, in a file of the rank's. A later run, with as many ranks,
+compares its own calls with the notes, and warns of the first that gives other bits. A call that was
+given the same bits and gives others is at fault itself; else the difference came from outside.
+
+An argument that a call changes counts as a result of it, and not as given. New memory that nobody
+has written to has no bits that could be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import wraps
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardmath.arrays.detect import library_of
+from shardmath.base.caller import caller_place
+from shardmath.base.recorder import operands_of, this_process
+
+R = TypeVar("R")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_UNWRITTEN = ("allocate", "empty")  # how the functions begin whose results are new memory
+
+
+def start(folder: str, rank: int, size: int) -> None:
+    """Note this process's calls in `folder`, or compare them with what is noted there; once.
+
+    Raises OSError where that cannot be.
+    """
+    if this_process.compared is None:
+        this_process.compared = _Digests(Path(folder), rank, size).around
+
+
+class _Digests:
+    """The notes of one rank: those of an earlier run, or, in the first, those that are written."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"rank-{rank}-of-{size}.jsonl"
+        self._rank = rank
+        self._number = 0
+        self._before: list[list[str]] | None = None
+        self._file: Any = None
+        if self._path.exists():
+            self._before = [json.loads(line) for line in self._path.read_text().splitlines()]
+        else:
+            self._file = self._path.open("x")
+
+    def around(self, function: Callable[..., R]) -> Callable[..., R]:
+        """`function`, whose call is noted or compared."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            if threading.current_thread() is not threading.main_thread():
+                return function(*args, **kwargs)  # whose order may differ from run to run
+            arguments = [*_values((args, kwargs))]
+            before = [_digest(x) for x in arguments]
+            result = function(*args, **kwargs)
+            after = [_digest(x) for x in arguments]
+            same = [a for a, b in zip(after, before, strict=True) if a == b]
+            made = [a for a, b in zip(after, before, strict=True) if a != b]
+            if not function.__name__.startswith(_UNWRITTEN):
+                made += [_digest(x) for x in _values(result)]
+            self._note(function.__qualname__, operands_of(args), _joined(same), _joined(made))
+            return result
+
+        return call
+
+    def _note(self, name: str, operands: str, given: str, made: str) -> None:
+        file, number = caller_place()
+        line = f"{Path(file).name}:{number}"
+        self._number += 1
+        if self._file is not None:
+            self._file.write(json.dumps([name, line, given, made]) + "\n")
+            self._file.flush()
+        elif self._before is not None and self._number <= len(self._before):
+            problem = self._difference(name, given, made)
+            if problem:
+                self._before = None
+                who = f"rank {self._rank}: {name} of {operands or 'no array'}, {line}"
+                text = f"{who}, call {self._number} of this rank, {problem}"
+                warnings.warn_explicit(text, UserWarning, file, number)
+
+    def _difference(self, name: str, given: str, made: str) -> str:
+        """How this call differs from the one of that number before, in words; empty if not."""
+        assert self._before is not None, "there was an earlier run"
+        called, line, before, then = self._before[self._number - 1]
+        if called != name:
+            return f"was {called}, {line}, in the run of {self._path}: the rest is not compared"
+        if made == then:
+            return ""
+        cause = "though it was given the same" if given == before else "and was given others"
+        return f"gives other bits than in the run of {self._path}, {cause}"
+
+
+def _values(x: Any) -> Iterator[Any]:
+    """The arrays and plain values in arguments or results, whatever they are packed in."""
+    if isinstance(x, dict):
+        for value in x.values():
+            yield from _values(value)
+    elif isinstance(x, (tuple, list)):
+        for value in x:
+            yield from _values(value)
+    else:
+        yield getattr(x, "local", x)  # an array that knows how it is split is its part
+
+
+def _digest(x: Any) -> str:
+    """A digest of the bits of an array's elements, or of a plain value; "" of anything else."""
+    if isinstance(x, _PLAIN):
+        return _hashed(f"{type(x).__name__} {x!r}".encode())
+    try:
+        view = library_of(x).host_view(x)
+    except (ValueError, TypeError):
+        return ""
+    head = f"{view.dtype} {view.shape}".encode()
+    return _hashed(head, np.ascontiguousarray(view).reshape(-1).view(np.uint8).data)
+
+
+def _hashed(*parts: Any) -> str:
+    whole = blake2b(digest_size=12)
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _joined(digests: list[str]) -> str:
+    return _hashed(" ".join(digests).encode())

@@ -1,0 +1,95 @@
+"""SHARDMATH_DIGESTS: two runs of a program are compared, call by call and bit by bit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import shardmath
+from mortal import Job
+from shardmath.base.collective_call import collective_call
+from shardmath.collectives import all_gather, all_reduce
+from shardmath.context import startup
+from shardmath.distribution import Slab
+from shardmath.fft import fft
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
+
+SIZE = 2
+NAMES = ["all_reduce", "fft", "all_gather", "array"]
+
+
+@collective_call
+def unsteady(x):
+    return x + time.monotonic_ns()
+
+
+def run(folder, order, changed=None):
+    """What ranks are warned of in a run of the calls of that `order`; `changed` is given others."""
+
+    def body(group):
+        def altered(number, x):
+            return x * (1 + (number == changed))
+
+        calls = [
+            lambda: all_reduce(altered(0, np.arange(20.0)), out=np.zeros(20)),
+            lambda: fft(altered(1, np.arange(20.0).reshape(4, 5) ** 2 + 1j), distribution=Slab.X),
+            lambda: all_gather(altered(2, np.arange(3))),
+            lambda: shardmath.array(altered(3, np.ones((2, 3))), Slab.X).sum(axis=1),
+            lambda: unsteady(7),
+        ]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            startup.initialize("cpu", group)
+            memory = allocate(1000, np)  # which nobody has written to
+            rendezvous(memory).barrier()
+            for number in order:
+                calls[number]()
+            startup.finalize()
+        return [str(each.message) for each in caught]
+
+    variables = {"SHARDMATH_CHECK": "1", "SHARDMATH_DIGESTS": str(folder)}
+    with Job(SIZE, body, variables) as job:
+        return [job.outcome(rank) for rank in range(SIZE)]
+
+
+def test_equal_runs_are_equal(tmp_path):
+    for _ in range(3):
+        assert run(tmp_path / "notes", range(4)) == [[]] * SIZE
+    assert len([*(tmp_path / "notes").iterdir()]) == SIZE
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_first_call_that_was_given_other_bits_is_named(tmp_path, number):
+    assert run(tmp_path, range(4)) == [[]] * SIZE
+    for rank, told in enumerate(run(tmp_path, range(4), number)):
+        [text] = told
+        assert text.startswith(f"rank {rank}: {NAMES[number]} of ") and "test_digests.py:" in text
+        assert "gives other bits" in text and text.endswith("and was given others")
+
+
+def test_a_call_that_is_at_fault_itself_is_told_so(tmp_path):
+    assert run(tmp_path, (0, 4, 2)) == [[]] * SIZE
+    for told in run(tmp_path, (0, 4, 2), 2):
+        [text] = told
+        assert "unsteady of no array" in text and text.endswith("though it was given the same")
+
+
+def test_other_calls_end_the_comparison(tmp_path):
+    assert run(tmp_path, range(4)) == [[]] * SIZE
+    for told in run(tmp_path, (0, 2, 1, 3)):
+        [text] = told
+        assert "all_gather of int64[3]" in text and "was fft, test_digests.py:" in text
+
+
+def test_it_takes_the_check(tmp_path):
+    def body(group):
+        with pytest.raises(ValueError, match="takes SHARDMATH_CHECK=1"):
+            startup.initialize("cpu", group)
+        return True
+
+    with Job(SIZE, body, {"SHARDMATH_DIGESTS": str(tmp_path)}) as job:
+        assert [job.outcome(rank) for rank in range(SIZE)] == [True] * SIZE
