@@ -22,8 +22,10 @@ from shardmath.symmetric.waiting import WaitPolicy
 # left for the end is short.
 LONG = [
     "program/test_gpu_products",
+    "autograd/test_compiled_gradients",
     "matmul/test_float8_products",
     "docs/test_pages",
+    "reliability/test_faults",
     "program/test_gpu_transforms",
     "matmul/test_matmul_behaviour",
     "reliability/test_interrupts",
@@ -37,6 +39,9 @@ LONG = [
     "fft/test_fft_any",
     "reliability/test_given_up",
     "autograd/test_gradients",
+    "autograd/test_nn",
+    "distributed/test_decompositions",
+    "factorisations/test_factorisations_any",
     "reliability/test_compiled_callers",
     "reliability/test_mismatches",
     "program/test_calls_that_come_again",
