@@ -657,7 +657,10 @@ struct Exchange {
     // The same where guesses do not do, once rows have come. Other blocks of this launch may have found that they do:
     // so each thread writes just what it would have written then, its word of this rank's own part too.
     __device__ void take_few(const Words& words, u64 me, u64 all) const {
-        if (8 * me < to(rank())) write_eight(a.output + table.place[rank()], me, to(rank()), words.word[rank()]);
+#pragma unroll
+        for (int peer = 0; peer < kRanks; ++peer)
+            if (peer == rank() && 8 * me < to(peer))
+                write_eight(a.output + table.place[peer], me, to(peer), words.word[peer]);
         receive_mail(me, all);
     }
 };
