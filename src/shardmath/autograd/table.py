@@ -411,7 +411,7 @@ def _tangent_of_all_reduce(
 def _gradients_of_reduce_scatter(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """Of all parts, gathered first."""
+    """The gradients of reduce_scatter, for which the parts of all ranks are gathered first."""
     x, made = xs
     text = words_of(axis=words["axis"], op="sum")
     whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))

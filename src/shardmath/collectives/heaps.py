@@ -28,8 +28,8 @@ def table_bytes(size: int) -> int:
 def table_of(
     size: int, own: Mapping[int, tuple[int, int]], peers: Mapping[tuple[int, int], int]
 ) -> bytes:
-    """That struct: where this rank's `own` segments lie, and their bytes, by number; and where its
-    peers' lie here, by rank and number.
+    """The struct `Heaps` of kernels/exchange.cu as bytes. `own` has the start and the bytes of each
+    of this rank's segments, by number; `peers`, where those of peers lie here, by rank and number.
     """
     table = np.zeros(table_bytes(size) // 8, np.uint64)
     starts, reached, places = np.split(table, [2 * SEGMENTS, 2 * SEGMENTS + size])

@@ -81,7 +81,7 @@ def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> 
 
 
 def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
-    """The same, of axes that are split."""
+    """Gather the elements that arrays of indices name along split axes, which takes an exchange."""
     shape, size = numbers[0].shape, x.context.size
     axes = range(place, place + len(numbers))
     x = in_slabs_of(x, axes, purpose)

@@ -97,7 +97,7 @@ class DirectSolution(Factorisation):
         return super().check(described)
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """That of the factors, which is the first to be performed."""
+        """The program of the LU factors, which is the first to be performed."""
         return LU_FACTOR.program(_of_factors(problem, machine), machine, rank)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
@@ -116,7 +116,7 @@ class DirectSolution(Factorisation):
 
 
 def _of_factors(problem: Problem, machine: Machine) -> Problem:
-    """That of the factors of a matrix, which are left as they are computed."""
+    """The problem of factorising the matrix, whose factors stay as they are computed."""
     dealt = dealt_columns(problem.n, problem.a.size, problem.block_on(machine))
     layout = Layout.bind([dealt] * problem.a.size, (problem.n, problem.n))
     return replace(problem, b=None, result=layout, order="F", flags=FACTORS)

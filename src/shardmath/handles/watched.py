@@ -213,7 +213,7 @@ def _lies_in(view: _Plain, x: WatchedArray) -> bool:
 
 
 def _plain_within(x: Any) -> Any:
-    """The same, with plain arrays in place of watched ones, also in tuples and lists."""
+    """`x` with plain arrays in place of watched ones, also within tuples and lists."""
     if type(x) in (tuple, list):
         return type(x)(map(_plain_within, x))
     return _plain(x)

@@ -32,7 +32,7 @@ _ON_CORES: _Kernels = {name: collective_call(made) for name, made in products.KE
 
 
 def _defined(kernels: _Kernels) -> _Kernels:
-    """Those of operators that this torch defines: an earlier one has fewer."""
+    """The kernels of the operators that this torch defines: earlier versions define fewer."""
     return {name: kernel for name, kernel in kernels.items() if hasattr(torch.ops.symm_mem, name)}
 
 

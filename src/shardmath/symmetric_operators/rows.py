@@ -272,7 +272,7 @@ def _exchange_on_gpus(
     starts: Any,
     told: Any,
 ) -> None:
-    """The same by kernels, which read the counts. Ranks whose calls are known wait for no host.
+    """Exchange rows by kernels, which read the counts. Where the call is known, no host waits.
 
     A call is known by its shapes, and by `out`, which has to be symmetric, as the ranks bring it to
     a rendezvous, and other memory than `x`, from which rows are still sent when others come.
