@@ -38,6 +38,7 @@ from started import PATIENCE
 
 INTERRUPTED = 1  # the rank
 FOLLOWING = 10  # calls after the one that was interrupted
+MISSES = 4  # as many places are tried for each that is to strike: some are reached only at times
 
 
 class Interrupted(BaseException):
@@ -618,6 +619,10 @@ class Trials:
             assert set(found) == {"right"}, found
         return places.listed()
 
+    def of_interrupted(self, value: int) -> int:
+        """What the rank that is to be interrupted gives here; collective."""
+        return self.context.agree("count", lambda: value, list)[INTERRUPTED]
+
     def _next(self) -> int:
         self.number += 1
         return self.number
@@ -662,9 +667,9 @@ def named_if_it_hangs(trial: str) -> Iterator[None]:
 def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -> list[Any]:
     """How many trials of a call were made, how many struck, and what was not acceptable in them.
 
-    Each step is tried at so many of its places, or at those of a part, and with both kinds of
-    exception: the first time that it is called in a context, and after others like it. Of a part,
-    the rank that is interrupted also returns what it has seen.
+    Each step is tried until so many trials of it have struck, or at the places of a part, and with
+    both kinds of exception: the first time that it is called in a context, and after others like
+    it. Of a part, the rank that is interrupted also returns what it has seen.
     """
     mine = Trials(group, name, device)
     made, struck, failures = 0, 0, []
@@ -673,10 +678,11 @@ def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -
             places = mine.places(position, warm=warm)
             pick = random.Random(f"{name} {warm} {position}")
             if isinstance(chosen, int):
-                places = pick.sample(places, min(chosen, len(places)))
+                places = pick.sample(places, min(MISSES * chosen, len(places)))
             else:
                 places = chosen.take(places, warm)
-            count = mine.context.agree("count", partial(len, places), list)[INTERRUPTED]
+            count = mine.of_interrupted(len(places))
+            struck_before = struck
             for number in range(count):
                 kind = pick.choice([Interrupted, Alarm])
                 bomb = Bomb(kind(), places[number]) if places else None
@@ -685,9 +691,11 @@ def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -
                 with named_if_it_hangs(trial):
                     found = mine.run(position, bomb, warm=warm)
                 made += 1
-                struck += bomb is not None and bomb.struck
+                struck += mine.of_interrupted(bomb is not None and bomb.struck)
                 if not all(map(acceptable, found)):
                     failures.append(f"{trial}: {found}")
+                if struck - struck_before == chosen:
+                    break
     startup.finalize()
     seen = [] if isinstance(chosen, int) else sorted(chosen.seen)
     return [made, struck, failures, seen]
