@@ -1,18 +1,15 @@
 // Enough of CUDA for kernels that work with peers to run on this computer's threads: one for each of the GPU's.
 //
 // Stores are seen in the order in which they are made, as on x86-64. What a kernel's words say in assembly is said
-// here with the same names, in `device_words.hh`.
+// here with the same names, in `device_words.hh`. Headers of C only: those of C++ for threads take
+// longer to compile than all else here.
 #pragma once
 
 #include <emmintrin.h>
+#include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #include <unistd.h>
-
-#include <barrier>
-#include <chrono>
-#include <memory>
-#include <thread>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -34,9 +31,8 @@ inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { 
 
 // One block of a launch.
 struct Block {
-    explicit Block(unsigned threads) : meeting(threads) {}
-    std::barrier<> meeting;
-    std::atomic<bool> every[2] = {true, true};
+    pthread_barrier_t meeting;
+    bool every[2] = {true, true};
     alignas(16) char shared[1 << 16];
 };
 
@@ -44,18 +40,18 @@ inline thread_local Extent threadIdx, blockIdx, blockDim{1, 1, 1}, gridDim{1, 1,
 inline thread_local Block* block_of_thread;
 inline thread_local unsigned meetings;
 
-inline void __syncthreads() { block_of_thread->meeting.arrive_and_wait(); }
+inline void __syncthreads() { pthread_barrier_wait(&block_of_thread->meeting); }
 inline bool __syncthreads_and(bool here) {
-    std::atomic<bool>& every = block_of_thread->every[meetings++ & 1];
-    if (!here) every = false;
+    bool& every = block_of_thread->every[meetings++ & 1];
+    if (!here) __atomic_store_n(&every, false, __ATOMIC_SEQ_CST);
     __syncthreads();
-    const bool all = every;
+    const bool all = __atomic_load_n(&every, __ATOMIC_SEQ_CST);
     __syncthreads();
-    every = true;  // nobody uses it before the next but one
+    __atomic_store_n(&every, true, __ATOMIC_SEQ_CST);  // nobody uses it before the next but one
     return all;
 }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long atomicAdd(unsigned long long* word, unsigned long long value) {
     return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
 }
@@ -64,4 +60,43 @@ inline unsigned long long atomicMax(unsigned long long* word, unsigned long long
     while (before < value && !__atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
     }
     return before;
+}
+
+constexpr unsigned kNoThread = ~0u;
+
+// Runs `kernel` on every thread of a grid, and returns when all have ended. Thread `late` of the
+// first block starts 20 ms after the others.
+template <typename Kernel>
+void run_grid(unsigned blocks, unsigned threads, unsigned late, Kernel kernel) {
+    struct Launch {
+        Kernel& kernel;
+        unsigned blocks, threads, late;
+        Block* memory;
+    };
+    struct Thread {
+        Launch* launch;
+        unsigned block, number;
+        pthread_t id;
+    };
+    Launch launch{kernel, blocks, threads, late, new Block[blocks]};
+    Thread* all = new Thread[blocks * threads];
+    const auto begin = [](void* place) -> void* {
+        const Thread& own = *static_cast<Thread*>(place);
+        const Launch& of = *own.launch;
+        threadIdx = {own.number, 0, 0}, blockIdx = {own.block, 0, 0};
+        blockDim = {of.threads, 1, 1}, gridDim = {of.blocks, 1, 1};
+        block_of_thread = &of.memory[own.block], meetings = 0;
+        if (own.number == of.late && own.block == 0) usleep(20000);
+        of.kernel();
+        return nullptr;
+    };
+    for (unsigned b = 0; b < blocks; ++b) pthread_barrier_init(&launch.memory[b].meeting, nullptr, threads);
+    for (unsigned i = 0; i < blocks * threads; ++i) {
+        all[i] = {&launch, i / threads, i % threads, 0};
+        if (pthread_create(&all[i].id, nullptr, begin, &all[i])) __builtin_trap();
+    }
+    for (unsigned i = 0; i < blocks * threads; ++i) pthread_join(all[i].id, nullptr);
+    for (unsigned b = 0; b < blocks; ++b) pthread_barrier_destroy(&launch.memory[b].meeting);
+    delete[] all;
+    delete[] launch.memory;
 }

@@ -18,5 +18,7 @@ __device__ inline void store_packet(Packet* packet, Packet p) {
     _mm_store_si128((__m128i*)packet, _mm_load_si128((const __m128i*)&p));
 }
 __device__ inline u64 nanoseconds() {
-    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return u64(now.tv_sec) * 1000000000 + now.tv_nsec;
 }

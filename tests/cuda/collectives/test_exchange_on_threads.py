@@ -7,109 +7,60 @@ are few and slots small here, so that parts of some ten thousand bytes go throug
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
 import struct
-import subprocess
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from on_threads import NONE, SECONDS, aligned, compiled, source_of, with_constants
 
 from shardmath.collectives import cells, heaps
 from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.collectives.heaps import Heaps
-from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 
-HERE = Path(__file__).parent
 LANES, INBOX, MAIL, THREADS = 2, 48 << 10, 3 * 256, 3
 SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
 SMALLER |= {"_FEW_BYTES": 64, "_FEW_THREADS": THREADS, "_WRITTEN_BYTES": 3 * 128}
 SEGMENTS = 3  # of a heap, as many as threads
 HEAP = 1 << 20  # bytes of each of a rank's two segments
-SECONDS = 3600  # nobody waits in vain here
-NONE = 0xFFFFFFFF  # no thread is late
 OURS, OTHER = 7, 8  # tags
 
 RUN = """
 typedef const ExchangeArgument* Argument;
 extern "C" void run(Argument argument, unsigned blocks, unsigned threads, bool few, unsigned late) {
-    std::vector<std::thread> all;
-    std::vector<std::unique_ptr<Block>> made;
-    for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
-    for (unsigned b = 0; b < blocks; ++b)
-        for (unsigned t = 0; t < threads; ++t)
-            all.emplace_back([=, block = made[b].get()] {
-                threadIdx = {t, 0, 0}, blockIdx = {b, 0, 0};
-                blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
-                block_of_thread = block, meetings = 0;
-                if (t == late && b == 0) usleep(20000);
-                (few ? exchange_few : exchange)(*argument);
-            });
-    for (auto& each : all) each.join();
+    run_grid(blocks, threads, late, [=] { (few ? exchange_few : exchange)(*argument); });
 }
 """
-
-
-def on_threads(text):
-    """A kernel's source for the host: what it says in assembly is `device_words.hh`'s."""
-    before, _, after = text.partition("// -- words ---")
-    if after:
-        _, later, rest = after.partition("// The threads of a block in a row.")
-        text = before + (HERE / "device_words.hh").read_text() + later + rest
-    return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def kernel(request, tmp_path_factory):
     """The number of ranks, and the library of a kernel for them."""
-    return compiled(request.param, tmp_path_factory.mktemp("exchange"))
+    return for_ranks(request.param, tmp_path_factory.mktemp("exchange"))
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def hasty(request, tmp_path_factory):
     """The same, but that all blocks but the first wait for no guesses."""
-    return compiled(request.param, tmp_path_factory.mktemp("hasty"), "blockIdx.x ? 0 : 1u << 31")
+    folder = tmp_path_factory.mktemp("hasty")
+    return for_ranks(request.param, folder, "blockIdx.x ? 0 : 1u << 31")
 
 
-def compiled(size, folder, patience=None):
+def for_ranks(size, folder, patience=None):
     """The number of ranks, and a library. `patience` replaces the polls for guesses."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
-    for name in ("symm.cuh", "elements.cuh", "cells.cuh"):
-        (folder / name).write_text(on_threads((KERNELS / name).read_text()))
-    (folder / "elements.cuh").write_text("#pragma once\n")
-    text = on_threads((KERNELS / "exchange.cu").read_text())
-    for name, value in (("u32 kLanes", LANES), ("u64 kInbox", INBOX)):
-        text, count = re.subn(rf"(constexpr {name} =)[^;]*;", rf"\1 {value};", text)
-        assert count == 1, name
+    text = with_constants(source_of("exchange.cu"), {"u32 kLanes": LANES, "u64 kInbox": INBOX})
     if patience is not None:
         assert text.count("polls < kPatience") == 1
         text = text.replace("polls < kPatience", f"polls < ({patience})")
-    source, made = folder / "exchange.cc", folder / "exchange.so"
-    source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
+    (folder / "elements.cuh").write_text("#pragma once\n")
     with patch.multiple(cells, **SMALLER):
         mail = cells._mail_bytes(size)
-        defines = [f"-DMAIL_BYTES={mail}", f"-DPOST_BYTES={cells._post_bytes(size, mail)}"]
-        defines += [f"-DSEGMENTS={SEGMENTS}"]
-    command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
-    defines += [f"-DSHARDMATH_RANKS={size}"]
-    subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
-    return size, ctypes.CDLL(str(made))
-
-
-def aligned(nbytes, value=0):
-    """Bytes at a multiple of 64; with None for their value as they come."""
-    whole = np.empty(nbytes + 64, np.uint8)
-    if value is not None:
-        whole.fill(value)
-    start = -whole.ctypes.data % 64
-    return whole[start : start + nbytes]
+        sizes = {"MAIL_BYTES": mail, "POST_BYTES": cells._post_bytes(size, mail)}
+    sizes |= {"SEGMENTS": SEGMENTS, "SHARDMATH_RANKS": size}
+    return size, compiled(folder, text, ("symm.cuh", "cells.cuh"), RUN, **sizes)
 
 
 class Table(Heaps):

@@ -8,10 +8,7 @@ which has no room for the chunks of many experts.
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
 import struct
-import subprocess
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -19,11 +16,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_exchange_on_threads import HERE, SECONDS, aligned, on_threads
+from on_threads import SECONDS, aligned, compiled, source_of, with_constants
 
 from shardmath.collectives import experts, pushes
 from shardmath.collectives.experts import Experts, RowExchange
-from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 from shardmath.symmetric_operators.rows import Shuffle
 
@@ -33,19 +29,8 @@ WORST = 40  # experts of a rank
 
 RUN = """
 extern "C" void run(const ExpertsArgument* argument, int step, unsigned blocks) {
-    const unsigned threads = THREADS;
-    std::vector<std::thread> all;
-    std::vector<std::unique_ptr<Block>> made;
-    for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
-    for (unsigned b = 0; b < blocks; ++b)
-        for (unsigned t = 0; t < threads; ++t)
-            all.emplace_back([=, block = made[b].get()] {
-                threadIdx = {t, 0, 0}, blockIdx = {b, 0, 0};
-                blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
-                block_of_thread = block, meetings = 0;
-                (step == 0 ? tell_counts : step == 1 ? send_rows : finish_sending)(*argument);
-            });
-    for (auto& each : all) each.join();
+    const auto kernel = step == 0 ? tell_counts : step == 1 ? send_rows : finish_sending;
+    run_grid(blocks, THREADS, kNoThread, [=] { kernel(*argument); });
 }
 """
 
@@ -53,21 +38,10 @@ extern "C" void run(const ExpertsArgument* argument, int step, unsigned blocks) 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def kernel(request, tmp_path_factory):
     """The number of ranks, and the library of the kernels for them."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
     size, folder = request.param, tmp_path_factory.mktemp("experts")
-    (folder / "symm.cuh").write_text(on_threads((KERNELS / "symm.cuh").read_text()))
-    text = on_threads((KERNELS / "experts.cu").read_text())
-    for name, value in (("kTile", TILE), ("kFew", FEW)):
-        text, count = re.subn(rf"(constexpr u64 {name} =)[^;]*;", rf"\1 {value};", text)
-        assert count == 1, name
-    source, made = folder / "experts.cc", folder / "experts.so"
-    source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
-    command = [compiler, "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
-    defines = [f"-DSHARDMATH_RANKS={size}", f"-DTHREADS={THREADS}"]
-    subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
-    return size, ctypes.CDLL(str(made))
+    text = with_constants(source_of("experts.cu"), {"u64 kTile": TILE, "u64 kFew": FEW})
+    sizes = {"SHARDMATH_RANKS": size, "THREADS": THREADS}
+    return size, compiled(folder, text, ("symm.cuh",), RUN, **sizes)
 
 
 class Rank(Experts):
