@@ -1,4 +1,5 @@
 """Ranks that give up while a late one arrives: all come out of a round or a barrier, or none does.
+Ranks that only meet: nobody is taken for one that called something else.
 
 The ranks are threads of one process, of which one runs at a time: at every load and store of a
 shared word a schedule of a fixed seed says which runs next, on a clock of its own.
@@ -26,8 +27,9 @@ SEEDS = 60
 class Schedule:
     """Says which of the threads runs, and what time it is."""
 
-    def __init__(self, seed: int, count: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, count: int, stays: float = 0.0) -> None:
+        """`stays`: how probably the thread that runs goes on, where it might be another's turn."""
+        self.random, self._stays = random.Random(seed), stays
         self.now = 0.0
         self._step = self.random.choice((2e-6, 2e-5, 2e-4))  # at most, of one load or store
         self._wakes = dict.fromkeys(range(count), 0.0)  # by thread: when it can go on
@@ -53,6 +55,8 @@ class Schedule:
         own = self._local.number
         self.now += self.random.uniform(0, self._step)
         self._wakes[own] = self.now + seconds
+        if not seconds and self.random.random() < self._stays:
+            return
         if (chosen := self._chosen()) != own:
             self._turns[chosen].release()
             self._turns[own].acquire()
@@ -87,19 +91,55 @@ class Word:
         self._words[index] = value
 
 
-def outcomes(seed, size, operation, monkeypatch):
-    """What the ranks' calls did, where some arrive when the others give up."""
-    schedule = Schedule(seed, size)
+class SlowRows(Rows):
+    """Rows of ranks of two hosts: those of the own host are seen at once, messages take a while."""
+
+    needs_polling = True
+
+    def __init__(self, memories, schedule, *, rank, size):
+        super().__init__(memories[rank], rank=rank, size=size, row_bytes=ROW_BYTES)
+        self._random, self._unsent, self._arriving = schedule.random, [], {}
+        self._elsewhere = [r for r in range(size) if memories[r] is not memories[rank]]
+        for peer in self._elsewhere:
+            self.bytes[peer] = memoryview(bytearray(ROW_BYTES))
+            self.words[peer] = self.bytes[peer].cast("Q")
+            self._arriving[peer] = []
+
+    def write(self, place, data):
+        super().write(place, data)
+        self._unsent.append((place, bytes(data)))
+
+    def publish(self, word, value):
+        super().publish(word, value)
+        message, self._unsent = [*self._unsent, (8 * word, value.to_bytes(8, "little"))], []
+        for peer in self._elsewhere:
+            self.everybody[peer]._arriving[self.rank].append(message)
+
+    def poll(self):
+        for peer, messages in self._arriving.items():
+            while messages and self._random.random() < 0.2:
+                for place, data in messages.pop(0):
+                    self.bytes[peer][place : place + len(data)] = data
+
+
+def boards_of(schedule, size, limit, patch, hosts=None):
+    """The boards of ranks that are threads of a schedule, on one host or on these."""
     clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
-    monkeypatch.setattr(waiting, "time", clock)
-    monkeypatch.setattr(waiting.os, "sched_yield", schedule.pause)
-    monkeypatch.setattr(waiting, "_YIELDS", 1)
-    monkeypatch.setattr(board, "extension", lambda _: None)  # the schedule sees Python's loads
-    memory = mmap.mmap(-1, board_bytes(size))
+    patch.setattr(waiting, "time", clock)
+    patch.setattr(waiting.os, "sched_yield", schedule.pause)
+    patch.setattr(waiting, "_YIELDS", 1)
+    patch.setattr(board, "extension", lambda _: None)  # the schedule sees Python's loads
+    memories = [mmap.mmap(-1, board_bytes(size)) for _ in range(1 + max(hosts or [0]))]
+    if hosts is None:
+        memory = memories[0]
+        pages = [Rows(memory, rank=r, size=size, row_bytes=ROW_BYTES) for r in range(size)]
+    else:
+        own = [memories[host] for host in hosts]
+        pages = [SlowRows(own, schedule, rank=r, size=size) for r in range(size)]
     boards = []
-    for rank in range(size):
-        rows = Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+    for rank, rows in enumerate(pages):
         rows.words = [Word(words, schedule) for words in rows.words]
+        rows.everybody = pages
         boards.append(
             Board(
                 rows,
@@ -108,9 +148,16 @@ def outcomes(seed, size, operation, monkeypatch):
                 watch=None,
                 watch_ranks=range(size),
                 names=[f"pid {r}" for r in range(size)],
-                policy=WaitPolicy(LIMIT, notice=100, spin=0.0),
+                policy=WaitPolicy(limit, notice=100, spin=0.0),
             )
         )
+    return boards
+
+
+def outcomes(seed, size, operation, monkeypatch):
+    """What the ranks' calls did, where some arrive when the others give up."""
+    schedule = Schedule(seed, size)
+    boards = boards_of(schedule, size, LIMIT, monkeypatch)
     late = set(schedule.random.sample(range(size), schedule.random.randrange(1, size)))
     starts = [
         LIMIT + schedule.random.uniform(-2e-3, 4e-3) if rank in late else 0.0
@@ -149,3 +196,35 @@ def test_all_come_out_or_none(size, operation, monkeypatch):
         assert len(set(found)) == 1, (seed, found)
         seen[found[0]] += 1
     assert min(seen.values()) > SEEDS // 20, seen  # both happen, or the schedules show nothing
+
+
+def meetings(seed, hosts, monkeypatch):
+    """What ranks of these hosts saw, each of which calls one thing after another, and leaves."""
+    size = len(hosts)
+    schedule = Schedule(seed, size, stays=0.9)
+    boards = boards_of(schedule, size, 100.0, monkeypatch, hosts)
+    found = [None] * size
+
+    def be(rank):
+        schedule.start(rank)
+        try:
+            for _ in range(3):
+                boards[rank].barrier()
+                boards[rank].exchange("told", b"%d" % rank)
+            boards[rank].leave()
+            found[rank] = "out"
+        except BaseException as error:
+            found[rank] = error
+        finally:
+            schedule.end()
+
+    schedule.run(be, size)
+    return found
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1], [0, 0, 1, 1]], ids=str)
+def test_who_goes_on_or_leaves_has_come_before(hosts, monkeypatch):
+    """A rank sees that one it waits for has gone on, while a message of a third is on its way."""
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            assert meetings(seed, hosts, patch) == ["out"] * len(hosts), seed

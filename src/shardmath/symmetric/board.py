@@ -820,9 +820,9 @@ class Board:
         def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
             return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
-        def peer_error(_: object) -> Exception | None:
+        def peer_error(late: Sequence[int]) -> Exception | None:
             self._watch_first()
-            return self._meeting_error(self._arrivals.missing(word, target))
+            return self._meeting_error(late)
 
         def wait() -> None:
             wait_until(
@@ -834,6 +834,7 @@ class Board:
                 named=self.names.described,
                 show=self._show,
                 rest=self._rows.rest if self._rows.rings else None,
+                late=lambda: self._arrivals.missing(word, target),
             )
 
         try:

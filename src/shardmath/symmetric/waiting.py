@@ -74,16 +74,19 @@ def wait_until(
     show: Callable[[str], None],
     timeout: float | None = None,
     rest: Rest | None = None,
+    late: Callable[[], Sequence[int]] | None = None,
 ) -> None:
     """Return once `arrived()`.
 
     `missing()` lists the ranks still waited for, which `named(ranks)` puts into words; `doing()`
     names this rank, the operation and the user's line, and `peer_error(ranks)` is the exception to
-    raise when one of them will never arrive. `show(why)` shows where all ranks are, with the notice
-    that this one waits. `rest(peer, arrived, seconds)` sleeps until the peer rings: `Rows.rest`.
+    raise when one of those that are `late()` (default: missing) will never arrive. `show(why)`
+    shows where all ranks are, with the notice that this one waits. `rest(peer, arrived, seconds)`
+    sleeps until the peer rings: `Rows.rest`.
     Raises the error at once, and OpTimeout after `timeout` seconds (default: the policy's).
     """
     limit = policy.timeout if timeout is None else timeout
+    late = missing if late is None else late
     start, noticed = time.monotonic(), False
     while not arrived():
         if time.monotonic() - start >= policy.spin:
@@ -100,10 +103,10 @@ def wait_until(
         pause = LONGEST_REST
     while not arrived():
         waited = time.monotonic() - start
-        missing_ranks = missing()
-        error = peer_error(missing_ranks)
-        if error is not None and not arrived():  # a peer may arrive and then end
+        error = _error_of(late, peer_error)
+        if error is not None:
             raise error
+        missing_ranks = missing()
         if not missing_ranks:
             continue
         if waited > limit:
@@ -121,6 +124,24 @@ def wait_until(
             show("where the ranks are")
         rest(missing_ranks[0], arrived, min(pause, max(limit - waited, _FIRST_SLEEP)))
         pause = min(2 * pause, LONGEST_REST)
+
+
+def _error_of(
+    late: Callable[[], Sequence[int]],
+    peer_error: Callable[[Sequence[int]], Exception | None],
+) -> Exception | None:
+    """What `peer_error` says of the ranks that are late.
+
+    A peer may arrive after `late` has looked, and go on or leave before `peer_error` looks: then it
+    seems to have done so instead. Where the same ranks are late afterwards, none has arrived.
+    """
+    ranks = late()
+    error = peer_error(ranks)
+    if error is None:
+        return None
+    if not ORDERED:
+        os.sched_yield()
+    return error if late() == ranks else None
 
 
 def _sleep(peer: int, arrived: Callable[[], bool], seconds: float) -> None:
