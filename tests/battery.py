@@ -38,7 +38,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 
 class Row(NamedTuple):
-    """What is done to ranks, what is asked of them, and the tests that see to it."""
+    """What is done to ranks, what must happen, and the tests that check it."""
 
     name: str
     what: str
@@ -87,7 +87,7 @@ ROWS = [
     Row(
         "R5",
         "500 generated differences in operation, shape, dtype and number of calls",
-        "the documented error on all ranks; none hangs, none gives numbers",
+        "the documented error on all ranks; none hangs, none returns a result",
         ("tests/reliability/test_mismatches.py",),
     ),
     Row(
@@ -98,8 +98,8 @@ ROWS = [
     ),
     Row(
         "R7",
-        "use after free, double free, views of what has ended, forks, calls after `finalize`",
-        "a named exception each",
+        "use after free, double free, views of freed memory, forks, calls after `finalize`",
+        "a named exception for each",
         ("tests/reliability/test_misuse.py",),
     ),
     Row(
@@ -111,13 +111,13 @@ ROWS = [
     Row(
         "R9",
         "memory is short: a control group, a full /dev/shm, the address space, three ranks at once",
-        "HeapExhausted with what is needed and what there is; nobody is killed",
+        "HeapExhausted, with the bytes needed and available; no process is killed",
         ("tests/reliability/test_scarce_memory.py", "tests/symmetric/test_available_memory.py"),
     ),
     Row(
         "R10",
-        "100 jobs, and 100 of which a rank dies",
-        "nothing left; less than 1 MB grown",
+        "100 jobs, and 100 jobs in which a rank dies",
+        "nothing is left; memory grows by less than 1 MB",
         (
             "tests/reliability/test_scale.py::test_a_hundred_jobs_and_a_hundred_that_fail_leave_nothing",
         ),
@@ -130,14 +130,14 @@ ROWS = [
     ),
     Row(
         "R12",
-        "messages of the start and between hosts late, lost, cut short, twice; 1,000 seeds",
+        "messages at the start and between hosts late, lost, cut short or sent twice; 1,000 seeds",
         "success or a named error; no hang",
         ("tests/reliability/test_faults.py",),
     ),
     Row(
         "R13",
         "strangers at the start: noise, wrong keys, replays, idle connections",
-        "the job starts all the same; nothing is unpickled",
+        "the job starts nevertheless; nothing is unpickled",
         (
             "tests/reliability/test_strangers.py",
             "tests/hosts/test_meeting.py",
@@ -147,7 +147,7 @@ ROWS = [
     Row(
         "R14",
         "what is open while a job runs: sockets, files, memory, variables; another user",
-        "nothing of the network, nothing with a name, no secret; another user reaches nothing",
+        "no network socket, nothing with a name, no secret; another user reaches nothing",
         (
             "tests/reliability/test_what_is_open.py",
             "tests/reliability/test_strangers.py::test_another_users_process_is_refused_even_with_the_key",
@@ -178,7 +178,7 @@ ROWS = [
     ),
     Row(
         "R22",
-        "an hour of random programs of 4 ranks, step by step beside NumPy",
+        "an hour of random programs on 4 ranks, compared with NumPy step by step",
         "no difference",
         ("tests/reliability/test_random_programs.py",),
     ),
@@ -191,15 +191,15 @@ ROWS = [
 ]
 
 HEAD = """\
-# How it fails, and how often that was tried
+# Reliability: what was tried, and what happened
 
-Errors and what to do about them are in [errors](errors.md). This is the battery behind their
-promises: what was done to ranks, and what they did. `make torture` runs it, `make test` a short
-form of most rows, and `make torture-busy` the kills, the mismatches and the short form of all
-beside eight busy loops. This page is written by `tests/battery.py`, from
-`benchmarks/results/reliability.json` and `reliability_busy.json`.
+This page shows what happened when ranks were killed, stopped, cut off or given wrong arguments,
+row by row: the tests behind the promises of the [errors](errors.md) page. `make torture` runs
+them, `make test` a short form of most rows, and `make torture-busy` the kills, the mismatches and
+the short form of all rows beside eight busy loops. This page is written by `tests/battery.py`,
+from `benchmarks/results/reliability.json` and `reliability_busy.json`.
 
-| | what was done | what is asked | tests | found | beside busy loops |
+| | what was done | what must happen | tests | result | beside busy loops |
 | --- | --- | --- | --- | --- | --- |
 """
 
