@@ -1,4 +1,4 @@
-"""Heat in a plate, saved in the middle on all ranks, and taken up again on one rank fewer.
+"""Heat in a plate: the run is saved in the middle, and continues on one rank fewer.
 
 python -m shardmath run -n 4 examples/checkpoint.py
 """
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def spread(x: shardmath.DistributedArray, steps: int) -> None:
-    """So many explicit steps; around the plate it is cold."""
+    """Take explicit steps; it is cold around the plate."""
     for _ in range(steps):
         u = x.halo(1)
         x.local[...] = (x.local + u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 5

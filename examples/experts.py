@@ -1,4 +1,4 @@
-"""A mixture of experts on torch's operators: torch's own program but for one line, on cores.
+"""A mixture of experts with torch's operators, on cores: torch's program with one line changed.
 
 torchrun --nproc-per-node 2 examples/experts.py
 
@@ -24,7 +24,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     device = torch.device("cpu")
-    splits = size * EXPERTS  # a chunk of tokens for each expert, and from each rank for its own
+    splits = size * EXPERTS  # chunks of tokens: sent, one for each expert; received, as many
 
     torch.manual_seed(rank)
     tokens = symm_mem.empty(TOKENS, WIDTH, dtype=torch.float32, device=device).normal_()
@@ -32,7 +32,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(9)  # the same weights on all ranks, to compare
     weights = torch.randn(splits, WIDTH, WIDTH, generator=generator)
 
-    room = size * TOKENS + EXPERTS  # an expert without tokens has a row of nobody's
+    room = size * TOKENS + EXPERTS  # an expert without tokens still takes one row
     received = symm_mem.empty(room, WIDTH, dtype=torch.float32, device=device)
     returned = symm_mem.empty(TOKENS, WIDTH, dtype=torch.float32, device=device)
     counts = symm_mem.empty(splits, dtype=torch.int64, device=device)

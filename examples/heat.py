@@ -3,14 +3,14 @@
 python -m shardmath run -n 4 examples/heat.py
 
             +------------------+
-            |   halo           |   what the neighbour above has put here
-    rank r  |   own rows       |   the first of them goes into the halo of the rank above,
+            |   halo           |   written by the rank above
+    rank r  |   own rows       |   the first row goes into the halo of the rank above,
             |                  |   the last into that of the rank below
             |   halo           |
             +------------------+
 
-A step needs no barrier. A rank puts its edges, signals both neighbours, and waits for theirs; that
-it has read its halos, and they may be written anew, it signals likewise.
+A step needs no barrier. A rank puts its edges, signals both neighbours, and waits for theirs. When
+it has read its halos, a second signal tells the neighbours that they may write them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmath import symmetric_memory
 from shardmath.collectives import all_reduce
 from shardmath.distribution import Slab
 
-SHAPE = (50, 37)  # neither divides by 4, and need not
+SHAPE = (50, 37)  # 4 divides neither, and does not have to
 STEPS = 200
 FILLED, READ = 0, 1  # channels
 

@@ -1,9 +1,9 @@
-"""Heat spreads on a torus that is split along both axes: a part, and its neighbours' rims.
+"""Heat spreads on a torus that is split along both axes: each part with its neighbours' rims.
 
 python -m shardmath run -n 4 examples/heat_with_halos.py
 
-Heat that leaves on one side comes in on the other. What puts and signals do in heat.py, step by
-step, `halo` does in one call.
+Heat that leaves on one side comes in on the other. One call of `halo` does what puts and signals do
+step by step in heat.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import shardmath
 from shardmath.distribution import BlockNonCyclic, ProcessGrid
 
-SHAPE = (50, 37)  # neither divides by 2, and need not
+SHAPE = (50, 37)  # parts may be uneven
 STEPS = 200
 
 

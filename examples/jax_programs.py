@@ -1,8 +1,8 @@
-"""Power iteration in one program that JAX compiles, beside the same with JAX's `shard_map`.
+"""Power iteration in one program that JAX compiles, compared with JAX's own `shard_map`.
 
 python -m shardmath run -n 4 examples/jax_programs.py
 
-    ranks: a process each              shard_map: one process, a device of JAX's each
+    ranks: one process each            shard_map: one process, one JAX device each
     r0 [rows of A] @ v ─┐              d0 [rows of A] @ v ─┐
     r1 [rows of A] @ v ─┼─ redistribute    d1 [rows of A] @ v ─┼─ lax.all_gather
     r2 [rows of A] @ v ─┘  -> v on all     d2 [rows of A] @ v ─┘  -> v on all
@@ -23,7 +23,7 @@ EXTENT, STEPS = 60, 40
 def main() -> None:
     """Iterate with all ranks, then in one process, and compare."""
     context = shardmath.initialize("cpu")
-    # As many devices of JAX's in this process as there are ranks: for shard_map alone.
+    # As many JAX devices in this process as there are ranks: only shard_map needs them.
     os.environ.update(
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"--xla_force_host_platform_device_count={context.size}",
@@ -35,7 +35,7 @@ def main() -> None:
         raise SystemExit(0) from None
     a = np.random.default_rng(3).random((EXTENT, EXTENT), dtype="float32")
     a += a.T
-    rows = Slab.X.bind((EXTENT, 1))  # the shape tells JAX what this rank is to have
+    rows = Slab.X.bind((EXTENT, 1))  # the shape tells JAX what this rank will have
 
     @jax.jit
     def by_ranks(own, v):

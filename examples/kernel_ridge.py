@@ -1,10 +1,10 @@
-"""Handwritten digits, read by kernel ridge regression on arrays that are split over the ranks.
+"""Read handwritten digits by kernel ridge regression on arrays that are split over the ranks.
 
 python -m shardmath run -n 4 examples/kernel_ridge.py
 
-The weights of the training images solve (K + c I) W = Y, by the Cholesky factor of K + c I. K has
-a number for every two images: how alike they are. A test image gets the label that weighs most
-where it is like them.
+The weights W of the training images solve (K + c I) W = Y, by the Cholesky factor of K + c I. For
+every two images K has a number that says how similar they are. A test image gets the label with the
+largest sum of weights, each times the similarity to its training image.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def main() -> None:
     context = shardmath.initialize("cpu")
     images, labels = load_digits(return_X_y=True)
     x = shardmath.from_global(images[:TRAINING], Slab.X)
-    y = shardmath.from_global(np.eye(10)[labels[:TRAINING]], Slab.X)  # 1 for the digit that it is
+    y = shardmath.from_global(np.eye(10)[labels[:TRAINING]], Slab.X)  # 1 in the column of the digit
     test = shardmath.from_global(images[TRAINING:], Slab.X)
 
     k = kernel(x, x) + PENALTY * np.eye(TRAINING)

@@ -1,8 +1,8 @@
-"""A cubic through noisy points, by least squares; the points are split over the ranks.
+"""Fit a cubic to noisy points by least squares; the points are split over the ranks.
 
 python -m shardmath run -n 4 examples/least_squares.py
 
-Each rank makes its points. What the ranks exchange is a triangle of 4 x 4, however many points.
+Each rank makes its own points. The ranks exchange only a 4 x 4 triangle, however many points.
 """
 
 import numpy as np

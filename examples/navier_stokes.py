@@ -1,6 +1,6 @@
 """A vortex decays: the Navier-Stokes equations in a cube, by Fourier transforms and Runge-Kutta.
 
-Points are split along x, waves along y: each transform is one exchange, all else each rank's own.
+Points are split along x, waves along y: each transform takes one exchange, all else is local.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Your own kernel among the ranks' GPUs: an all-reduce in one shot, in Triton.
+"""Your own kernel that communicates between GPUs: a one-shot all-reduce in Triton.
 
 python -m shardmath run -n 4 examples/one_shot_all_reduce.py
 
@@ -26,7 +26,7 @@ except ImportError as reason:
     print(f"this example needs Triton and a GPU for each rank: {reason}")
     raise SystemExit(0) from None
 
-PROGRAMS = 128  # no more than there are multiprocessors: they wait for their peers, so all must run
+PROGRAMS = 128  # at most the number of multiprocessors: they wait for peers, so all must run
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
     python -m shardmath run -n 4 examples/principal_components.py
 
-Each rank has some of the images as rows. The singular vectors of what is left of them without their
-mean are the directions in which they differ most: every digit is nearly a sum of a few of those.
+Each rank has some of the images as rows. The singular vectors of the images minus their mean are
+the directions in which images differ most: every digit is nearly the mean plus a few of them.
 """
 
 from pathlib import Path
@@ -20,10 +20,10 @@ KEPT = 15
 
 
 def main() -> None:
-    """Compare with NumPy's singular values; draw the mean, and the components, darker if less."""
+    """Compare with NumPy's singular values; draw the mean, and the components, dark if negative."""
     context = shardmath.initialize("cpu")
     images = load_digits().data
-    x = shardmath.from_global(images, Slab.X)  # in place of files, of which each rank reads its own
+    x = shardmath.from_global(images, Slab.X)  # a large set would be read from files
     mean = x.mean(axis=0)
     centred = x - mean
     u, s, vh = svd(centred)

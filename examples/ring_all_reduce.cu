@@ -18,7 +18,7 @@ extern "C" __global__ void ring(const __grid_constant__ SymmetricMemory memory, 
     for (int step = 0; step < size - 1; ++step) {
         const long long out = start(rank - step), in = start(rank - step - 1);
         put_signal(memory, right, blockIdx.x, theirs + room + out, mine + out, 4 * length(out));
-        if (!wait_signal(memory, left, blockIdx.x)) return;  // the host will say who was late
+        if (!wait_signal(memory, left, blockIdx.x)) return;  // the host will report who was late
         for (long long i = threadIdx.x; i < length(in); i += blockDim.x) mine[in + i] += mine[room + in + i];
         __syncthreads();  // the sums are there before any thread sends them on
     }

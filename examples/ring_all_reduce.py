@@ -1,4 +1,4 @@
-"""Your own kernel among the ranks' GPUs: a ring all-reduce in CUDA C++, compiled when it runs.
+"""Your own kernel that communicates between GPUs: a ring all-reduce in CUDA C++.
 
 The kernel is in ring_all_reduce.cu.
 
@@ -7,9 +7,9 @@ python -m shardmath run -n 4 examples/ring_all_reduce.py
               chunk 0   1   2   3              every rank sends to the one on its right
 rank 0 -----> rank 1 -----> rank 2 -----> rank 3 -----> rank 0
 
-first round:  a chunk that arrives is added to one's own, and the sum goes on: after 3 steps every
-              rank has one chunk that is complete
-second round: the complete chunks go round, straight into their place
+first round:  each rank adds the chunk that arrives to its own and sends the sum on: after 3 steps
+              every rank has one complete chunk
+second round: the complete chunks go around, straight to their places
 """
 
 from __future__ import annotations

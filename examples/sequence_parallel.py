@@ -2,9 +2,9 @@
 
 python -m shardmath run -n 2 examples/sequence_parallel.py          (on GPUs: ... .py cuda)
 
-It reads handwritten digits. The 64 pixels of an image are tokens, and one more is to find out which
-digit it is: 65, which 2 ranks cannot share evenly. Arrays are images x tokens x features, and every
-rank has some of the tokens, but for what each step needs besides:
+The block reads handwritten digits. The 64 pixels of an image are tokens, and a 65th token asks
+which digit it is; 2 ranks cannot share 65 evenly. Arrays are images x tokens x features, and every
+rank has some of the tokens. Only these steps need more:
 
     attention   q, k, v             tokens -> heads   all tokens of some heads (Ulysses' exchange)
                 softmax(q k') v                       on one rank alone
@@ -12,8 +12,8 @@ rank has some of the tokens, but for what each step needs besides:
     perceptron  gelu(h @ w1' + b1)  tokens of h are gathered; each rank has some features
                 . @ w2' + b2        sums are scattered by tokens; each rank has those columns of w2
 
-It is trained twice, with float64 and, in torch's autocast, with bfloat16; and each time once more,
-alone.
+It is trained with float64 and, in torch's autocast, with bfloat16; each time on all ranks, and once
+more in one process to compare.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(device: str = "cpu") -> None:
 
 
 def read_digits(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The brightness of each pixel, 0 to 16, of images x tokens, and the digits."""
+    """The brightness of each pixel, 0 to 16, as images x tokens, and the digits."""
     if rank != 0:
         return broadcast(None), broadcast(None)
     try:
@@ -104,13 +104,13 @@ def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def part(x: torch.Tensor, distribution: Replicated | Slab) -> torch.Tensor:
-    """This rank's part of an array that all have, as one to be trained."""
+    """This rank's part of an array that all ranks have, trained if the whole is."""
     own = redistribute(x.detach(), EVERYWHERE, distribution).clone()
     return own.requires_grad_(x.requires_grad)
 
 
 def together() -> SimpleNamespace:
-    """What a block does with the ranks."""
+    """The functions by which a block computes together with the other ranks."""
 
     def linear(x, w, bias=None, *, split, activation=None):
         return nn.linear(x, w, bias, distributions=split, activation=activation)
@@ -125,7 +125,7 @@ def together() -> SimpleNamespace:
 
 
 def alone() -> SimpleNamespace:
-    """The same on one process."""
+    """The same functions in one process."""
 
     def same(x: torch.Tensor) -> torch.Tensor:
         return x
@@ -147,7 +147,7 @@ def train(w, pixels, places, labels, ranks, dtype) -> list[float]:
         narrow = dtype == torch.bfloat16
         with torch.autocast(pixels.device.type, dtype=torch.bfloat16, enabled=narrow):
             h = ranks.copies(w["brightness"])[pixels] + ranks.copies(w["places"])[places]
-            h = block(h, w, ranks)[:, places == 0]  # the token that asks, where it is
+            h = block(h, w, ranks)[:, places == 0]  # the token that asks, on the rank that has it
             scores = h.sum(1) @ ranks.copies(w["digits"]).T
             own = functional.cross_entropy(scores.to(h.dtype), labels) * (places == 0).sum()
             loss = ranks.total(own)
@@ -168,12 +168,12 @@ def block(h: torch.Tensor, w: dict[str, torch.Tensor], ranks: SimpleNamespace) -
 
 
 def normed(h: torch.Tensor) -> torch.Tensor:
-    """Each token with numbers of about 1."""
+    """Each token, scaled to numbers of about 1."""
     return functional.rms_norm(h, (WIDTH,))
 
 
 def attention(h: torch.Tensor, w: dict[str, torch.Tensor], ranks: SimpleNamespace) -> torch.Tensor:
-    """What each head finds, of images x tokens x features."""
+    """Attention of all heads, as images x tokens x features."""
     split = [BY_TOKENS, EVERYWHERE, BY_TOKENS]
     q, k, v = (
         ranks.to_heads(y.unflatten(-1, (HEADS, -1))).transpose(1, 2)

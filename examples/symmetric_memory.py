@@ -1,4 +1,4 @@
-"""Write into a neighbour's array, and tell it: symmetric memory, put and signal.
+"""Write into a neighbour's array, and signal that: symmetric memory, put and signal.
 
 python -m shardmath run -n 3 examples/symmetric_memory.py
 
