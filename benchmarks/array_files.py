@@ -1,9 +1,9 @@
 """Saving and loading an array as .npy, beside one process with NumPy on the same disk.
 
-`python benchmarks/array_files.py [MiB of the global array] [folder]`. The ways take turns, in one
-run, and a time is the slowest rank's; shown are medians. `save` waits until the file is on the
-disk, and keeps the one that was there until then, which numpy.save does not: so there are baselines
-that wait, and that wait and rename. All is read from the system's memory, where it still lies.
+`python benchmarks/array_files.py [MiB of the global array] [folder]`. The ways take turns in one
+run, a time is the slowest rank's, and the table shows medians. `save` waits until the file is on
+the disk and keeps the old file until then, which numpy.save does not do. So there are baselines
+that wait, and that wait and rename. Everything is read from the page cache.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def measure(context: Any, folder: str, mib: int) -> list[dict[str, Any]]:
         ways["save"]()
         ways["numpy save"]()
         for repeat in range(REPEATS):
-            # What came before may have left memory that is quicker to take: no way follows always
-            # the same other.
+            # The previous way may have left memory that is quicker to reuse, so no way always
+            # follows the same one.
             for name in random.Random(repeat).sample(list(ways), len(ways)):
                 times[name].append(seconds(ways[name]))
         for name in ("save", "load"):

@@ -1,11 +1,11 @@
-"""What arrays that know how they are split cost beside parts: `benchmarks/arrays.py [PYTHON]`.
+"""The cost of distributed arrays over the same calls on parts: `benchmarks/arrays.py [PYTHON]`.
 
-2 ranks on cores, 64 x 64 float64. The two ways of a row take turns, so that what else the machine
-does falls on both. Figures are of the slower rank: the median, and the least, which says what a
-call takes where nobody else wants the cores. A step of `examples/navier_stokes.py` is 4 times 9
-transforms of 64^3 points; it is timed as the difference of a long run and a short one, over the
-steps between. mpi4py-fft and Dask, of the environment of the interpreter PYTHON, by default this
-one, take turns with it: `navier_stokes_peers.py`; of one that is not there the rows say so.
+2 ranks on cores, 64 x 64 float64. The two ways of a row take turns, so that other load on the
+machine affects both. Figures are of the slower rank: the median, and the minimum, which is the time
+of a call when nothing else wants the cores. A step of `examples/navier_stokes.py` is 4 times 9
+transforms of 64^3 points; its time is the difference of a long run and a short one, divided by the
+steps between. mpi4py-fft and Dask, from the environment of the interpreter PYTHON (by default this
+one), take turns with it: `navier_stokes_peers.py`. Rows say which of them are missing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def navier_stokes(python: str) -> list[dict[str, Any]]:
                 continue
             times[peer].append((measured["seconds"], measured["cpu"]))
             energies.append(measured["energy"])
-    assert max(energies) - min(energies) < 1e-8, energies  # they have done the same
+    assert max(energies) - min(energies) < 1e-8, energies  # all have computed the same
     rows = []
     for who, spent in times.items():
         row: dict[str, Any] = {"what": "Navier-Stokes step", "n": POINTS, "by": who}

@@ -1,9 +1,9 @@
 """What a call on small arrays costs on cores: `python benchmarks/calls.py`.
 
-2 ranks, arrays of 1 KiB or of 64 x 64, calls that come again as they were. Figures are of the
-slower rank: the median, and the tenth percentile, which says what a call takes where nobody else
-wants the cores. Beside them a barrier and an exchange, which are what ranks need to meet at all,
-and gloo's all_reduce and barrier in the same run.
+2 ranks, arrays of 1 KiB or of 64 x 64, repeated calls. Figures are of the slower rank: the median,
+and the tenth percentile, which is the time of a call when nothing else wants the cores. Beside them
+are a barrier and an exchange, the least by which ranks can synchronise, and gloo's all_reduce and
+barrier in the same run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(context: Any, address: str) -> list[dict[str, Any]]:
 
 
 def calls(context: Any) -> tuple[dict[str, Callable[[], object]], list[Any]]:
-    """The calls by name, and what is to be freed after them."""
+    """The calls by name, and the objects to free after them."""
     numpy = library_named("numpy")
     part, turned = (slab.shape(context.rank, (N, N)) for slab in (Slab.X, Slab.Y))
 

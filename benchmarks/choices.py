@@ -1,13 +1,13 @@
-"""Whether the strategy that is chosen for a product is the fastest: it, and others, timed in turn.
+"""Whether the chosen strategy of a product is the fastest: it and others are timed in turn.
 
     python benchmarks/choices.py              2 ranks of one core each
     python benchmarks/choices.py --gpus 2
 
-The products are those where the memory that arithmetic touches decides: vectors, few rows, few
-columns, little of k. The choice and those predicted to take up to 2.5 times as long, four at most,
-take turns; `ratio` is the time of the fastest of the others divided by that of the choice: below 1
-the choice is wrong. Operands are on the heap. A figure is the fastest of many calls, which other
-programs on the same cores disturb least; of GPUs, the median of graphs of calls.
+The products are those where memory traffic decides: vectors, few rows, few columns, a short k. The
+choice and up to four strategies that are predicted to take at most 2.5 times as long take turns.
+`ratio` is the time of the fastest of the others divided by that of the choice: below 1 the choice
+is wrong. Operands are on the heap. A figure is the minimum of many calls, which other programs on
+the same cores disturb least; on GPUs it is the median of graphs of calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Triple = tuple[Distribution, Distribution, Distribution]
 
 @dataclass(frozen=True)
 class Case:
-    """A of m x k times B of k x n: how these and the result are distributed."""
+    """A of m x k times B of k x n, with the distributions of all three."""
 
     m: int
     n: int
@@ -58,7 +58,7 @@ class Case:
         return (self.m, self.k), (self.k, self.n)
 
     def problem(self, size: int) -> Problem:
-        """What `size` ranks agree on."""
+        """The problem on which `size` ranks agree."""
         shapes = (*self.operands, (self.m, self.n))
         a, b, d = (
             Layout.bind([each] * size, shape)
@@ -94,7 +94,7 @@ ON_CORES = (
     Case(64, 4, 16384, (R, R, R)),
     Case(4096, 256, 4096, (R, R, R), "float32"),
     Case(256, 256, 16384, (X, Y, R), "float32"),
-    # Small: what begins and ends a step decides.
+    # Small: the overhead of each step decides.
     Case(4, 64, 1024, (Y, X, Y)),
     Case(1, 64, 1024, (X, X, R)),
     Case(1, 1024, 64, (X, X, R)),
@@ -119,7 +119,7 @@ ON_GPUS = (
     Case(4096, 1024, 1024, (X, Y, Y)),
     Case(4096, 4096, 4096, (R, X, R), "bfloat16"),
     Case(4096, 4096, 4096, (Y, R, R), "bfloat16"),
-    # Small: what begins and ends a step decides.
+    # Small: the overhead of each step decides.
     Case(64, 64, 64, (Y, R, X)),
     Case(4, 256, 64, (Y, R, X), "bfloat16"),
     Case(64, 64, 16384, (Y, R, X)),

@@ -1,8 +1,8 @@
-"""all_reduce beside gloo, and what waiting and agreeing cost: `python benchmarks/collectives.py`.
+"""all_reduce beside gloo, and the cost of waiting and agreeing: `python benchmarks/collectives.py`.
 
-Every row is measured in one run, the systems by turns, so that what else the machine does falls on
-all of them. A time is the slowest rank's, of a call that all ranks enter together; shown are
-medians.
+Every row is measured in one run in which the systems take turns, so that other load on the machine
+affects all of them. A time is the slowest rank's, for a call that all ranks enter together; the
+table shows medians.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How long `shardmath doctor` and `shardmath hello` take: `python benchmarks/commands.py`.
 
-From the start of the command to its end, medians of several; `doctor` measures the machine, too.
+From the start of the command to its end; medians of several runs. `doctor` also measures the
+machine.
 """
 
 from __future__ import annotations

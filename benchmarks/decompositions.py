@@ -2,12 +2,12 @@
 
     python benchmarks/decompositions.py [python]
 
-2 ranks of 1 thread beside one process with 2 threads: SciPy's and NumPy's by BLAS, Dask's its own;
-ScaLAPACK has 2 ranks of 1 thread, too, and is left out where it is not installed.
+2 ranks of 1 thread beside one process with 2 threads: of BLAS for SciPy and NumPy, of its own for
+Dask. ScaLAPACK also has 2 ranks of 1 thread, and is left out if it is not installed.
 `python` names an interpreter that has Dask, by default this one; without Dask its rows are left
-out. Ways take turns, so that what else the machine does falls on all; figures are of the least of
-all calls: seconds, and those of processors, of all ranks, which say what a call takes where others
-want the cores, too. All start from a matrix in memory, of float64, and end with factors there.
+out. Systems take turns, so that other load on the machine affects all. Figures are minima of all
+calls: seconds, and processor seconds of all ranks, which also tell the cost on a busy machine. All
+start from a float64 matrix in memory and end with factors there.
 """
 
 from __future__ import annotations

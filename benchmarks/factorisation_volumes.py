@@ -1,21 +1,21 @@
-"""Bytes that a rank receives in factorisations, counted, beside what is published of others.
+"""Bytes that a rank receives in factorisations, counted, beside published volumes of others.
 
-`python benchmarks/factorisation_volumes.py`: float64, ranks 1 to 8, each with as many elements of
-the matrix: n = 2048 sqrt(P). Counted are the moves of the ranks' programs, for the rank that
-receives most: of columns that are there already, and of rows that are brought into columns, and
+`python benchmarks/factorisation_volumes.py`: float64, ranks 1 to 8, with the same number of
+elements each: n = 2048 sqrt(P). This counts the moves of the ranks' programs for the rank that
+receives most: for columns that are already in place, and for rows that are brought into columns and
 back. Beside them, in elements of 8 bytes:
 
 * 2-D: n^2/2 (1/p + 1/q) on the p x q ranks nearest to a square, p <= q: the panels of rows and
   columns that a rank uses in ScaLAPACK's and SLATE's factorisations; on a square n^2/sqrt(P).
   Source: Kwasniewski and others, "On the parallel I/O optimality of linear algebra kernels",
   SC 2021, on ScaLAPACK and SLATE.
-* 2-D received: the same, counted as ours is: without what a rank has of these panels itself, and
-  for LU with the rows that are exchanged, whole, between the p ranks of a column, each as likely
-  to have the pivot: 2 n^2/P (1 - 1/p).
+* 2-D received: the same, counted as ours is: without a rank's own share of these panels, and for
+  LU with the rows that the p ranks of a column exchange, whole, each rank being equally likely to
+  have the pivot: 2 n^2/P (1 - 1/p).
 * I/O optimal: n^3/(P sqrt(S)), of COnfLUX and COnfCHOX there, by the authors and the method of
   COSMA ("Red-blue pebbling revisited", SC 2019), with the memory of S = n^2/P that columns take.
-  COSMA's own volume, 2 n^3/(P sqrt(S)), is that of a product, of three times as many operations
-  as LU.
+  COSMA's own volume, 2 n^3/(P sqrt(S)), is that of a product, which has three times as many
+  operations as LU.
 """
 
 from __future__ import annotations

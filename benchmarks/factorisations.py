@@ -2,13 +2,13 @@
 ranks, in the same run.
 
 `python benchmarks/factorisations.py [n]`, 4096 by default, float64. A rate counts n^3/3 operations
-for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m right-hand sides. The calls take turns; a
+for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m right-hand sides. The calls take turns. A
 ratio is the median over turns of SciPy's time divided by ours, so that both had the same load.
-Processor seconds, of all ranks and threads, are disturbed least by other work on the machine, but
-for threads that spin, as ScaLAPACK's ranks do; so they are beside those of SciPy with one thread.
+Processor seconds of all ranks and threads are disturbed least by other work on the machine, unless
+threads spin, as ScaLAPACK's ranks do; so they are compared with those of SciPy with one thread.
 
-SciPy's matrix is in column-major order, which it need not transpose; ours is split by rows, as
-NumPy's arrays are made, and by columns in blocks of the width that is computed with.
+SciPy's matrix is in column-major order, which it need not transpose. Ours is split by rows, as
+NumPy's arrays are stored, and by columns in blocks of the width that the computation uses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def part_of(whole: Any, distribution: Distribution, order: str, rank: int) -> An
 def calls_of(
     context: DistributedContext, n: int, scalapack: Scalapack
 ) -> dict[str, dict[str, Callable[[], object]]]:
-    """By operation and case, the peers' first."""
+    """Calls by operation and case, the peers' first."""
     rng = np.random.default_rng(0)
     general = rng.standard_normal((n, n))
     positive = general @ general.T / n + np.eye(n)
@@ -153,7 +153,7 @@ def main() -> None:
         rows, peers = on_ranks(run, RANKS, n, Scalapack(folder, RANKS))
     facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "right-hand sides": RIGHT_SIDES}
     facts |= peers
-    facts["load average"] = os.getloadavg()[1]  # of 5 minutes: other work than this is about 2 less
+    facts["load average"] = os.getloadavg()[1]  # over 5 minutes; about 2 of it are ours
     record.write("factorisations", rows, **facts)
 
 

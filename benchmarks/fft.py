@@ -1,20 +1,20 @@
 """Distributed 3-D transforms on cores, beside mpi4py-fft, plain MPI and one process, in turn.
 
 `python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array, or of the half
-of one that gives a real result. Peers:
+spectrum of a real result. Peers:
 
-mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only where it is installed: it is
-            built against FFTW's headers (Debian's libfftw3-dev). Forward transforms to a slab, in
-            arrays of its own: copies into and out of these are not counted. Complex ones end in
-            slab Y; real ones, of which it halves the last axis with the one ahead, in slab Z.
+mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only if it is installed (it is built
+            against FFTW's headers, Debian's libfftw3-dev). Forward transforms to a slab, in
+            arrays of its own: copies into and out of these are not counted. Complex transforms end
+            in slab Y; real ones, for which it halves the last axis in the first pass, in slab Z.
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
 one process scipy.fft of the whole array on rank 0, with as many workers as there are cores, up to
-            the number of ranks. The other ranks sleep meanwhile. The same by ducc0, if ours is.
+            the number of ranks. The other ranks sleep meanwhile. Also by ducc0, if ours uses it.
 
-Times are of the slowest rank, barrier to barrier; `cpu` is what a rank's processor has worked.
-Transforms end in slab Y, or in slab X again. Of complex64 -> float32 and complex128 -> float64 they
-are inverse, otherwise forward. The ranks are started with mpiexec. The file names the engine, whose
-transforms ours are: ducc0's where it is installed, else scipy's.
+Times are of the slowest rank, barrier to barrier; `cpu` is the processor time of a rank.
+Transforms end in slab Y, or in slab X again. complex64 -> float32 and complex128 -> float64 are
+inverse transforms, the others forward. The ranks are started with mpiexec. The file names the
+engine of our transforms: ducc0 if it is installed, else scipy.
 """
 
 from __future__ import annotations

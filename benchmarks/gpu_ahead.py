@@ -1,12 +1,12 @@
-"""Collectives that come again on GPUs: time of the host, time of the GPU, and what late hosts cost.
+"""Repeated collectives on GPUs: host time, GPU time, and the cost of late hosts.
 
     python benchmarks/gpu_ahead.py 2
 
-`host` is the median time of a call in a row of 50, for whose kernels nobody waits, of the slowest
+`host` is the median time of a call in a row of 50 whose kernels are not waited for, of the slowest
 rank; the systems take turns, row by row. `done` is the time of one of 40 calls, until all are done;
-`graph` that of one of many in a CUDA graph. `step` is a local product of some 0.4 ms, and then an
-all_reduce of 8 MiB or an AllGather + GEMM of 2048 rows; in `late hosts` each rank's host in turn
-sleeps 1 ms before every fourth.
+`graph` that of one of many in a CUDA graph. `step` is a local product of some 0.4 ms, followed by
+an all_reduce of 8 MiB or an AllGather + GEMM of 2048 rows. With `late hosts`, each rank's host in
+turn sleeps 1 ms before every fourth step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Figures of two sources beside each other, as ratios: results of the same benchmarks, run in turn.
+"""Figures of two versions of the source, as ratios: results of the same benchmarks, run in turn.
 
     python benchmarks/gpu_before_after.py BEFORE AFTER
 
 BEFORE and AFTER are folders of results, `benchmarks/results` of two working trees that were
-measured on the same machine, one benchmark after the other. A ratio is a time after by the time
-before: 1.05 is 5 % slower.
+measured on the same machine, one benchmark after the other. A ratio is the time after divided by
+the time before: 1.05 is 5 % slower.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a call costs: host time until it returns, and latency until its result is there, on GPUs.
+"""What a call costs on GPUs: host time until it returns, and latency until its result is there.
 
     python benchmarks/gpu_calls.py 2
 
-Small operands, calls that come again as they were, nothing captured. `host` is the median time of a
-call in a row of them, for whose kernels nobody waits, of the slowest rank; `latency` that of a call
-which the host then waits for. "1" is a context of each GPU alone, in the same run, and so are NCCL
-and cuBLAS through torch. `--alone 0` leaves these out, and CuPy.
+Small operands, repeated calls, nothing captured. `host` is the median time of a call in a row of
+calls whose kernels are not waited for, of the slowest rank; `latency` that of a call which the host
+then waits for. "1" is a context of each GPU alone, in the same run, and so are NCCL and cuBLAS
+through torch. `--alone 0` leaves these and CuPy out.
 
-Then calls on the heap that take the GPU longer: in place, with new results that are dropped, and
-with new results that are kept. `done` is the time of one of many until all are done.
+Then come calls on the heap that take the GPU longer: in place, with new results that are dropped,
+and with new results that are kept. `done` is the time of one of many until all are done.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def memory(context, library, place):
 
 
 def calls(context, library, place):
-    """The calls by name, each ready to be made often; and what is to be freed after them."""
+    """The calls by name, each ready for repetition; and the objects to free after them."""
     make, size, rank = memory(context, library, place), context.size, context.rank
     small, into, many = make((SMALL,)), make((SMALL,)), make((size * SMALL,))
     part, turned = (Slab.X.shape(rank, (N, N)), Slab.Y.shape(rank, (N, N)))

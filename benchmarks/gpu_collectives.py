@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_collectives.py 8
 
-Each figure is the median of several replays of a graph that holds many calls, and of these the
-slowest rank's. Results are checked before they are timed.
+Each figure is the median of several replays of a graph that holds many calls, for the slowest
+rank. Results are checked before they are timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL_REDUCE += [size * MIB for size in (1, 4, 8, 16, 32, 64, 128, 256)]
 OTHER_TYPES = {"float32": "f32", "float64": "f64", "int32": "i32"}  # of 32 and 256 MiB
 REDUCE_SCATTER = [MIB, 32 * MIB, 256 * MIB]  # of what each rank gives
 MOVES = [16 * KIB, 256 * KIB, *(count * MIB for count in (1, 2, 4, 16, 32))]
-# What issue 3 asks for on 8 H200: microseconds, ratios to NCCL, or GB/s.
+# Goals on 8 H200: microseconds, ratios to NCCL, or GB/s.
 TARGETS = {
     ("barrier", 0): "<= 2.5 us",
     ("all_reduce bf16", 2 * KIB): "<= 6.0 us",
@@ -109,7 +109,7 @@ def values(ranks, count, kind):
 
 
 def check(ranks, found, x):
-    """That `found` is the sum of all ranks' `x`, or this rank's part of it."""
+    """Check that `found` is the sum of all ranks' `x`, or this rank's part of it."""
     reference = x.float()
     ranks.dist.all_reduce(reference)
     ranks.torch.cuda.synchronize()

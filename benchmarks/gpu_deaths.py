@@ -1,11 +1,12 @@
-"""How long kernels, and who waits for them, go on after a rank has ended.
+"""How long kernels, and the hosts that wait for them, go on after a rank has ended.
 
     python benchmarks/gpu_deaths.py 2
     python benchmarks/gpu_deaths.py 2 --all
 
-Each job is started anew: one rank ends while the others compute, two ranks to a GPU where there are
-more than GPUs. A time is from just before its end to the exception in the last of the others. The
-program is the tests', tests/cuda/symmetric/departing.py. `--all` takes all ways to end, not three.
+Each job is started anew. One rank ends while the others compute; if there are more ranks than GPUs,
+two share one. A time runs from just before the end to the exception in the last of the others. The
+program is that of the tests, tests/cuda/symmetric/departing.py. `--all` takes all ways to end,
+instead of three.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One GPU's product with an epilog: within cuBLASLt, or by our kernel behind it; beside torch.
+"""One GPU's product with an epilog: within cuBLASLt, or by our kernel after it; beside torch.
 
     python benchmarks/gpu_epilogs.py 1
 
-D = F(A B), by columns, of A M x K and B K x N, random. "plain" is the product alone, "kernel" the
-product in the accumulator's type and our kernel, "within" what cuBLASLt's own epilog does, and our
-kernel in place for what it leaves, "torch" what its user writes. Each figure is the median of
-several replays of a CUDA graph that holds several calls; two sets of factors take turns.
-Microseconds. Results are checked against torch's.
+D = F(A B), by columns, with random A of M x K and B of K x N. "plain" is the product alone;
+"kernel" the product in the accumulator's type, then our kernel; "within" cuBLASLt's own epilog,
+with our kernel in place for what it leaves; "torch" what a user of torch would write. Each figure
+is the median of several replays of a CUDA graph that holds several calls; two sets of operands take
+turns. Microseconds. Results are checked against torch's.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Case:
 
     @property
     def _found(self):
-        """What cuBLASLt does."""
+        """The epilog of cuBLASLt."""
         aux = self.given["aux"] if self.first.makes_aux else None
         return fused_epilog(self.first, self.matrix(self.d), bias=self.given["bias"], aux=aux)
 
     def fused_epilog(self, turn):
-        """What cuBLASLt does, and the rest in place."""
+        """The epilog of cuBLASLt, and our kernel in place for the rest."""
         found, d = self._found, self.matrix(self.d)
         self._multiply(turn, self.d, extras=found.extras, bias=found.bias, aux=found.aux)
         if self.rest:

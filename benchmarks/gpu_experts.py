@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_experts.py 2
 
-Every rank has 8192 tokens, or as many as the case says, sorted by expert, of which some are asked
-for much more often than others. Dispatch is `torch.ops.symm_mem.all_to_all_vdev_2d`, combine
-`all_to_all_vdev_2d_offset`, whose counts lie on the GPU. NCCL's all_to_all_single is told the
-counts on the host, which costs it nothing here, and its tokens are brought to the order of experts,
-and back, by one index_select each. `wire` is NCCL's all-to-all without them. Each figure is the
-slowest rank's median, in CUDA graphs and in eager calls; what came is compared with NCCL's before.
+Every rank has 8192 tokens, or as many as the case says, sorted by expert; some experts are chosen
+much more often than others. Dispatch is `torch.ops.symm_mem.all_to_all_vdev_2d`, combine
+`all_to_all_vdev_2d_offset`, whose counts lie on the GPU. NCCL's all_to_all_single takes the counts
+from the host, which costs it nothing here, and one index_select each brings its tokens to the order
+of experts and back. `wire` is NCCL's all-to-all without these. Each figure is the slowest rank's
+median, in CUDA graphs and in eager calls; results are compared with NCCL's before timing.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Layer:
         self.combine_wire()
 
     def check(self):
-        """Raise AssertionError unless the experts have the same tokens, and all come home."""
+        """Raise AssertionError unless the experts get the same tokens, and all tokens return."""
         torch = self.ranks.torch
         for call in (self.dispatch, self.combine, self.dispatch_by_nccl, self.combine_by_nccl):
             call()

@@ -6,16 +6,16 @@
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
 right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
-the others wait; ours is split by rows, and by columns in blocks of the width that is computed with
-(`gpu_factorisations_peers.py` has cuSOLVERMp on the same cases). Seconds are those from a call
-until its result is there, of the slowest rank: the median of several calls. Results are as exact as
-is said beside them: of factors the residual on random vectors, in n eps; of solutions the largest
-backward error of a column. Factors of float32 and bfloat16 are refined. Numbers are random; where
-they are "dominant", 3 sqrt(n) is added to each of the diagonal: a matrix of which factors of
-bfloat16 are of use. Cholesky's are the lower triangle.
+the others wait. Ours is split by rows, and by columns in blocks of the width that the computation
+uses (`gpu_factorisations_peers.py` has cuSOLVERMp on the same cases). Seconds run from a call until
+its result is there, for the slowest rank: the median of several calls. Each row also has the error
+of its result: for factors the residual on random vectors, in n eps; for solutions the largest
+backward error of a column. Factors of float32 and bfloat16 are refined. Matrices are random;
+"dominant" ones have 3 sqrt(n) added to each diagonal element, which makes factors of bfloat16
+useful. Cholesky's are the lower triangle.
 
-On fewer GPUs than ranks these take turns, and no more can be had than a whole GPU's rate: what is
-then to be seen is how much panels, synchronisations and redistributions add to it.
+If there are fewer GPUs than ranks, these take turns, and the rate is at most that of a whole GPU:
+then the figures show only what panels, synchronisations and redistributions add.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
 float64, a GPU for each process. Cholesky and LU are cuSOLVERMp's potrf and getrf, by its C
 interface, with matrices on 1 x P and P x 1 processes in square blocks of several widths; LU and a
-solution of 64 right-hand sides are nvmath-python's DirectSolver as well. Milliseconds are those
-from a call until its result is there, of the slowest process: the median of several calls. Numbers
-are random, and 3 sqrt(n) is added to the diagonal for Cholesky. Beside them stands how exact a
-result is, as in `gpu_factorisations.py`. What is not installed is left out, and said to be.
+solution of 64 right-hand sides are also measured with nvmath-python's DirectSolver. Milliseconds
+run from a call until its result is there, for the slowest process: the median of several calls.
+Matrices are random, with 3 sqrt(n) added to the diagonal for Cholesky. Each row has the error of
+its result, as in `gpu_factorisations.py`. Libraries that are not installed are left out and
+reported.
 
 It needs CuPy, mpi4py, and libcusolverMp, libcublasmp and libnccl where the loader finds them.
 """

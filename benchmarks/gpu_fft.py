@@ -3,10 +3,10 @@
     python benchmarks/gpu_fft.py 8
 
 The operand is a slab along X; the result a slab along Y ("transposed"), or along X again ("back").
-Ours runs in a CUDA graph as it is (`ours`), with no exchange overlapped (`steps`), and
-called one by one (`called`). torch.fft with NCCL runs in a graph, too; `local` are its transforms
-alone, and `wire` is its all_to_all of what lies ready. Results are compared before they are timed.
-A row that fails is told, and the next begins.
+Ours runs in a CUDA graph as it is (`ours`), with no exchange overlapped (`steps`), and called one
+by one (`called`). torch.fft with NCCL also runs in a graph; `local` are its transforms alone, and
+`wire` is its all_to_all of packed data. Results are compared before they are timed. If a row fails,
+this is reported, and the next begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [
 ]
 CALLS = {256: 20, 512: 6, 1024: 2}
 LARGE = 2 << 30  # bytes of a rank's operand, from which on calls are not captured by torch
-# On 8 H200, milliseconds (transposed, back): what issue 5 asks for; and what cuFFTMp 12.1 took,
+# On 8 H200, milliseconds (transposed, back): the goals; and what cuFFTMp 12.1 took,
 # through nvmath-python 1.0, on such a machine on another day.
 TARGETS = {
     (256, "complex64"): (0.090, 0.145),
@@ -115,7 +115,7 @@ def measured(ranks, x, n, dtype, back):
         result = transform.execute()
 
         def ours(chunks=True):
-            # What is done step by step is not remembered.
+            # Transforms without chunks are not cached.
             lowering.USE_CHUNKS = gpus.USE_GRAPHS = chunks
             transform.execute(out=result)
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--seconds", type=float, default=40, help="begin no size after so long")
     options = parser.parse_args()
-    os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # what hangs costs no more
+    os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # a hang costs no more than this
     run("gpu_fft", measure, options, options.seconds)
 
 

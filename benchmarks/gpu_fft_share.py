@@ -3,11 +3,11 @@
     python benchmarks/gpu_fft_share.py 4 --ranks 8
 
 All GPUs play rank 0. What rank 0 sends to its peers goes to the other GPUs in turns, each peer's
-part to memory of its own there, so a link carries what it would carry, at the same time as the
-transforms of a rank's size. Results are not those of a transform, and barriers are of as many as
-there are GPUs. `steps` does one thing after another, `chunks` overlaps exchanges with transforms;
-`local` and `wire` are the parts of `chunks` alone. Milliseconds, in CUDA graphs. For the cases in
-TIMELINES it prints when each part of one execution ended, in microseconds.
+part to memory of its own there. So a link carries what it would carry on 8, at the same time as the
+transforms of a rank's size. Results are not those of a transform, and barriers are among the GPUs
+that there are. `steps` does one thing after another, `chunks` overlaps exchanges with transforms;
+`local` and `wire` are the two parts of `chunks` alone. Milliseconds, in CUDA graphs. For the cases
+in TIMELINES it prints when each part of one execution ended, in microseconds.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/gpu_float8.py 1
     python benchmarks/gpu_float8.py 8
 
-float8_e4m3fn, A by rows, B by columns, random operands and scales, two sets of them in turn. With
-several ranks A is split by rows, B and the result by columns, and torch's product comes after NCCL
-has gathered A and its scales. Both are called through their doors. Every result is checked against
-float64 on samples. A figure is the median of several replays of a graph of calls, of these the
-slowest rank's.
+float8_e4m3fn, A by rows, B by columns; random operands and scales, in two sets that take turns.
+With several ranks A is split by rows, B and the result by columns, and torch's product follows
+after NCCL has gathered A and its scales. Both are called by their public functions. Every result is
+checked against float64 on samples. A figure is the median of several replays of a graph of calls,
+for the slowest rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What it costs that GPUs have no address for each other's memory: operators on pretended hosts.
+"""The cost of having no address for other GPUs' memory: operators on pretended hosts.
 
     python benchmarks/gpu_hosts.py 2 --transport nvshmem
 
-The same calls in a context of one host and in one whose ranks are split between two, over the same
-links: no network is measured. `ms` is the time of a call in a CUDA graph, `host_us` that of one
-until it returns, among others for whose kernels nobody waits; of the slowest rank. `GB/s` is what a
-rank receives in the time on two hosts.
+The same calls run in a context of one host and in one whose ranks are split between two, over the
+same links: no network is measured. `ms` is the time of a call in a CUDA graph, `host_us` the time
+until a call returns, among others whose kernels are not waited for; both for the slowest rank.
+`GB/s` is what a rank receives in that time on two hosts.
 """
 
 from __future__ import annotations

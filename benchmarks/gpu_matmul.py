@@ -3,14 +3,14 @@
     python benchmarks/gpu_matmul.py 8
     python benchmarks/gpu_matmul.py 8 --only "AG+GEMM" --most 8192
 
-bfloat16, random operands, two sets of them in turn. Every result is checked against float64 on
-samples before it is timed. A figure is the median of several replays of a graph of calls (of calls
-themselves where a system cannot be captured), and of these the slowest rank's. `local` is the
-product alone, as if all that it needs had been there.
+bfloat16, random operands, in two sets that take turns. Every result is checked against float64 on
+samples before it is timed. A figure is the median of several replays of a graph of calls (of the
+calls themselves if a system cannot be captured), for the slowest rank. `local` is the product
+alone, as if all its operands had been there.
 
 On fewer than 8 GPUs n is smaller, and m and k are as on 8: a rank multiplies all rows of A with as
-many columns as a rank of 8, in as many tiles. Of A it has more itself, and less comes from peers
-(on 4 GPUs, 3 / 4 of it in place of 7 / 8).
+many columns as a rank of 8, in as many tiles. It has more of A itself, and less comes from peers
+(on 4 GPUs, 3 / 4 of it instead of 7 / 8).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_til
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
 
-# Operation, m, n on 8 GPUs, k, and what issue 4 asks for.
+# Operation, m, n on 8 GPUs, k, and the goal.
 CASES = [
     ("AG+GEMM", 8192, 28672, 8192, ">= 0.95 of local"),
     ("AG+GEMM", 16384, 53248, 16384, ">= 0.99 of local"),
@@ -86,7 +86,7 @@ class Gathered:
         return self.how.startswith("fused")
 
     def local(self, turn):
-        """CuBLAS alone, on rows that are here."""
+        """The product by cuBLAS alone, on rows that are already here."""
         return self.torch.mm(self.whole[turn], self.b[turn], out=self.out[turn])
 
     def nccl(self, turn):
@@ -122,7 +122,7 @@ class Gathered:
         return float((out[rows][:, columns].double() - wanted).abs().max()) / k**0.5 / 4
 
     def free(self):
-        """Let the heap have the plan's memory."""
+        """Give the plan's memory back to the heap."""
         if self.plan:
             self.plan.free()
 

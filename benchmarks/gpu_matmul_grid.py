@@ -1,13 +1,13 @@
-"""Block-cyclic products on GPUs as fractions of the local product of the same share, in one run.
+"""Block-cyclic products on GPUs as fractions of the local product of the same size, in one run.
 
     python benchmarks/gpu_matmul_grid.py 8
 
-The ranks form a grid, of 2 x 4 for 8; blocks have 512 rows and columns; all three matrices are
-distributed alike. A case n is the share that a rank has of n x n x n on a grid of 2 x 4: n / 2 rows
+The ranks form a grid, 2 x 4 for 8 ranks; blocks have 512 rows and columns; all three matrices are
+distributed alike. A case n is the work that a rank has of n x n x n on a grid of 2 x 4: n / 2 rows
 and n / 4 columns of the result, whatever the grid. Inputs are random and alternate between two
 sets. Figures are medians over graphs of several calls, in which the local product and ours take
-turns, and of these the slowest rank's; `eager_ms` is the same without a graph. A sample of every
-rank's result is checked against float64.
+turns, for the slowest rank; `eager_ms` is the same without a graph. A sample of every rank's result
+is checked against float64.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
     python benchmarks/gpu_matmul_reduce.py 2 --most 1024
 
 A is M x K / ranks on each rank, B is K / ranks x N, random; two sets of operands take turns. Each
-figure is the median of several replays of a CUDA graph that holds several calls (torch's fused
-operator, which cannot be captured, is called as often), and of these the slowest rank's. Samples of
-each result are checked against float64 before it is timed. Our two ways are "kernel" and
-"separate"; "execute" is `Matmul.execute`, which has chosen one, and "chosen" says which; for an
-AllReduce "heap" is the same with arrays on the symmetric heap, where peers write the results.
+figure is the median of several replays of a CUDA graph that holds several calls, for the slowest
+rank; torch's fused operator cannot be captured, and is called as often. Samples of each result are
+checked against float64 before it is timed. Our two ways are "kernel" and "separate"; "execute" is
+`Matmul.execute`, which chooses one, and "chosen" says which. For an AllReduce, "heap" is the same
+with arrays on the symmetric heap, where peers write the results.
 
-On fewer than 8 GPUs the cases that have a goal are measured once more with a rank's share as on 8,
-which is what `as_on` says: k is smaller. Of the sums a rank keeps more itself, and less travels
-(on 4 GPUs, 3 / 4 of it in place of 7 / 8).
+On fewer than 8 GPUs the cases that have a goal are measured once more with a rank's share of work
+on 8: `as_on` says so, and k is smaller. A rank keeps more of the sums itself, and less travels (on
+4 GPUs, 3 / 4 of them instead of 7 / 8).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = 32  # rows
 BF16 = dtypes.of("bfloat16")
 KINDS = {"GEMM+RS": "reduce-scatter", "GEMM+AR": "all-reduce"}
 
-# What follows the product, its global sizes, and what issue 4 asks for on 8 H200.
+# What follows the product, its global sizes, and the goals on 8 H200.
 CASES = [
     ("GEMM+RS", 8192, 8192, 28672, ">= 0.93 of local"),
     ("GEMM+RS", 16384, 16384, 53248, ">= 0.98 of local"),
@@ -82,7 +82,7 @@ class Product:
                 each.plan()
 
     def local(self, turn):
-        """Only cuBLAS: this rank's part of all elements."""
+        """The product by cuBLAS alone: this rank's part of the sum of each element."""
         self.ranks.torch.mm(*self.sets[turn], out=self.partial)
 
     def nccl(self, turn):
@@ -116,11 +116,11 @@ class Product:
         return self.planned[turn].execute()
 
     def heap(self, turn):
-        """The same of arrays on the heap."""
+        """The same, with arrays on the heap."""
         return self.planned_on_heap[turn].execute()
 
     def on_heap(self, distributions):
-        """Products of copies on the heap, all with one result there."""
+        """Products of copies on the heap, which share one result there."""
 
         def shared(x):
             library = library_named("torch")

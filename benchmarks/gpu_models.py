@@ -84,7 +84,7 @@ class Case:
             return functional.rms_norm(x, x.shape[-1:])
 
         def attention(qkv: Any) -> Any:
-            """Of this rank's heads: tokens x (heads, q k v, features)."""
+            """Attention of this rank's heads, from tokens x (heads, q k v, features)."""
             q, k, v = qkv.unflatten(1, (-1, 3, FEATURES)).permute(2, 1, 0, 3).unsqueeze(1)
             made = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             return made[0].transpose(0, 1).flatten(1)
@@ -108,7 +108,7 @@ class Case:
     # -- systems: steps, by a compiler of layers -------------------------------------------------
 
     def ours(self, compiler: Callable[..., Any]) -> Step:
-        """What is bound says all shapes to the compiler."""
+        """Bound distributions tell the compiler all shapes."""
         tokens, size = self.tokens, self.ranks.size
 
         def widen(x: Any, w: Any) -> Any:
@@ -155,7 +155,7 @@ class Case:
         return self.step(compiler(self.layer(*recorded(torch, gather, scatter))))
 
     def functional(self, compiler: Callable[..., Any]) -> Step:
-        """The same as torch's compiler knows it."""
+        """The same by the collectives that torch's compiler knows."""
         import torch.distributed._functional_collectives as known
 
         linear, group = self.torch.nn.functional.linear, self.ranks.dist.group.WORLD
@@ -183,7 +183,7 @@ class Case:
         return self.step(compiler(self.layer(*recorded(self.torch, gather, scatter))))
 
     def dtensor(self, compiler: Callable[..., Any]) -> Step:
-        """Its modules have these weights."""
+        """Modules of torch with these weights."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, parallel
 
@@ -349,7 +349,7 @@ def checked(case: Case, whose: str, how: str) -> Step:
 
 
 def measure(ranks: Ranks, cases: list, eager: bool) -> list[dict]:
-    warnings.simplefilter("ignore", FutureWarning)  # names of torch.distributed that are to go
+    warnings.simplefilter("ignore", FutureWarning)  # deprecated names of torch.distributed
     return [measure_case(ranks, eager, *case) for case in cases]
 
 

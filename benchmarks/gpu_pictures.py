@@ -1,10 +1,10 @@
-"""The figures of gpu_fft.py or gpu_matmul.py as a picture, beside them.
+"""Draws the figures of gpu_fft.py or gpu_matmul.py, next to the JSON file.
 
     python benchmarks/gpu_pictures.py results/gpu_fft_4.json
     python benchmarks/gpu_pictures.py results/gpu_matmul_8.json
 
-Transforms are bars, as multiples of our own time, so that all sizes can be seen; products are lines
-of time against m, of the n and k that most rows have.
+Transforms are bars, as multiples of our own time, so that all sizes can be seen. Products are lines
+of time against m, for the n and k that most rows have.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_redistribution.py 8
 
-Each figure is the median of several replays of a graph that holds a few calls, and of these the
-slowest rank's. `wire` is NCCL's all-to-all alone, of as many bytes that lie ready. Results are
-compared bit by bit with NCCL's before anything is timed. Ours reads and writes arrays on the heap,
-NCCL torch's own memory: it registers what it finds in a graph, and hangs on the heap's.
+Each figure is the median of several replays of a graph that holds a few calls, for the slowest
+rank. `wire` is NCCL's all-to-all alone, of as many packed bytes. Results are compared bit by bit
+with NCCL's before anything is timed. Ours reads and writes arrays on the heap. NCCL uses torch's
+own memory, because it registers what it finds in a graph, and hangs on heap memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardmath.handles.allocation import empty_on_heap
 
 CALLS = 4
 BLOCK = 256
-# What issue 3 asks for on 8 H200: GB/s that leave a GPU.
+# Goals on 8 H200: GB/s sent by each GPU.
 TARGETS = {
     "slab X -> Y, 512^3 complex64": 300,
     "slab X -> Y, 1024^3 complex64": 300,
@@ -27,7 +27,7 @@ TARGETS = {
 
 
 def flat(x):
-    """All elements in a row, complex ones as pairs, as NCCL takes them."""
+    """All elements in one dimension, complex ones as pairs, as NCCL takes them."""
     return (x.view(x.real.dtype) if x.is_complex() else x).view(-1)
 
 

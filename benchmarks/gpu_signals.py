@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_signals.py 8
 
-One way is half a turn of a ball that two ranks' kernels pass on; what is sent is checked. Each
-figure is the median of several launches, and of these the slowest rank's.
+One way is half of a round trip between the kernels of two ranks; the data is checked. Each figure
+is the median of several launches, for the slowest rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SIZES = {
     "put_signal": [8, 256, 4 * KIB, 16 * KIB, 64 * KIB],
     "put_packets": [8, 256, 4 * KIB, 16 * KIB, 64 * KIB],
 }
-# What issue 3 asks for on 8 H200, in microseconds.
+# Goals on 8 H200, in microseconds.
 ONE_WAY, BARRIER = "<= 1.5 us", "<= 2.5 us"
 
 
 def handle_of(ranks, count):
-    """A handle of the first `count` ranks on room for every size; None on the others."""
+    """A handle of the first `count` ranks, with room for every size; None on the others."""
     if ranks.rank >= count:
         return None
     torch = ranks.torch
@@ -161,7 +161,7 @@ def on_streams(ranks):
 
 
 def measure(ranks):
-    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of ranks that only look on
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # from ranks that do not take part
     rows = one_way(ranks) if ranks.size > 1 else []
     for count in range(2, ranks.size + 1):
         rows += barriers(ranks, count)

@@ -3,8 +3,8 @@
     python benchmarks/gpu_starting.py 4
 
 CUDA itself is up before anything is timed, and the ranks begin each step together. "first" is the
-first time in a process, which loads what has not been loaded; "again" the median of later times.
-Milliseconds, of the slowest rank.
+first time in a process, including what it has to load; "again" is the median of later times.
+Milliseconds, for the slowest rank.
 """
 
 from __future__ import annotations

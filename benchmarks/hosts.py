@@ -1,18 +1,18 @@
-"""What words and memory between two hosts take, beside gloo and MPI: `python benchmarks/hosts.py`.
+"""Control words and memory between two hosts, beside gloo and MPI: `python benchmarks/hosts.py`.
 
 The hosts are two network namespaces of this machine, joined by a pair of virtual Ethernet devices;
-that takes root and iproute2. One and two ranks a host, and four on one host, where ranks have fewer
-cores than they are on two cores; each process makes all libraries' calls in turns, so that what
-else the machine does falls on all. Figures are of the slowest rank: the median; the tenth
-percentile, which says what a call takes where nobody else wants the cores; and the mean, which has
-the calls that waited for a core. `link_bytes` is what a call put on the link.
+that needs root and iproute2. There are one and two ranks a host, and four on one host, so that on
+two cores some runs have more ranks than cores. Each process makes all libraries' calls in turn, so
+that other load on the machine affects all. Figures are of the slowest rank: the median; the tenth
+percentile, which is the time of a call when nothing else wants the cores; and the mean, which
+includes the calls that waited for a core. `link_bytes` is what a call put on the link.
 
-MPI is MPICH, whose mpiexec starts the ranks where it and mpi4py are installed; else there are no
-figures of it. Left alone, its UCX finds that the processes share a machine, whatever their
-namespaces, and uses shared memory: for two hosts it is told to use TCP, also within a host. Ranks
-that MPI has started would reach far memory by MPI: they are told to use this package's own way.
+MPI is MPICH, whose mpiexec starts the ranks if it and mpi4py are installed; otherwise MPI has no
+figures. By default its UCX finds that the processes share a machine, whatever their namespaces, and
+uses shared memory. For two hosts it is told to use TCP, also within a host. Ranks that MPI started
+would reach memory on other hosts by MPI: they are told to use this package's own transport.
 
-`--beside FOLDER` measures the package in that folder, too, one job after the other.
+`--beside FOLDER` also measures the package in that folder, one job after the other.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `python benchmarks/matmul.py [n]`, 4096 by default. A rate counts 2 n^3 operations per product. The
 calls take turns; a ratio is the median over turns of NumPy's time divided by ours, so that both
-had the same load. Below it, what a call costs when the product itself costs nothing: the median,
-and the first decile, which other work on the machine disturbs less.
+had the same load. Below it is the cost of a call when the product itself costs nothing: the
+median, and the first decile, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/navier_stokes_peers.py dask 64 4
 
 64 points along each axis, 4 steps. Prints the mean seconds of a step after the first, the
-processor's seconds of all processes and threads, and the energy at the end. Both do what our
+processor seconds of all processes and threads, and the energy at the end. Both do what our
 example does: real transforms of the same arrays, four times nine a step, and products point by
 point; mpi4py-fft on two processes, Dask on two threads.
 """

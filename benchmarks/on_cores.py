@@ -1,7 +1,7 @@
 """What every benchmark on cores needs: ranks, calls that take turns, gloo beside them, one record.
 
-A benchmark is a function of this rank's context that returns rows; `run` starts it on ranks of this
-machine, and keeps what rank 0 returns.
+A benchmark is a function of this rank's context that returns rows. `run` starts it on ranks of this
+machine, and records what rank 0 returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(
 def on_ranks(
     measure: Callable[..., Any], ranks: int, *args: Any, timeout: float | None = None
 ) -> Any:
-    """What rank 0 returns of `measure(context, *args)`."""
+    """What `measure(context, *args)` returns on rank 0."""
     return spawn(_measured, ranks, measure, args, timeout=timeout)[0]
 
 

@@ -1,7 +1,7 @@
 """What every benchmark on GPUs needs: ranks beside NCCL, a clock, one command line, one record.
 
-A benchmark is a function of `Ranks` that yields rows; `run` starts it on as many ranks as the
-command line says. Rank 0 prints each row when it is there, and its rows are kept.
+A benchmark is a function of `Ranks` that yields rows. `run` starts it on as many ranks as the
+command line says. Rank 0 prints each row as soon as it is measured, and its rows are recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ranks:
 
     @cached_property
     def moves(self) -> DeviceCollectives:
-        """Our collectives below their door. Collective when first asked for."""
+        """Our collectives below the public functions. Collective at the first access."""
         return DeviceCollectives.of(self.context)
 
     def stream(self) -> int:

@@ -1,10 +1,10 @@
-"""What `explain()` predicts, beside what it takes, on 2 ranks of one core each.
+"""The predictions of `explain()`, beside measured times, on 2 ranks of one core each.
 
-`python benchmarks/predictions.py`. Products, transforms and redistributions of the strategy that is
-chosen, of operands on the heap, executed again and again: what fits in a cache is found there. `us`
-is the median, barrier to barrier, `best us` the fastest, `cpu us` what rank 0's core worked in the
-call that took it least, waits included that do not sleep. `ratio` is the fastest divided by the
-prediction: 1.5 and 0.67 are the limits that predictions are to stay within.
+`python benchmarks/predictions.py`. Products, transforms and redistributions by the chosen strategy,
+with operands on the heap, executed repeatedly: operands that fit in a cache are found there. `us`
+is the median, barrier to barrier; `best us` the minimum; `cpu us` the processor time of rank 0's
+core in its cheapest call, including waits that do not sleep. `ratio` is the minimum divided by the
+prediction: predictions are to stay within 0.67 and 1.5.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ X, Y, R = Slab.X, Slab.Y, Replicated()
 
 @dataclass(frozen=True)
 class Product(choices.Case):
-    """A of m x k times B of k x n: how these and the result are distributed."""
+    """A of m x k times B of k x n, with the distributions of all three."""
 
     def operator(self, context: DistributedContext) -> Matmul:
         """A product of random operands."""
@@ -98,7 +98,7 @@ CASES: tuple[Case, ...] = (
     Product(1024, 1024, 1024, (X, R, X)),
     Product(2048, 2048, 2048, (X, X, X)),
     Product(2048, 2048, 2048, (X, X, X), "float32"),
-    # Operands come, results are added up.
+    # Operands move, or results are added up.
     Product(4096, 64, 1024, (X, X, X)),
     Product(64, 64, 65536, (Y, X, X)),
     Product(1024, 1024, 1024, (Y, X, X)),

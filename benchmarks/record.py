@@ -1,7 +1,7 @@
 """What every benchmark needs: medians, and a table and a JSON file of them, with where and when.
 
-BENCHMARK_RESULTS names another folder for the file, which is how `shardmath bench` gets the user's;
-it shows the table itself.
+BENCHMARK_RESULTS names another folder for the file. `shardmath bench` uses this for the user's
+folder, and shows the table itself.
 """
 
 from __future__ import annotations

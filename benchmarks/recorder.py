@@ -1,9 +1,9 @@
 """What the flight recorder adds to a call on cores: `python benchmarks/recorder.py`.
 
-2 ranks, all_reduce of 1 KiB, which is one compiled call, with the recorder and without: they take
-turns, so that what else the machine does falls on both. Beside it the recorder alone, called from
-Python as a call makes it that is not compiled. Figures are of the slower rank, in microseconds: of
-turns of many calls each the tenth percentile, which says what a call takes where nobody else wants
+2 ranks, all_reduce of 1 KiB, which is one compiled call, with the recorder and without; the two
+take turns, so that other load on the machine affects both. Beside it is the recorder alone, called
+from Python as by a call that is not compiled. Figures are of the slower rank, in microseconds, over
+turns of many calls each: the tenth percentile, which is the time of a call when nothing else wants
 the cores, and the median.
 """
 

@@ -1,15 +1,15 @@
 """Redistribution on 2 ranks, beside two processes that copy the same bytes in the same run.
 
 `python benchmarks/redistribution.py [MiB of the global array]`. A rate is the bytes of one rank's
-result per second, both ranks at work. Baselines, on each rank's own ordinary memory:
+result per second, with both ranks at work. Baselines, on each rank's own ordinary memory:
 
 contiguous  np.copyto of one contiguous array. From some size on (here 3/8 of the last cache) the C
             library writes such an array past the caches, and does not read what it overwrites.
 boxes       np.copyto of the boxes that the redistribution moves: the same work without peers.
 
-At last the first case once more, of several sizes, with an `out` in ordinary memory that lies so
-many bytes further in its page than the operand on the heap: on some processors that decides how
-fast a copy is. Large arrays of NumPy's lie 16 bytes into a page, heap memory at its start.
+Finally the first case is repeated in several sizes, with an `out` in ordinary memory at several
+offsets in its page relative to the operand on the heap: on some processors the offset decides how
+fast a copy is. Large NumPy arrays lie 16 bytes into a page, heap memory at its start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ScaLAPACK as a peer: scalapack.c, compiled where an MPI compiler and Debian's package are."""
+"""ScaLAPACK as a peer: scalapack.c, compiled if an MPI compiler and Debian's package are there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = "mpich", "openmpi"
 
 
 class Scalapack:
-    """The driver, built in `folder`. Where it cannot be, `missing` says why."""
+    """The driver, built in `folder`. If it cannot be built, `missing` says why."""
 
     def __init__(self, folder: str, ranks: int) -> None:
         self.ranks, self.missing = ranks, ""
@@ -41,7 +41,7 @@ class Scalapack:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What is to be kept with the figures."""
+        """Facts to record with the figures."""
         return {"ScaLAPACK": self.missing or f"blocks of {self._blocks}, {self._run[0]}"}
 
     def _seconds(self, case: str, n: int, block: int) -> float:

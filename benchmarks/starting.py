@@ -4,7 +4,7 @@
 
 A rank's first line is when its script begins, by the clock that all processes share; the slowest
 rank counts. "ready" is when `initialize` has returned there. "as srun" are processes that are
-started at once with the variables that srun sets, and meet over TCP.
+started directly with the variables that srun sets, and meet over TCP.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
                 "ready, s": statistics.median(readies),
             }
         )
-    # In turns, so that what else the machine does falls on both.
+    # In turns, so that other load on the machine affects both.
     pairs = [(started([], READY)[1], started(ours, READY)[1]) for _ in range(TURNS)]
     ratio = statistics.median(srun / own for srun, own in pairs)
     rows.append({"launcher": f"{AS_SRUN}, of shardmath run", "ready, times": ratio})
@@ -87,7 +87,7 @@ def started(command: list[str], then: str) -> tuple[float, float]:
 
 
 def as_srun(command: list[str]) -> str:
-    """What ranks say on stderr that have the variables of a step of Slurm's, of this host alone."""
+    """The stderr of ranks that have the variables of a Slurm step on this host alone."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": str(time.monotonic_ns())}
     step |= {"SLURM_STEP_NUM_TASKS": str(RANKS), "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_NTASKS": str(RANKS), "SLURM_STEP_NODELIST": "localhost"}

@@ -1,11 +1,11 @@
 """What tracing adds to a call on cores: `python benchmarks/tracing.py`.
 
-A traced rank records as every rank does, but into memory that has room for more operations, so that
-each call writes where none has written before, past the caches. 2 ranks, all_reduce of 1 KiB, which
-is one compiled call and so the one on which this weighs most, and a product: into the short record
-and into the long one, in turns, so that what else the machine does falls on both. Figures are of
-the slower rank, in microseconds: of turns of many calls each the tenth percentile, which says what
-a call takes where nobody else wants the cores, and the median.
+A traced rank records as every rank does, but into memory that has room for more operations, so each
+call writes where none has written before, past the caches. 2 ranks; an all_reduce of 1 KiB, which
+is one compiled call and so affected most, and a product; into the short record and into the long
+one, in turns, so that other load on the machine affects both. Figures are of the slower rank, in
+microseconds, over turns of many calls each: the tenth percentile, which is the time of a call when
+nothing else wants the cores, and the median.
 """
 
 from __future__ import annotations
