@@ -2,8 +2,8 @@
  *
  *     mpiexec -n 2 ./scalapack cholesky|lu_factor|qr N BLOCK GRID_ROWS GRID_COLUMNS CALLS
  *
- * Rank 0 prints the seconds of each call but one before, which touches all pages. QR is pdgeqrf and
- * pdorgqr, so that Q is there, as ours is.
+ * Rank 0 prints the seconds of each call except a first one, which touches all pages. QR is pdgeqrf and
+ * pdorgqr, so that Q is formed, as ours is.
  */
 
 #include <math.h>
@@ -30,7 +30,7 @@ void pdorgqr_(const int *m, const int *n, const int *k, double *a, const int *ia
 
 static const int zero = 0, one = 1;
 
-/* A number in [-1, 1) for each place, alike on all ranks. */
+/* A number in [-1, 1) for each element, the same on all ranks. */
 static double noise(int64_t i, int64_t j) {
     uint64_t x = (uint64_t)i * 0x9E3779B97F4A7C15u ^ ((uint64_t)j + 1) * 0xC2B2AE3D27D4EB4Fu;
     x = (x ^ x >> 31) * 0xBF58476D1CE4E5B9u;

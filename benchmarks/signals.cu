@@ -1,4 +1,4 @@
-// The kernels of gpu_signals.py: a ball between two ranks, and barriers in a row, timed by themselves.
+// The kernels of gpu_signals.py: round trips between two ranks, and barriers in a row, timed by the GPU.
 #include "symm.cuh"
 using namespace shardmath;
 
@@ -6,11 +6,11 @@ constexpr int kWarmUp = 20;
 
 enum Way : int { kValue, kSignalAlone, kPutSignal, kPackets };
 
-// Half of the time of a turn is one way. `out`: nanoseconds in all, and whether all came.
+// One way takes half of a round trip. `out`: nanoseconds in all, and whether all signals arrived.
 extern "C" __global__ void __launch_bounds__(1024)
     ping_pong(const __grid_constant__ SymmetricMemory m, long long way, long long turns, long long nbytes, u64* out) {
     const int peer = 1 - m.rank;
-    const u64 room = (2 * nbytes + 15) / 16 * 16;  // what is sent, what comes, and packets
+    const u64 room = (2 * nbytes + 15) / 16 * 16;  // data to send, received data, and packets
     char* mine = m.peer<char>(m.rank);
     char* theirs = m.peer<char>(peer);
     Packet* const packets = (Packet*)(mine + 2 * room);
