@@ -30,48 +30,54 @@ class Settings(Immutable):
 
     timeout: float = _variable(60.0, "Seconds that an operation waits for its peers.")
     startup_timeout: float = _variable(120.0, "Seconds that start-up waits for all ranks.")
-    notice: float = _variable(5.0, "Seconds after which a waiting rank says on stderr for whom.")
+    notice: float = _variable(
+        5.0, "Seconds until a waiting rank reports on stderr which ranks it waits for."
+    )
     transport: str = _variable(
-        "auto", "Transport to peers' memory: host, mpi or tcp; cuda or nvshmem; auto tries them."
+        "auto", "Transport to peers' memory: host, mpi or tcp; cuda or nvshmem; auto picks one."
     )
     fake_hosts: int = _variable(
-        1, "Treat the ranks of this machine as if on so many hosts, for tests."
+        1, "Number of hosts that the ranks of this machine pretend to be on, for tests."
     )
-    address: str = _variable("", "Address at which other hosts reach this one; found if empty.")
+    address: str = _variable(
+        "", "Address at which other hosts reach this one; if empty, it is found."
+    )
     heartbeat: float = _variable(
-        2.0, "Seconds after which a host that answers nothing counts as lost."
+        2.0, "Seconds without an answer after which a host counts as lost."
     )
     key: str = _variable(
-        "", "Secret by which ranks that no library joins know each other; a file's if empty."
+        "", "Secret of ranks that no library joins; if empty, it is read from a file."
     )
-    segment_bytes: int = _variable(64 << 20, "Least bytes by which the symmetric heap grows.")
+    segment_bytes: int = _variable(
+        64 << 20, "Minimum number of bytes by which the symmetric heap grows."
+    )
     gpu_heap_bytes: int = _variable(
-        2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
+        2 << 30, "Bytes of a GPU's symmetric heap with NVSHMEM, allocated at the start."
     )
     check: int = _variable(
-        0, "1: looks for races and for copies that differ on cores; GPUs' ranks meet each call."
+        0, "1: finds races and differing copies on cores; on GPUs, ranks meet in each call."
     )
     digests: str = _variable(
-        "", "Folder in which, with SHARDMATH_CHECK=1, runs note their results, to be compared."
+        "", "Folder where, with SHARDMATH_CHECK=1, runs keep digests of results to compare."
     )
     cache: str = _variable(
-        "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
+        "", "Folder for compiled kernels; if empty, ~/.cache/shardmath; - for none."
     )
     threads: int = _variable(
-        0, "Threads of this rank's arithmetic; 0: OMP_NUM_THREADS, else its share of the cores."
+        0, "Threads for this rank's arithmetic; 0: OMP_NUM_THREADS, else its share of cores."
     )
     compiled: int = _variable(
-        1, "0 leaves out what was built from C, to see whether a fault is there."
+        1, "0 leaves out the parts built from C, to see whether a fault is in them."
     )
-    fault: str = _variable(
-        "", "Faults on purpose, for tests: place=probability:kind, of what ranks send each other."
-    )
+    fault: str = _variable("", "Faults in the ranks' messages, for tests: place=probability:kind.")
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     hub: str = _variable("", "Where rank 0 listens for ranks on a cluster's workers; set by spawn.")
-    launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
+    launcher_fd: str = _variable(
+        "", "File descriptors of this rank's sockets; set by the launcher."
+    )
     pid: int = _variable(
-        -1, "The process that is the rank, as its children are not; set by the launcher."
+        -1, "The rank's own process, to tell it from its children; set by the launcher."
     )
 
     @classmethod
