@@ -25,12 +25,8 @@ from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidDirectSolverState
 from shardmath.factorisations.api import PIVOT, require_good
 from shardmath.factorisations.lu import LU_FACTOR, LU_SOLVE
-from shardmath.factorisations.problem import (
-    Factorisation,
-    FactorisationOptions,
-    Problem,
-    dealt_columns,
-)
+from shardmath.factorisations.operation import Factorisation
+from shardmath.factorisations.problem import FactorisationOptions, Problem, dealt_columns
 from shardmath.geometry import Distribution, Layout
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.machine import Machine

@@ -119,8 +119,12 @@ class Blocks(Immutable):
 class PanelSteps:
     """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`.
 
-    `rounded`: products that bring columns up to date are of factors rounded to bfloat16.
+    A subclass for each factorisation says how a panel is factorised, and what it does to the
+    columns behind. `rounded`: products that bring columns up to date are of factors rounded to
+    bfloat16.
     """
+
+    reads_own_rows = False  # whether columns need the rows of a panel from their own diagonal on
 
     def __init__(self, problem: Problem, width: int, rank: int, *, rounded: bool = False) -> None:
         self.problem, self.rank, self.rounded = problem, rank, rounded
@@ -131,22 +135,22 @@ class PanelSteps:
         self.workspace = {STATUS: SplitArray(one, "int64", "F")}
         self._one = one
         self.right = Cut("rhs", (0, 0), (0, 0))
-        self._readers = [False] * size  # which ranks have right-hand sides
-
-    def synchronise(self) -> None:
-        """Let every rank read what the others have written."""
-        self.steps.append(READ)
+        self._solving = [False] * size  # which ranks have right-hand sides
 
     # -- what is brought here, and results ---------------------------------------------------------
 
-    def bring_columns(self, source: Layout, *, check_finite: bool) -> None:
+    def bring_columns(self, source: Layout) -> None:
         """The columns of this rank, of matrix "a"."""
         problem, blocks = self.problem, self.blocks
         self.workspace["columns"] = SplitArray(blocks.layout, problem.dtype, "F")
         plan = TransferPlan(source, blocks.layout, problem.itemsize)
         self.steps.append(Move(plan, "a", "columns"))
-        if check_finite:
-            self.steps.append(CheckFinite("columns", STATUS, NOT_FINITE_A))
+        self.check_finite("columns", NOT_FINITE_A)
+
+    def check_finite(self, buffer: str, code: int) -> None:
+        """Note `code` where an element of a buffer is NaN or infinite, if the caller wants that."""
+        if self.problem.check_finite:
+            self.steps.append(CheckFinite(buffer, STATUS, code))
 
     def bring_right_sides(self, shape: tuple[int, ...]) -> None:
         """Make room for right-hand sides of a shape, of which each rank has an even part."""
@@ -158,18 +162,17 @@ class PanelSteps:
         self.workspace["rhs"] = SplitArray(layout, self.problem.dtype, "F")
         widths = [(*layout.local_shape(rank), 1)[1] for rank in range(size)]
         heights = [layout.local_shape(rank)[0] for rank in range(size)]
-        self._readers = [bool(w and h) for w, h in zip(widths, heights, strict=True)]
+        self._solving = [bool(w and h) for w, h in zip(widths, heights, strict=True)]
         self.right = Cut("rhs", (0, heights[self.rank]), (0, widths[self.rank]))
 
-    def move_right_sides(self, *, check_finite: bool) -> None:
+    def move_right_sides(self) -> None:
         """The right-hand sides "b" of this rank."""
         b = self.problem.b
         assert b is not None, "there are some"
         self.bring_right_sides(b.global_shape)
         plan = TransferPlan(b, self.workspace["rhs"].layout, self.problem.itemsize)
         self.steps.append(Move(plan, "b", "rhs"))
-        if check_finite:
-            self.steps.append(CheckFinite("rhs", STATUS, NOT_FINITE_B))
+        self.check_finite("rhs", NOT_FINITE_B)
 
     def program(
         self,
@@ -183,7 +186,7 @@ class PanelSteps:
         """
         problem = self.problem
         results: dict[str, SplitArray | LocalArray] = {}
-        self.synchronise()
+        self.steps.append(READ)
         for source, target, layout in moves:
             held = self.workspace[source].layout
             self.steps.append(Move(TransferPlan(held, layout, problem.itemsize), source, target))
@@ -202,38 +205,70 @@ class PanelSteps:
 
     # -- panels ------------------------------------------------------------------------------------
 
-    def own(self, k: int, rows: tuple[int, int]) -> Cut:
+    def factorise(self, *, solves: bool = False) -> None:
+        """Add the steps that leave the factors in "columns", with look-ahead: see the top of this
+        module. If it `solves`, right-hand sides are solved by the lower factor beside.
+        """
+        blocks = self.blocks
+        last = blocks.count if solves else blocks.count - 1
+        if blocks.count and blocks.owner(0) == self.rank:
+            self.factorise_panel(0)
+        for k in range(last):
+            self.steps.append(READ)
+            self.bring_panel(k)
+            behind = k + 1
+            if behind < blocks.count and blocks.owner(behind) == self.rank:
+                self.update(k, behind, behind + 1)
+                self.factorise_panel(behind)
+                behind += 1
+            if k + 1 < last:
+                self.steps.append(Arrive())
+            self.update(k, behind, blocks.count)
+            if not self.right.is_empty:
+                self.update_right_sides(k)
+
+    def factorise_panel(self, k: int) -> None:
+        """Factorise panel `k`, which this rank has."""
+        raise NotImplementedError
+
+    def update(self, k: int, first: int, last: int) -> None:
+        """Do what panel `k` says to this rank's columns of blocks `first` to before `last`."""
+        raise NotImplementedError
+
+    def update_right_sides(self, k: int) -> None:
+        """Do what panel `k` says to the right-hand sides: solve for its unknowns."""
+        raise NotImplementedError
+
+    def own(self, k: int, rows: Rows) -> Cut:
         """These rows of block `k`, on the rank that has it."""
         return Cut("columns", rows, self.blocks.place(k))
 
-    def own_behind(self, k: int, rows: tuple[int, int]) -> Cut:
-        """These rows of all columns that this rank has of blocks behind `k`."""
-        width = self.blocks.spans[self.rank].length
-        return Cut("columns", rows, (self.blocks.before(k + 1, self.rank), width))
+    def bring_panel(self, k: int) -> None:
+        """Let `panel` be block `k` where this rank can read it, its own or a copy, from row `top`
+        of the matrix on: that of its diagonal.
 
-    def bring_panel(self, k: int, *, lower: bool = False) -> tuple[Cut, int]:
-        """Block `k`, where this rank can read it, its own or a copy, and the first of its rows that
-        are there: that of its diagonal.
-
-        Ranks that have neither columns behind it nor right-hand sides read nothing. What is done
-        with it to the `lower` triangle alone needs the rows of a rank's next block, and those
-        below: a rank without right-hand sides reads no others.
+        Ranks that have neither columns behind it nor right-hand sides read nothing. A rank without
+        right-hand sides that `reads_own_rows` reads those from its next diagonal block on.
         """
         blocks = self.blocks
         lo, _ = blocks.bounds(k)
         rows: list[Rows | None] = []
-        for rank, reads in enumerate(self._readers):
+        for rank, solves in enumerate(self._solving):
             behind = next((j for j in blocks.owned(rank) if j > k), None)
-            if rank == blocks.owner(k) or (behind is None and not reads):
+            if rank == blocks.owner(k) or (behind is None and not solves):
                 rows.append(None)
-            elif lower and behind is not None and not reads:
+            elif self.reads_own_rows and behind is not None and not solves:
                 rows.append((blocks.bounds(behind)[0], blocks.n))
             else:
                 rows.append((lo, blocks.n))
-        copy = self._read(f"panel {k}", "columns", blocks.layout, k, rows)
+        self.panel = self._read(f"panel {k}", "columns", blocks.layout, k, rows)
+        self.top = (rows[self.rank] or (lo, blocks.n))[0]
         if blocks.owner(k) == self.rank:
-            return self.own(k, (lo, blocks.n)), lo
-        return copy, (rows[self.rank] or (lo, blocks.n))[0]
+            self.panel = self.own(k, (lo, blocks.n))
+
+    def panel_rows(self, lo: int, hi: int) -> Cut:
+        """Rows `lo` to `hi` of the matrix, of the panel that is here."""
+        return self.panel.of_rows(lo - self.top, hi - self.top)
 
     def _read(
         self, name: str, source: str, held: Layout, k: int, rows: Sequence[Rows | None]
@@ -245,25 +280,7 @@ class PanelSteps:
         self.steps.append(Move(TransferPlan(held, layout, self.problem.itemsize), source, name))
         return Cut(name, (0, layout.local_shape(self.rank)[0]), (0, hi - lo))
 
-    def arrive(self) -> None:
-        """Let the peers read the next panel while this rank does the rest with this one."""
-        self.steps.append(Arrive())
-
     # -- right-hand sides --------------------------------------------------------------------------
-
-    def substitute_by(self, panel: Cut, k: int, *, unit: bool) -> None:
-        """The unknowns of panel `k`, which begins with its diagonal block, of lower L X = B; those
-        below are left with what remains.
-        """
-        lo, hi = self.blocks.bounds(k)
-        if self.right.is_empty:
-            return
-        here, below = self.right.of_rows(lo, hi), self.right.of_rows(hi, self.blocks.n)
-        triangle, rest = panel.of_rows(0, hi - lo), panel.of_rows(hi - lo, self.blocks.n - lo)
-        self.steps += [
-            Substitute(triangle, here, True, "N", unit),
-            Subtract(below, rest, here),
-        ]
 
     def substitute(
         self,
@@ -287,8 +304,8 @@ class PanelSteps:
             rows = (lo, blocks.n) if lower else (0, hi)
             mine = source == "columns" and blocks.owner(k) == self.rank
             copies = [
-                rows if reads and not (source == "columns" and blocks.owner(k) == rank) else None
-                for rank, reads in enumerate(self._readers)
+                rows if solves and not (source == "columns" and blocks.owner(k) == rank) else None
+                for rank, solves in enumerate(self._solving)
             ]
             part = self._read(f"{op} {source} {lower} {k}", source, held, k, copies)
             if self.right.is_empty:

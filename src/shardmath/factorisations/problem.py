@@ -1,40 +1,16 @@
-"""What ranks compare before they factorise a matrix or solve with it, and what that means. Pure."""
+"""A factorisation that all ranks have agreed on, and the options of the call. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
-from shardmath.context.agreement import require_equal
-from shardmath.context.context import Context
-from shardmath.factorisations.cores import FactorisationsOnCores
-from shardmath.factorisations.operands import (
-    require_equations,
-    require_matrix,
-    require_right_sides,
-    require_square,
-    require_type,
-)
-from shardmath.factorisations.prediction import predicted
-from shardmath.geometry import BlockCyclic, Distribution, Layout, ProcessGrid
+from shardmath.geometry import BlockCyclic, Layout, ProcessGrid
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_logger
-from shardmath.operators.facts import ArrayFacts, agreed_facts
-from shardmath.operators.layouts import (
-    bind_layout,
-    distributions_of,
-    distributions_of_results,
-    infer_layout,
-    result_order,
-)
-from shardmath.program.performing import Names, Performer
-from shardmath.program.steps import Arrive, Program
 
-ROUNDED = ("float32", "complex64")  # what is rounded to bfloat16
 _LEAST_BLOCK = 16  # columns of a panel, where more would leave ranks without any
 _PANELS_OF_A_RANK = 4
 
@@ -62,8 +38,9 @@ class FactorisationOptions:
 class Problem(Immutable):
     """What all ranks have agreed to do: to an n x n matrix `a`, and with `b` where there is one.
 
-    `result` is the layout of what is returned, `flags` the words beside distributions, and `block`
-    the number of columns that the caller wants of a panel, None where the machine's is to be taken.
+    `result` is the layout of what is returned. `flags` are the words beside distributions, the last
+    of them whether operands are looked at for NaN and infinity. `block` is the number of columns
+    that the caller wants of a panel, None where the machine's is to be taken.
     """
 
     a: Layout
@@ -87,6 +64,11 @@ class Problem(Immutable):
             return 0
         return self.b.global_shape[1] if self.b.ndim == 2 else 1
 
+    @property
+    def check_finite(self) -> bool:
+        """Whether operands are looked at for NaN and infinity."""
+        return bool(self.flags[-1])
+
     def block_on(self, machine: Machine) -> int:
         """The number of columns of a panel."""
         return self.block or panel_width(self.n, self.a.size, machine)
@@ -101,137 +83,3 @@ def panel_width(n: int, size: int, machine: Machine) -> int:
 def dealt_columns(n: int, size: int, width: int) -> BlockCyclic:
     """Blocks of so many columns, dealt to the ranks in turn: as factors are computed and read."""
     return BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), width))
-
-
-class Factorisation:
-    """The base of operations on a square matrix, which say what their programs are.
-
-    Words are the distributions of operands and of the result, and flags, whose meaning is the
-    operation's. The operands are a matrix, perhaps one with as many rows, whose shape is then the
-    result's, and perhaps `pivots`, which every rank has whole.
-    """
-
-    names: Names
-    rounded = False  # whether products are of factors rounded to bfloat16
-    options = FactorisationOptions
-    on_cores = FactorisationsOnCores
-
-    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
-        """See Operation."""
-        from shardmath.factorisations.gpus import FactorisationsOnGPUs
-
-        return FactorisationsOnGPUs(context, names, kept=kept)
-
-    def describe(
-        self,
-        arrays: Mapping[str, ArraySpec | None],
-        words: tuple[Any, ...],
-        options: FactorisationOptions,
-    ) -> tuple[Any, ...]:
-        """(operands, distributions as they are encoded, flags, block size).
-
-        Raises TypeError for another type than LAPACK's, and for what is no distribution,
-        LinAlgError, a ValueError, for shapes.
-        """
-        given, flags = words
-        facts = []
-        for name in self.names.operands:
-            spec = arrays[name]
-            assert spec is not None, "required"
-            facts.append(_facts(self.names.operation, name, spec))
-            if self.rounded and spec.dtype not in ROUNDED:
-                raise TypeError(
-                    f"products of bfloat16 are of a matrix of {' or '.join(ROUNDED)}, "
-                    f"and {name} has {spec.dtype}: convert it"
-                )
-        distributions = self._distributions(given)
-        return tuple(facts), tuple(d.encode() for d in distributions), flags, options.block_size
-
-    def _distributions(self, given: Any) -> tuple[Distribution, ...]:
-        """The distributions of the operands that are split, and of the result, last."""
-        names = [name for name in self.names.operands if name != "pivots"]
-        operands, wanted = distributions_of(given, names)
-        (result,) = distributions_of_results(wanted, 1)
-        return (*operands, operands[-1] if result is None else result)
-
-    def check(self, specs: Sequence[Any]) -> Problem:
-        """See Operation. Raises ValueError where descriptions do not fit."""
-        operands, encoded, flags, blocks = zip(*specs, strict=True)
-        by_name = dict(zip(self.names.operands, zip(*operands, strict=True), strict=True))
-        pivots = by_name.pop("pivots", None)
-        arrays = {name: agreed_facts(name, sent) for name, sent in by_name.items()}
-        first = next(iter(arrays.values()))[0]
-        for what in ("library", "memory space", "dtype"):
-            field = what.removeprefix("memory ")
-            both = {name: getattr(facts[0], field) for name, facts in arrays.items()}
-            if len(set(both.values())) > 1:
-                said = " and ".join(f"{what} {fact} of {name}" for name, fact in both.items())
-                raise ValueError(f"{said}: convert one of them")
-        require_equal(f"the arguments of {self.names.operation}", flags)
-        require_equal("options.block_size", blocks)
-        layouts = []
-        for number, (name, of_ranks) in enumerate(arrays.items()):
-            shapes = [facts.shape for facts in of_ranks]
-            layouts.append(infer_layout(name, [one[number] for one in encoded], shapes))
-        a, b = layouts[0], layouts[1] if len(layouts) > 1 else None
-        n = a.global_shape[0]
-        require_square(next(iter(arrays)), a.global_shape)
-        if b is not None:
-            require_equations(a.global_shape, b.global_shape)
-        for rank, facts in enumerate(pivots or ()):
-            if facts[4] != (n,):
-                raise ValueError(f"rank {rank}: pivots have shape {facts[4]}, not {(n,)}")
-        like = a if b is None else b
-        result = bind_layout("the result", [one[-1] for one in encoded], like.global_shape)
-        order = result_order([facts.order for facts in list(arrays.values())[-1]])
-        return Problem(a, b, result, first.dtype, first.itemsize, order, flags[0], blocks[0])
-
-    def operands(self, problem: Problem) -> Mapping[str, Layout]:
-        """See Operation."""
-        return {"a": problem.a, **({} if problem.b is None else {"b": problem.b})}
-
-    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """See Operation."""
-        raise NotImplementedError
-
-    def explain(self, problem: Problem, machine: Machine) -> str:
-        """What is done, on how many panels, the predicted cost, and the first steps of rank 0."""
-        n, size, block = problem.n, problem.a.size, problem.block_on(machine)
-        lines = [
-            f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
-            f"{-(-n // block)} panels of {block} columns, dealt to the ranks in turn"
-        ]
-        if problem.b is not None:
-            lines[0] += f"; {problem.columns} right-hand sides, split evenly"
-        ranks = [self.program(problem, machine, rank).steps for rank in range(size)]
-        words = problem.dtype, problem.itemsize, machine.rates
-        cost = predicted(ranks, *words)
-        lines.append(f"predicted {cost}")
-        if size > 1 and any(isinstance(step, Arrive) for step in ranks[0]):
-            kept = [[x for x in steps if not isinstance(x, Arrive)] for steps in ranks]
-            without = predicted(kept, *words).seconds
-            lines.append(
-                "look-ahead: the rank of the next panel factorises it, and arrives, before it does "
-                f"the rest with the last: {1 - cost.seconds / without:.1%} less than without"
-            )
-        steps = list(map(str, ranks[0]))
-        lines += [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
-        if len(steps) > _SHOWN:
-            lines.append(f"  and so on: {len(steps)} steps of rank 0")
-        return "\n".join(lines)
-
-
-_SHOWN = 40  # steps, in an explanation
-
-
-def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
-    """What ranks compare of an operand. Raises what is wrong with it."""
-    if name == "pivots":
-        if spec.dtype != "int32":
-            raise TypeError(f"pivots are int32, as lu_factor returns them, not {spec.dtype}")
-        if spec.ndim != 1:
-            raise ValueError(f"pivots are a vector, not an array of shape {spec.shape}")
-    else:
-        require_type(operation, name, spec.dtype)
-        (require_right_sides if name == "b" else require_matrix)(name, spec.shape)
-    return ArrayFacts.of(spec)
