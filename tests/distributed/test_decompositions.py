@@ -364,7 +364,7 @@ def of_parts(context):
             (TypeError, [None], "not None"),
             (TypeError, [3], "not 3"),
             (TypeError, 3, "not 3"),
-            (ValueError, [Slab.X] * 4, "of 3 results, and there are 2"),
+            (ValueError, [Slab.X] * 4, "for 3 results were given; there are 2"),
         ):
             with pytest.raises(error, match=words):
                 linalg.qr(rows, distributions=wrong)
@@ -372,7 +372,7 @@ def of_parts(context):
         for wrong in ([Slab.X] * 4, 3):  # on one rank
             with pytest.raises((ValueError, TypeError), match="distribution"):
                 linalg.qr(rows, distributions=wrong if own else Slab.X)
-        with pytest.raises(ValueError, match="of 2 results, and there are 1"):
+        with pytest.raises(ValueError, match="for 2 results were given; there are 1"):
             linalg.qr(rows, "r", distributions=[Slab.X] * 3)
         split = shardmath.from_global(a, Slab.X)
         for error, wrong in ((ValueError, [whole] * 3), (TypeError, 3), (TypeError, [None, "x"])):

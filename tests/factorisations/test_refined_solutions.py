@@ -154,7 +154,7 @@ def test_mistakes_of_refinement(contexts):
         "structure": "banded",
         "rows of b": "and b has 5 rows",
         "not square": "a is 12 x 5",
-        "one distribution": "distributions are those of a, b",
+        "one distribution": "distributions holds one for each of a, b",
         "not finite": "a has NaN or infinite",
         "singular": "pivot 12",
         "not positive": "order 1",

@@ -269,6 +269,10 @@ class Planned:
         self._require_alive()
         if not self._planned:
             raise RuntimeError(f"this {self.noun} is not planned yet; call plan() before execute()")
+        self._require_operands()
+
+    def _require_operands(self) -> None:
+        """Raise unless there are operands."""
         if not self._has_operands:
             raise RuntimeError(
                 f"this {self.noun} has no operands: they were released; reset them first"

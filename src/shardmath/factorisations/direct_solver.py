@@ -30,7 +30,13 @@ from shardmath.factorisations.problem import FactorisationOptions, Problem, deal
 from shardmath.geometry import Distribution, Layout
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.machine import Machine
-from shardmath.operators.arguments import check_blocking, check_logger, check_stream, options_of
+from shardmath.operators.arguments import (
+    check_blocking,
+    check_flags,
+    check_logger,
+    check_stream,
+    options_of,
+)
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
@@ -60,9 +66,7 @@ class DirectSolverOptions:
     def __post_init__(self) -> None:
         check_logger(self.logger)
         check_blocking(self.blocking)
-        for name in ("inplace_a", "inplace_b"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        check_flags(self, ("inplace_a", "inplace_b"))
         self.of_calls()
 
     def of_calls(self) -> FactorisationOptions:
@@ -174,7 +178,7 @@ class DirectSolver(Planned):
         """
 
         def described() -> None:
-            self._require_held()
+            self._require_operands()
             check_stream(stream)
             if not self._planned:
                 self._reserve()
@@ -274,15 +278,9 @@ class DirectSolver(Planned):
         if "a" in given:
             self._pivots = None
 
-    def _require_held(self) -> None:
-        if not self._has_operands:
-            raise RuntimeError(
-                "this DirectSolver has no operands: they were released; reset them first"
-            )
-
     def _require_step(self, step: str, stream: Any) -> None:
         """Raise unless a step can be made."""
-        self._require_held()
+        self._require_operands()
         if not self._planned:
             raise RuntimeError(f"this DirectSolver is not planned yet; call plan() before {step}()")
         if step == "solve" and self._pivots is None:

@@ -1,13 +1,15 @@
-"""Arguments that all operators take: options, streams, loggers; and what a logger is told."""
+"""Arguments that all operators take: options, streams and loggers, to which plans are logged."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from shardmath.base.log import LOGGER
 from shardmath.base.lru_cache import LRUCache
@@ -15,13 +17,13 @@ from shardmath.context.context import Context
 
 T = TypeVar("T")
 
-_LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
+_LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by identity
 
 
 def check_stream(stream: Any) -> None:
     """Raise TypeError unless `stream` is None, a stream's address, or a stream object.
 
-    Operands in host memory have no stream: what is accepted here is not used.
+    For operands in host memory the stream is checked, and not used.
     """
     known = ("__cuda_stream__", "cuda_stream", "ptr")
     if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
@@ -32,6 +34,13 @@ def check_stream(stream: Any) -> None:
         )
 
 
+def check_flags(options: Any, names: Sequence[str]) -> None:
+    """Raise ValueError unless the options of these names are True or False."""
+    for name in names:
+        if not isinstance(getattr(options, name), (bool, np.bool_)):
+            raise ValueError(f"{name} is True or False, not {getattr(options, name)!r}")
+
+
 def check_logger(logger: Any) -> None:
     """Raise TypeError unless `logger` is None or a logging.Logger."""
     if logger is not None and not isinstance(logger, Logger):
@@ -39,16 +48,16 @@ def check_logger(logger: Any) -> None:
 
 
 class _Explained(Protocol):
-    """A plan that says in words what it is."""
+    """A plan that describes itself."""
 
     def explain(self) -> str: ...
 
 
 def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
-    """Tell the user's logger what was planned. Local.
+    """Log the plan to the user's logger, at each call. Local.
 
-    Without one the package's is told, whose records reach the handlers of the root logger: of each
-    plan once, so that a program whose root logger is at INFO is not told the same at each call.
+    Without one it goes to the package's logger, whose records reach the root logger: each plan
+    once, so that a program whose root logger is at INFO is not flooded.
     """
     if logger is None:
         if not LOGGER.isEnabledFor(logging.INFO):
@@ -88,5 +97,5 @@ def options_of(kind: type[T], value: Any, name: str = "options") -> T:
 
 @lru_cache(maxsize=32)
 def _default(kind: type[Any]) -> Any:
-    """The one object of a kind of frozen options that has no field set."""
+    """The default options of a kind. They are frozen: one object serves all calls."""
     return kind()

@@ -1,4 +1,4 @@
-"""What ranks compare of an array: plain data in their descriptions, and the checks of that."""
+"""What ranks compare of an array: plain data in their descriptions, and how it is checked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardmath.arrays import ArraySpec
 from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch
 
-# By the names that messages have.
+# Fields, by their names in messages.
 _COMPARED = {"library": "library", "memory space": "space", "dtype": "dtype"}
 
 
 class ArrayFacts(NamedTuple):
-    """One rank's array. What a peer has sent is a plain tuple of the same."""
+    """One rank's array. Peers send it as a plain tuple."""
 
     library: str
     space: str
@@ -25,11 +25,11 @@ class ArrayFacts(NamedTuple):
 
     @classmethod
     def of(cls, spec: ArraySpec) -> ArrayFacts:
-        """Those of a spec."""
+        """The facts of an array with this spec."""
         return cls(spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
 
     def misfit(self, name: str, result: ArrayFacts) -> str:
-        """How the array given as `name` differs from the result that it is for; "" if it fits."""
+        """How this array, given as `name`, differs from the result it is for; "" if it fits."""
         for what, field in {**_COMPARED, "shape": "shape"}.items():
             given, expected = getattr(self, field), getattr(result, field)
             if given != expected:
@@ -49,7 +49,7 @@ def agreed_facts(name: str, sent: Sequence[Any]) -> list[ArrayFacts]:
 
 
 def require_fits(rank: int, out: Any, result: ArrayFacts) -> None:
-    """Raise CollectiveMismatch where `out`, as a rank has sent it, is not what its result is."""
+    """Raise CollectiveMismatch unless `out`, as `rank` has sent its facts, can hold the result."""
     wrong = ArrayFacts(*out).misfit("out", result)
     if wrong:
         raise CollectiveMismatch(f"rank {rank}: {wrong}")

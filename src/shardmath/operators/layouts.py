@@ -14,10 +14,10 @@ from shardmath.geometry import Distribution, Layout
 def distributions_of(
     given: Any, operands: Sequence[str] = ()
 ) -> tuple[list[Distribution], list[Distribution | None]]:
-    """What `distributions=` of a call says, one or several: the distributions of its operands, and
-    those of its results, None for one that comes as it does.
+    """The distributions in `distributions=`, one or several: first those of the operands, then
+    those of results; None for a result that stays as it was computed.
 
-    Raises TypeError for what is no distribution, and where operands need some and there are none;
+    Raises TypeError for anything else than distributions, and for None where there are operands;
     ValueError for fewer than there are operands.
     """
     if given is None and operands:
@@ -30,8 +30,8 @@ def distributions_of(
             raise TypeError(f"a distribution is Slab.X, a Box or the like, not {one!r}")
     if len(split) < len(operands):
         raise ValueError(
-            f"distributions are those of {', '.join(operands)}, and of results that are to come "
-            f"in another: not {len(every)}"
+            f"distributions holds one for each of {', '.join(operands)}, and one for each result "
+            f"that is to be split otherwise; {len(every)} given"
         )
     return split, wanted
 
@@ -39,30 +39,32 @@ def distributions_of(
 def distributions_of_results(
     wanted: Sequence[Distribution | None], results: int
 ) -> list[Distribution | None]:
-    """One for each of so many results. Raises ValueError where more are wanted."""
+    """The distribution of each result, None where none is `wanted`. Raises ValueError for more
+    distributions than `results`.
+    """
     if len(wanted) > results:
-        raise ValueError(f"distributions of {len(wanted)} results, and there are {results}")
+        raise ValueError(f"distributions for {len(wanted)} results were given; there are {results}")
     return [*wanted, *[None] * (results - len(wanted))]
 
 
 def infer_layout(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
     """The layout of a global array whose local shapes and distributions are given by rank.
 
-    `encoded` are the distributions as `Distribution.encode` returns them. Raises ValueError, which
-    begins with `what`, where these do not fit together.
+    `encoded` are the distributions as `Distribution.encode` returns them. Raises ValueError, whose
+    message begins with `what`, where shapes and distributions do not fit together.
     """
     with _named_errors(what):
         return _inferred(tuple(encoded), tuple(shapes))
 
 
 def bind_layout(what: str, encoded: Sequence[Any], global_shape: Sequence[int]) -> Layout:
-    """The layout of an array of a global shape in these distributions. See `infer_layout`."""
+    """The layout of an array of this global shape. Arguments and errors as `infer_layout`."""
     with _named_errors(what):
         return _bound(tuple(encoded), tuple(global_shape))
 
 
-# Operands and results of a program have few layouts, and one object for each also has worked out
-# only once what follows from it.
+# A program has few layouts. One object for each is also what keeps everything derived from a layout
+# from being worked out again.
 @lru_cache(maxsize=1024)
 def _inferred(encoded: tuple[Any, ...], shapes: tuple[Sequence[int], ...]) -> Layout:
     distributions = [geometry.decode(distribution) for distribution in encoded]
@@ -75,7 +77,10 @@ def _bound(encoded: tuple[Any, ...], global_shape: tuple[int, ...]) -> Layout:
 
 
 def result_order(orders: Sequence[str]) -> Literal["C", "F"]:
-    """The memory order of results: F where some operand is so, and none says otherwise."""
+    """The memory order of results: "F" if an operand is in that order and none is in another.
+
+    Operands that are in both orders at once, such as vectors, follow the others.
+    """
     return "F" if "F" in orders and {"C", "strided"}.isdisjoint(orders) else "C"
 
 
