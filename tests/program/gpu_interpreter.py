@@ -12,8 +12,8 @@ import rank_interpreter
 from gpu_arithmetic import ALIGNMENT, address_of, move_bytes, view
 from rank_interpreter import Rank, interpret_ranks
 
-from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.rank_plan import placement_of
+from shardmath.operators.matmul.gpu.scaled_lowering import lowered
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
     Clear,

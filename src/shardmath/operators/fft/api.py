@@ -150,8 +150,7 @@ class FFT(Planned, Generic[Array]):
     The kind of transform is that of the operand's dtype, or `options.fft_type`; arguments and
     errors otherwise as `fft`. All methods but `reset_operand_unchecked`, `release_operand`, `free`
     and `explain` are collective: an error on one rank is raised on all. After `free` they raise
-    InvalidFFTState, a RuntimeError.
-    Source: nvmath.distributed.fft.FFT.
+    InvalidFFTState, a RuntimeError. Source: nvmath.distributed.fft.FFT.
     """
 
     noun: ClassVar[str] = "FFT"

@@ -1,4 +1,4 @@
-"""Matrix multiplication: problem, strategy, execution, and the two forms of the call."""
+"""Matrix multiplication of operands that are split across ranks."""
 
 from shardmath.operators.matmul.forms import Matmul, matmul
 

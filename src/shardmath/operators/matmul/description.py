@@ -1,8 +1,7 @@
-"""One rank's call of a matrix product: its arguments, and what ranks compare of them.
+"""One rank's call of a matrix product: its arguments, and the description that ranks compare.
 
-`arguments_of` runs in each call, and raises nothing. `describe` turns a call that was not seen
-before into plain data, and raises what this rank can see is wrong. Neither touches an element of a
-matrix.
+`arguments_of` runs in each call and raises nothing. `describe` turns a call that is new into plain
+data, and raises for what this rank alone can see is wrong. Neither touches an element of a matrix.
 """
 
 from __future__ import annotations
@@ -52,25 +51,25 @@ _PLAIN = Qualifiers((False,) * 3, (False,) * 3)
 
 
 class Words(NamedTuple):
-    """What a call says beside its arrays and numbers, as it was given where it is not read yet.
+    """The arguments of a call beside its arrays and numbers; `describe` reads most of them.
 
-    The first three and the last are fixed when an object is planned. `error` is what reading the
-    qualifiers or the scales has raised.
+    The first three and the last are fixed when an object is planned. `error` is the exception that
+    reading the qualifiers or the scales has raised.
     """
 
     distributions: Any
     qualifiers: Qualifiers
     epilog: Any
-    inputs: Any  # names
+    inputs: Any  # names of epilog inputs
     scales: tuple[Given, ...]  # of a, b, c and the result
-    complex_scalars: tuple[bool, bool]  # alpha, beta
+    complex_scalars: tuple[bool, bool]  # whether alpha, and beta, are complex
     has_beta: bool
     error: Exception | None
     preferences: Any
 
 
 class Description(NamedTuple):
-    """What ranks tell each other of a call: plain, hashable data."""
+    """One rank's call as plain, hashable data, which ranks compare."""
 
     operands: tuple[Any, ...]  # (library and memory, dtype, shape) of a, b, c, or None
     distributions: tuple[Any, ...]
@@ -81,7 +80,7 @@ class Description(NamedTuple):
     result: str
     epilog: int
     inputs: tuple[Any, ...]  # (name, (library and memory, dtype, shape, strides)) of epilog inputs
-    scales: tuple[Any, ...]  # the granularities that those of a, of b can mean; or nothing
+    scales: tuple[Any, ...]  # the granularities that the scales of a, and of b, can mean
 
 
 def arguments_of(
@@ -100,8 +99,9 @@ def arguments_of(
     preferences: Any = None,
     stream: Any = None,
 ) -> Arguments:
-    """One rank's arguments for the driver. It raises nothing: `describe` raises what went wrong
-    here, inside the agreement, so that all ranks hear of it.
+    """One rank's arguments for the driver.
+
+    An error is kept for `describe`, which raises it inside the agreement: on all ranks.
     """
     flags, error = _PLAIN, None
     kinds, held, numbers = NO_SCALES
@@ -142,7 +142,7 @@ def describe(
     options_of(MatmulPlanPreferences, words.preferences, "preferences").check()
     distributions, epilog = three_distributions(words.distributions), _epilog(words.epilog)
     inputs, (a, b, c) = _inputs(arrays, words.inputs), (arrays[name] for name in MATRICES)
-    assert a is not None and b is not None, "what is no array has been refused"
+    assert a is not None and b is not None, "required"
     for name, spec in zip(MATRICES, (a, b, c), strict=True):
         if spec is not None:
             _check_operand(name, spec, a)
@@ -184,7 +184,7 @@ def _readings(
     scales: Sequence[Given],
     result: str,
 ) -> tuple[Any, ...]:
-    """The granularities that this rank's scales of a and of b can mean. Raises ValueError or
+    """The granularities that this rank's scales of a, and of b, can mean. Raises ValueError or
     TypeError for scales that do not fit.
     """
     a, b, c = operands
@@ -206,7 +206,7 @@ def place_of(spec: ArraySpec) -> str:
 
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
-    """What ranks compare of an array; its strides may differ from rank to rank."""
+    """What ranks compare of an array. Strides may differ from rank to rank."""
     return place_of(spec), spec.dtype, spec.shape
 
 
@@ -232,8 +232,8 @@ def _check_operand(name: str, spec: ArraySpec, a: ArraySpec) -> None:
 def _check_scalars(
     words: Words, options: MatmulOptions, dtype: str, other: str, addend: str | None
 ) -> None:
-    """Raise ValueError for types of b and of c (`other`, `addend`) and for scalars that do not suit
-    an a of `dtype`.
+    """Raise ValueError where the types of b and c (`other`, `addend`), or scalars, do not suit an a
+    of type `dtype`.
     """
     if other != dtype and not {other, dtype} <= FLOAT8:
         raise ValueError(f"a has dtype {dtype} and b has {other}; they must be equal")
@@ -259,11 +259,11 @@ def _check_scalars(
             raise ValueError(f"{name} is complex, and the operands are {dtype}")
 
 
-# -- what the user gave ----------------------------------------------------------------------------
+# -- arguments as the user gave them ---------------------------------------------------------------
 
 
 def _read_qualifiers(given: Any) -> Qualifiers:
-    """The qualifiers of an array of two or three entries. Raises ValueError for anything else."""
+    """The qualifiers in an array of two or three entries. Raises ValueError for anything else."""
     entries = np.asarray(given)
     names = entries.dtype.names or ()
     if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
@@ -300,7 +300,7 @@ def _epilog(given: Any) -> MatmulEpilog:
 def _inputs(
     arrays: Mapping[str, ArraySpec | None], names: Any
 ) -> tuple[tuple[str, ArraySpec | None], ...]:
-    """The inputs of the epilog by name; None for one that no epilog has."""
+    """The inputs of the epilog by name; None for a name that no epilog has."""
     if names is None:
         return ()
     if not isinstance(names, tuple):

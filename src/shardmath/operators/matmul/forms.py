@@ -1,8 +1,8 @@
 """The two forms of a matrix product: `matmul`, one call, and `Matmul`, planned once.
 
-Both read their arguments inside the agreement, so a mistake on one rank is raised on all. The
-function finds the plan of an earlier call that looked the same on every rank; the class keeps its
-own.
+Both read their arguments inside the agreement, so that a mistake on one rank is raised on all. The
+function reuses the plan of an earlier call that looked the same on every rank; an object keeps its
+own plan.
 """
 
 from __future__ import annotations
@@ -107,17 +107,18 @@ def matmul(
         y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.X])
 
     a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
-    strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
-    shares, are split, in any combination. A DistributedArray knows that: it leaves them out, as all
-    operands do then, and gets one. `qualifiers` (an array of `matrix_qualifiers_dtype` for
-    a, b, c) transposes or conjugates a and b. float16, bfloat16, float32, float64, complex64 and
-    complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
-    default. `MatmulEpilog` has the epilogs, their inputs and outputs.
+    strides, on the symmetric heap or not. `distributions` are those of a, b and the result, in any
+    combination; c is split as the result. They are left out where all operands are
+    DistributedArrays, which know theirs; the result is one, too. `qualifiers` (an array of
+    `matrix_qualifiers_dtype` for a, b, c) transposes or conjugates a and b. float16, bfloat16,
+    float32, float64, complex64 and complex128 are summed in at least float32. alpha is 1 by
+    default; beta has no default, and c requires it. `MatmulEpilog` lists the epilogs with their
+    inputs and outputs.
 
-    float8_e4m3fn and float8_e5m2, one e5m2 operand at most, take `quantization_scales` (see
-    MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
-    `options.result_type` names, has c's type, or a's without c; too large a number for a float8 one
-    becomes the greatest there is.
+    float8_e4m3fn and float8_e5m2, at most one operand of the latter, take `quantization_scales`
+    (see MatmulQuantizationScales), which also scales a float8 result. The result has the type that
+    `options.result_type` names, by default that of c, or of a without c. A number too large for a
+    float8 result becomes the greatest that it can hold.
 
     Returns this rank's part of the result, in the library of a, on the heap if all operands are;
     with an epilog that has outputs, or options.result_amax, (result, dictionary of outputs by
@@ -154,19 +155,18 @@ class Matmul(Planned):
             product.plan()
             d = product.execute()
 
-    The arguments are those of `matmul`, whose epilog is given to `plan`. The object refers to its
-    operands: what is written into them is seen by the next `execute`, and `reset_operands` replaces
-    them by others of the same library, dtype and shape. As a context manager it is freed at the
-    end.
+    The arguments are those of `matmul`; an epilog is given to `plan`. The object refers to its
+    operands: the next `execute` sees what has been written into them, and `reset_operands` replaces
+    them by others of the same library, dtype and shape. As a context manager the object is freed at
+    the end.
 
     Errors are raised on every rank, as by `matmul`; InvalidMatmulState, a RuntimeError, after
-    `free`.
-    Source: nvmath.distributed.linalg.advanced.Matmul.
+    `free`. Source: nvmath.distributed.linalg.advanced.Matmul.
     """
 
     noun: ClassVar[str] = "Matmul"
     invalid: ClassVar[type[ShardmathError]] = InvalidMatmulState
-    keeps_workspace = False  # it is the context's, which many objects share
+    keeps_workspace = False  # all objects share that of the context
 
     @collective_call
     def __init__(
@@ -194,13 +194,13 @@ class Matmul(Planned):
         operands = {"a": a, "b": b, "c": c, _SCALES: quantization_scales, _INPUTS: None}
         arguments = arguments_of(**operands, **self._asked, stream=stream)
         super().__init__(MATMUL, arguments)
-        self._kept: Arguments | None = None  # of the next execution
+        self._kept: Arguments | None = None  # the arguments of the next execution, if known
         self._description: Description = self._driver.spec(arguments).spec
         self._operands = operands
         self._plans = 0
 
     def _build(self, specs: list[Any]) -> None:
-        """An epilog comes with `plan`: until then only the operands are compared."""
+        """Compare the operands alone: the epilog comes with `plan`."""
         check_operands(specs)
 
     @collective_call
@@ -215,16 +215,16 @@ class Matmul(Planned):
     ) -> None:
         """Agree on how to compute, with an epilog and its inputs if given. Collective.
 
-        `autotune`, the same on all ranks: on GPUs, the algorithms that cuBLASLt proposes for the
-        products are timed on the operands, which stay as they are, and the fastest are kept for
-        this plan, as `explain` says. It waits for the stream. Ranks with the same product choose
-        the same one. A further call plans anew.
+        With `autotune`, the same on all ranks, the algorithms that cuBLASLt proposes on GPUs are
+        timed on the operands, which stay as they are. This plan keeps the fastest, and `explain`
+        lists them; ranks with the same product choose the same one. Timing waits for the stream. A
+        further call plans anew.
 
         Raises ValueError or TypeError on every rank, as `matmul` does.
         """
 
         def described() -> bytes:
-            self._require_held()
+            self._require_operands()
             return bytes([bool(autotune)])
 
         told = self._gather("plan", described)
@@ -246,9 +246,9 @@ class Matmul(Planned):
         self._use(plan, self._own_spec)
 
     def _tuned(self, arguments: Arguments, plan: Plan) -> Plan:
-        """A plan of its own whose products have been timed on the arguments. Collective.
+        """A copy of the plan whose products have been timed on the arguments. Collective.
 
-        On cores the same plan: there is nothing to choose.
+        On cores there is nothing to choose: the plan itself is returned.
         """
         context, driver = self.context, self._driver
         if context.team is None:
@@ -303,9 +303,9 @@ class Matmul(Planned):
     ) -> None:
         """Use other operands, of the same library, dtype and shape, from now on. Collective.
 
-        What is None stays; after `release_operands` all arrays must be given. Strides may differ.
-        Raises ValueError (TypeError for another library) on every rank, and nothing is then
-        changed.
+        Operands that are None stay; after `release_operands` all arrays must be given. Strides may
+        differ. Raises ValueError (TypeError for another library) on every rank, and then changes
+        nothing.
         """
         given = self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs)
 
@@ -346,21 +346,21 @@ class Matmul(Planned):
         return self._fitting(self._arguments())
 
     def _fitting(self, arguments: Arguments) -> HashedSpec:
-        """The spec of an execution. Raises ValueError for another call than was planned."""
+        """The spec of an execution. Raises ValueError unless the plan is for such a call."""
         self._require_alike(self._driver.spec(arguments).spec)
         return self._own_spec
 
     def _execution_arguments(
         self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
     ) -> Arguments:
-        """See Planned. What the words say is in the plan."""
-        if self._kept is None or self._operands[_SCALES] is not None:  # whose values may change
+        """See Planned. The plan has taken the words in."""
+        if self._kept is None or self._operands[_SCALES] is not None:  # scales may change in place
             self._kept = self._brief(self._arguments())
         return self._kept if stream is None else self._kept._replace(stream=stream)
 
     def _brief(self, arguments: Arguments) -> Arguments:
-        """What is looked at in each execution of the latest plan: arrays, numbers, and what is said
-        of them.
+        """The arguments that an execution of the latest plan still looks at: arrays, numbers, and
+        the words about them.
         """
         return arguments._replace(words=(self._plans, *arguments.words[3:-1]), options=None)
 
@@ -388,10 +388,6 @@ class Matmul(Planned):
         pairs = zip(names, values, strict=True)
         return {name: value for name, value in pairs if value is not None}
 
-    def _require_held(self) -> None:
-        if not self._has_operands:
-            raise RuntimeError("this Matmul has no operands: they were released; reset them first")
-
     def _require_complete(self, given: Mapping[str, Any]) -> None:
         if "c" in given and not self._description.has_c:
             raise ValueError("c is given, and this Matmul was made without c")
@@ -414,7 +410,7 @@ class Matmul(Planned):
                 raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
 
     def _require_alike(self, later: Description) -> None:
-        """Raise unless the operands of a later call can take the place of the first ones."""
+        """Raise ValueError unless operands of a later call can replace those of the plan."""
         first = self._description
         if later is first:
             return

@@ -1,4 +1,4 @@
-"""A matrix product as an operation: what ranks compare, the program, and what is said of it."""
+"""A matrix product as an operation: description, check, program and explanation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmath.program.steps import Program
 
 
 def given_results(results: Sequence[Any]) -> Any:
-    """What a call returns: D, or (D, outputs by name) where there are outputs."""
+    """The return value of a call: D, or (D, outputs by name) where there are outputs."""
     d, *outputs = results
     for x in outputs:
         if x is not None:
@@ -59,7 +59,7 @@ class _Matmul:
         return check(specs)
 
     def operands(self, problem: Problem) -> Mapping[str, Layout]:
-        """See Operation. The parts of a transposed operand are those of what it stands for."""
+        """See Operation. The layouts of transposed operands are those of op(A) and op(B)."""
         c = {"c": problem.d} if problem.has_c and not problem.sums_c else {}
         return {"a": problem.a, "b": problem.b, **c}
 
@@ -68,8 +68,8 @@ class _Matmul:
         return product_program(problem, _strategy(problem, machine), rank)
 
     def explain(self, problem: Problem, machine: Machine, timed: Sequence[str] = ()) -> str:
-        """What was chosen, its steps, and what it was compared with, predicted by counting; and
-        `timed`, lines on what was measured.
+        """The chosen strategy, its steps, and the alternatives, with predicted costs; and `timed`,
+        lines about measurements.
         """
         strategy, compared = chosen(problem, machine)
         notes = list(timed)
@@ -99,7 +99,7 @@ MATMUL = _Matmul()
 
 
 def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
-    """The strategy of a product, and what it was compared with, fastest first."""
+    """The strategy of a product, and all candidates with their costs, fastest first."""
     if machine.kind == "cpu":
         return _chosen_on_cores(problem)
     from shardmath.operators.matmul import gpu
@@ -108,7 +108,7 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple
 
 
 def _strategy(problem: Problem, machine: Machine) -> Strategy:
-    """The strategy. Others cost nothing where the problem names one by its label."""
+    """The strategy of a product. One named by its label is found without costs of the others."""
     if machine.kind == "cpu" and problem.strategy is not None:
         for candidate in candidates(problem.widened()):
             if candidate.label == problem.strategy:

@@ -1,7 +1,7 @@
-"""What a caller may ask of a matrix product beside its operands, checked once, here.
+"""The options of a matrix product, and where they are checked.
 
-Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and
-algorithms are those of the reference, so that programs written for it need no change.
+Options are frozen; a dictionary is accepted in their place. Numbers for types and algorithms are
+those of nvmath.distributed, so that programs written for it need no change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.base.untraced import constant_to_compiler
-from shardmath.operators.arguments import check_blocking, check_logger, options_of
+from shardmath.operators.arguments import check_blocking, check_flags, check_logger, options_of
 
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
@@ -43,7 +43,7 @@ class MatmulComputeType(IntEnum):
 
 
 class MatmulAlgoType(IntEnum):
-    """The algorithms of the reference. Accepted as a hint; `MatmulOptions.strategy` is ours."""
+    """The algorithms of nvmath.distributed, accepted and not used: see `MatmulOptions.strategy`."""
 
     DEFAULT = 0
     SPLIT_P2P = 1
@@ -59,17 +59,17 @@ class MatmulOptions:
     """How a product is computed.
 
     `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
-    numbers of the reference, None for the default; `result_type` may ask for a wider result than
-    the operands', and for any of a float8 product. `result_amax`: of a float8 result, the greatest
-    absolute value before it is scaled and rounded is returned too, as "result_amax". `logger` is
-    told what each call plans; without one, a logger below "shardmath" is told of each plan once.
-    `strategy` names the strategy to use instead of the one predicted to be fastest, by its kind
-    ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate", "redistribute", ...)
-    or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto"
-    (operands in host memory always block). The other fields concern GPUs.
+    numbers of nvmath.distributed, None for the default; `result_type` may be wider than the
+    operands' type, and any floating type of up to 32 bits for float8 operands. `result_amax`: the
+    greatest absolute value of a float8 result, before it is scaled and rounded, is returned too, as
+    "result_amax". `logger` is told what each call plans; without one, a logger below "shardmath" is
+    told of each plan once. `strategy` names the strategy to use instead of the one predicted to be
+    fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
+    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
+    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
 
-    Raises ValueError or TypeError for a value that is not of its option's kind.
-    Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
+    Raises ValueError or TypeError for a value that is not of its option's kind. Source:
+    nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
 
     inplace: bool = False
@@ -86,7 +86,7 @@ class MatmulOptions:
 
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
-        """What must be equal on all ranks, by name, in plain data."""
+        """The options that must be equal on all ranks, by name, as plain data."""
         flags = ((name, bool(getattr(self, name))) for name in _FLAGS)
         numbers = ((name, getattr(self, name)) for name in _NUMBERS)
         plain = ((name, None if number is None else int(number)) for name, number in numbers)
@@ -94,9 +94,7 @@ class MatmulOptions:
 
     def __post_init__(self) -> None:
         check_blocking(self.blocking)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        check_flags(self, _FLAGS)
         for name in _NUMBERS:
             number = getattr(self, name)
             whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
@@ -107,7 +105,7 @@ class MatmulOptions:
         check_logger(self.logger)
 
     def check(self, dtype: str) -> None:
-        """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
+        """Raise ValueError for a value out of range, or one that does not suit this dtype."""
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
             raise ValueError(f"algo_type {self.algo_type!r} is not a MatmulAlgoType")
         computes, scalars = dtypes.of(dtype).computes, dtypes.of(dtype).scalars
@@ -133,7 +131,7 @@ class MatmulOptions:
 
 @dataclass(frozen=True)
 class MatmulEpilogPreferences:
-    """For programs that name the defaults: float8 auxiliary outputs are not supported.
+    """Accepted with its defaults alone: float8 auxiliary outputs are not supported.
 
     Source: nvmath.distributed.linalg.advanced.MatmulEpilogPreferences.
     """
@@ -174,12 +172,12 @@ class MatmulQuantizationScales:
         128 elements along k     (m, ceil(k / 128))        (ceil(k / 128), n)
         128 x 128 elements       (ceil(m / 128), ...)      (..., ceil(n / 128))
 
-    Blocks are counted from the first element of the part that a rank has, in any distribution. What
-    has two axes is transposed where the operand is. Ranks that hold the same elements give the same
-    scales; numbers must be equal on all ranks. c, of a float8 c, and d are numbers or arrays of one
-    element. Arrays are of the library of the operands, in the memory of the operands or the host's.
+    Blocks are counted from the first element of a rank's part, in any distribution. Scales of two
+    axes are transposed where the operand is. Ranks that hold the same elements give the same
+    scales; numbers must be equal on all ranks. c, for a float8 c, and d are numbers or arrays of
+    one element. Arrays are of the operands' library, in the operands' memory or the host's.
 
-    Source: nvmath.distributed.linalg.advanced.MatmulQuantizationScales; all but numbers are ours.
+    Source: nvmath.distributed.linalg.advanced.MatmulQuantizationScales, which takes numbers only.
     """
 
     a: Any = None
@@ -191,7 +189,7 @@ class MatmulQuantizationScales:
 def result_dtype(options: MatmulOptions, dtype: str, addend: str | None = None) -> str:
     """The name of D's type for operands of `dtype`, and c of type `addend`.
 
-    Raises ValueError when D cannot have it.
+    Raises ValueError where D cannot have the type that the options ask for.
     """
     if options.result_type is None:
         return addend if dtype in FLOAT8 and addend in FROM_FLOAT8 else dtype
@@ -209,8 +207,8 @@ def result_dtype(options: MatmulOptions, dtype: str, addend: str | None = None) 
 
 
 def extras_dtype(result: str, addend: str | None = None) -> str:
-    """The type of a bias, of GELU's auxiliary matrix and of bias gradients: D's; beside a float8 D
-    that of c, and float16 where that is none.
+    """The type of a bias, of GELU's auxiliary matrix and of bias gradients: that of D, or beside a
+    float8 D that of c, or float16 where there is no c of a wider type.
     """
     if result not in FLOAT8:
         return result

@@ -1,7 +1,7 @@
-"""What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
+"""The product that all ranks have agreed on: D = F(alpha op(A) @ op(B) + beta C).
 
-`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
-what does not fit together. Pure.
+`check` turns all ranks' descriptions into one `Problem`, or raises the same error on every rank
+where they do not fit together. Pure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardmath.operators.matmul.scaling import Scaling, agree_granularities
 class Problem(Immutable):
     """The product that all ranks have agreed on.
 
-    `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the
-    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed
-    C.
+    `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D: transposed already,
+    where the qualifiers say so. `sums_c`: every rank has a C of its own, and all are added.
+    `compute` is a MatmulComputeType. `scaling` is that of eight-bit floats, None for other types.
     """
 
     a: Layout
@@ -40,8 +40,8 @@ class Problem(Immutable):
     sums_c: bool
     epilog: MatmulEpilog
     strategy: str | None
-    scaling: Scaling | None = None  # of a product of eight-bit floats
-    compute: int | None = None  # a MatmulComputeType
+    scaling: Scaling | None = None
+    compute: int | None = None
     blocking: bool = False
 
     @property
@@ -72,18 +72,18 @@ class Problem(Immutable):
 
     @property
     def extras(self) -> str:
-        """The type of what an epilog reads and makes beside D."""
+        """The type of an epilog's inputs and outputs beside D."""
         return self.result if self.scaling is None else self.scaling.extras
 
     def widened(self) -> Problem:
-        """The product of the numbers that scaled elements stand for: its operands are float32."""
+        """The same product of float32 operands, in place of scaled eight-bit elements."""
         return self if self.scaling is None else replace(self, dtype="float32")
 
 
 def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
-    """The layouts of the gradient of a bias: of the matrix that is summed along one axis; of the
-    elements, as a column, of which each rank has sums; and of those that it is to get: the rows
-    that it has of D, or, of columns of op(B), all.
+    """Three layouts of the gradient of a bias: of the matrix whose lines are summed; of the sums
+    that each rank has, as a column; and of those that each rank gets, which are its rows of D, or,
+    for the columns of op(B), all.
     """
     layout, axis = {
         MatmulEpilog.BGRADA: (problem.a, 0),
@@ -98,7 +98,7 @@ def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
 
 
 def check_operands(specs: Sequence[Sequence[Any]]) -> None:
-    """Raise what can be known of descriptions that do not fit before an epilog is known."""
+    """Raise ValueError where operands or options do not fit, whatever the epilog."""
     _check_factors([Description(*spec) for spec in specs])
 
 
@@ -158,7 +158,7 @@ def _scaling(descriptions: Sequence[Description], a: Layout, b: Layout) -> Scali
 
 
 def _extras(description: Description) -> str:
-    """The type of what an epilog reads and makes beside D."""
+    """The type of an epilog's inputs and outputs beside D."""
     c = description.operands[2]
     return extras_dtype(description.result, None if c is None else c[1])
 

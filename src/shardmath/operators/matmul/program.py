@@ -1,11 +1,12 @@
-"""The program of a matrix product: what one rank does for a strategy, as steps over named buffers.
+"""The program of a matrix product: one rank's part of a strategy, as steps over named buffers.
 
     "a" ── move ──► "a here" ┐
                              ├ multiply ──► "sums" ── combine ──► "reduced" ── move ──► "total"
     "b" ── move ──► "b here" ┘
     "total" ── axpby ("alpha", "c", "beta") ── finish (epilog) ──► "d"
 
-A step is there where the strategy needs it. Sums are of the accumulator's type, and rounded once.
+Steps that a strategy does not need are left out. Sums are of the accumulator's type, and rounded
+once.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from shardmath.program.steps import (
 
 
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
-    """What `rank` does. `strategy` is that of `problem`, of numbers where elements are scaled."""
+    """The program of `rank`. `strategy` is for the numbers of `problem`, if elements are scaled."""
     return _Product(problem, strategy, rank).program()
 
 
 def output(name: str) -> str:
-    """The buffer of an epilog's output; an input of another epilog may have the same name."""
+    """The buffer of an epilog's output. Another epilog may have an input of the same name."""
     return f"output {name}"
 
 
@@ -67,7 +68,7 @@ class _Product:
         self.passed = self.strategy.passed
 
     def program(self) -> Program:
-        """The program of the rank, from its operands to the results."""
+        """The whole program."""
         problem, scaling = self.problem, self.problem.scaling
         factors = self._prepare()
         self.steps.append(READ)
@@ -101,7 +102,7 @@ class _Product:
         return dtypes.accumulator(self.strategy.problem.dtype).name
 
     def _prepare(self) -> tuple[str, str]:
-        """What is done before the ranks agree: the names of op(A) and op(B) as numbers."""
+        """Add the steps before the ranks agree. Returns the buffers of op(A) and op(B)."""
         problem, scaling, factors = self.problem, self.problem.scaling, ["a", "b"]
         if problem.sums_c and problem.has_c:
             self.workspace["c here"] = SplitArray(problem.d, self._wide)
@@ -115,7 +116,7 @@ class _Product:
         return factors[0], factors[1]
 
     def _convert_c(self, target: str) -> None:
-        """C, as numbers of the accumulator's type."""
+        """Bring C to the accumulator's type."""
         scaling = self.problem.scaling
         if scaling is not None and scaling.c:
             self.steps.append(Dequantize("c", SCALES[2], blocks_of(TENSOR, 0), target))
@@ -123,7 +124,9 @@ class _Product:
             self.steps.append(Convert("c", target))
 
     def _total(self, factors: tuple[str, str]) -> None:
-        """The complete sums, where the caller wants D: in D itself, where that can hold them."""
+        """Add the steps to the complete sums where the caller wants D: in D itself, if it can hold
+        them.
+        """
         problem, strategy = self.problem, self.strategy
         here = [self._moved(index, name) for index, name in enumerate(factors)]
         self._last = "total"
@@ -156,7 +159,7 @@ class _Product:
         return step
 
     def _moved(self, index: int, name: str) -> str:
-        """Op(A), index 0, or op(B) as this rank needs it."""
+        """The buffer of op(A), index 0, or op(B), with what this rank needs of it."""
         move, layout = self.passed["ab"[index]], (self.strategy.a, self.strategy.b)[index]
         if layout.same_as((self.problem.a, self.problem.b)[index]):
             return name
@@ -166,7 +169,7 @@ class _Product:
         return move.target
 
     def _finish(self, factors: tuple[str, str]) -> None:
-        """Alpha, beta C and the epilog; D is rounded once."""
+        """Add alpha, beta C and the epilog. D is rounded once."""
         problem, scaling, last = self.problem, self.problem.scaling, self._last
         addend = "c" if problem.has_c and not problem.sums_c else ""
         if addend and scaling is not None and scaling.c:
@@ -200,7 +203,7 @@ class _Product:
             self._quantize(last)
 
     def _add_gradients(self, name: str, factors: tuple[str, str]) -> None:
-        """The gradient of a bias: each rank has sums of what it holds, and all ranks' add up."""
+        """Add the gradient of a bias: each rank sums its own elements, then all ranks' sums."""
         problem = self.problem
         combine = self._combine("vector")
         held, need = _vector(combine.held), _vector(combine.needed)
@@ -215,7 +218,7 @@ class _Product:
         self.results[output(name)] = LocalArray(need.local_shape(self.rank), problem.extras)
 
     def _quantize(self, numbers: str) -> None:
-        """An eight-bit D, and the greatest absolute value of all ranks' if that is wanted."""
+        """Add the eight-bit D, and the greatest absolute value of all ranks if it is wanted."""
         scaling = self.problem.scaling
         self.steps.append(Quantize(numbers, SCALES[3], "d"))
         if scaling is None or not scaling.amax:
@@ -229,5 +232,5 @@ class _Product:
 
 
 def _vector(column: Layout) -> Layout:
-    """The layout of a column, as that of a vector."""
+    """The layout of a column as a vector."""
     return Layout(column.global_shape[:1], tuple(part[:1] for part in column.parts))

@@ -1,7 +1,7 @@
-"""Scales of eight-bit operands: what a rank gave, which granularity that is, what all agreed on.
+"""Scales of eight-bit operands: reading them, their granularity, and what all ranks agree on.
 
-An element of op(A) or op(B) stands for itself times a scale. One rank's scales belong to its local
-part, blocks being counted from its first element, so that any distribution has them:
+An element of op(A) or op(B) stands for itself times a scale. A rank gives the scales of its local
+part, and counts blocks from the first element of that, so that any distribution can have them:
 
     granularity      of op(A), m x k here           of op(B), k x n here
     -------------    ---------------------------    ---------------------------
@@ -10,7 +10,7 @@ part, blocks being counted from its first element, so that any distribution has 
     1 x 128          (m, k / 128), along k          (k / 128, n), along k
     128 x 128        (m / 128, k / 128)             (k / 128, n / 128)
 
-Quotients are rounded up. What has two axes lies as the operand does: transposed where that is.
+Quotients are rounded up. Scales of two axes are transposed where the operand is.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ TENSOR, OUTER, VECTORS, SQUARES = "tensor", "outer", "1 x 128", "128 x 128"
 _NAMES = ("a", "b", "c", "d")
 SCALES = tuple(f"the scale of {name}" for name in _NAMES)  # as buffers and numbers
 
-# The word "number", or nothing; of an array the word "array", or its spec.
+# One scale: the word "number" or "array", the spec of an array, or None.
 Given = ArraySpec | str | None
 Scales = tuple[tuple[Given, ...], tuple[Any, ...], tuple[float | None, ...]]
 NO_SCALES: Scales = ((None,) * 4,) * 3
 
 
 class Scaling(Immutable):
-    """What all ranks agreed on: the types of a and b, and of what an epilog has beside D; the
-    granularity of a's and b's scales; whether c and d have one, and whether the greatest absolute
-    value of D is wanted.
+    """The scales that all ranks have agreed on.
+
+    `given` are the types of a and b, `extras` that of an epilog's inputs and outputs. `a` and `b`
+    are granularities; `c` and `d` say whether those have a scale, and `amax` whether the greatest
+    absolute value of D is wanted.
     """
 
     given: tuple[str, str]
@@ -54,7 +56,7 @@ class Scaling(Immutable):
 
     @property
     def whole(self) -> tuple[bool, bool, bool, bool]:
-        """Whether one scale is for all of a, of b, of c and of d; not if c or d has none."""
+        """Which of a, b, c and d have one scale for the whole matrix."""
         return self.a == TENSOR, self.b == TENSOR, self.c, self.d
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ def blocks_of(granularity: str, index: int) -> Blocks:
 
 
 def merged(new: Any, old: Any) -> Any:
-    """`new` scales, with `old` ones where there is no new one; for resets."""
+    """`new` scales, completed by `old` ones, after a reset."""
     if new is None or old is None:
         return old if new is None else new
     one, two = (options_of(MatmulQuantizationScales, x, "quantization_scales") for x in (new, old))
@@ -91,9 +93,9 @@ def merged(new: Any, old: Any) -> Any:
 
 
 def read_scales(scales: Any) -> Scales:
-    """What was given for a, b, c and d; the arrays among that whose values the host does not know;
-    and the values that it knows, which are those of numbers, and of arrays of one element in its
-    memory. Raises TypeError or ValueError.
+    """The scales of a, b, c and d in three rows: their kinds; the arrays whose values the host does
+    not know; and the values that it knows, of numbers and of arrays of one element in host memory.
+    Raises TypeError or ValueError.
     """
     given = options_of(MatmulQuantizationScales, scales, "quantization_scales")
     kinds, arrays, numbers = zip(
@@ -117,9 +119,9 @@ def _read_scale(name: str, scale: Any) -> tuple[Given, Any, float | None]:
 
 
 def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: ArraySpec) -> None:
-    """Raise ValueError for scales that are missing or too many, TypeError for another library's.
+    """Raise ValueError for missing and for superfluous scales, TypeError for another library.
 
-    `needed` says of each of a, b, c and d whether it is an eight-bit matrix; `like` is a's spec.
+    `needed` says which of a, b, c and d are eight-bit matrices; `like` is the spec of a.
     """
     for name, scale in zip(_NAMES, given, strict=True):
         what = "the result" if name == "d" else name
@@ -137,9 +139,9 @@ def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: Array
 
 
 def readings(given: Given, index: int, stored: Sequence[int], transposed: bool) -> tuple[str, ...]:
-    """The granularities that this rank's scale of operand `index`, 0 or 1, can mean.
+    """The granularities that the shape of this rank's scales fits, for operand `index`, 0 or 1.
 
-    `stored` is the shape of the local part of the operand. Raises ValueError where there is none.
+    `stored` is the shape of the local part of the operand. Raises ValueError where none fits.
     """
     if not isinstance(given, ArraySpec):
         return (TENSOR,)
@@ -164,9 +166,10 @@ def readings(given: Given, index: int, stored: Sequence[int], transposed: bool) 
 def agree_granularities(
     by_rank: Sequence[Sequence[Sequence[str]]], layouts: Sequence[Layout]
 ) -> tuple[str, str]:
-    """What fits the scales of every rank, for a and for b, whose readings are `by_rank[rank]`.
+    """The granularities of a and of b that fit the scales of every rank. `by_rank` has the
+    `readings` of each rank, for a and for b.
 
-    Of several the finest is taken: where they fit all ranks, they say the same. Raises
+    Where several fit all ranks they mean the same scales, and the finest is taken. Raises
     CollectiveMismatch where none fits all ranks.
     """
     chosen = []

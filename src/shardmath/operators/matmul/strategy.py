@@ -1,10 +1,10 @@
-"""How a product is computed: which rank multiplies what, what must move first, and what follows.
+"""Strategies: which rank multiplies what, what must move before that, and what follows.
 
 A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes
 cover the space once. All else follows from geometry: the parts of A and B that a rank needs,
 whether sums of several ranks must be added, and whether the result must move to where the caller
-wants it. So a strategy is data, costs are counted and not guessed, and every pair of distributions
-has at least one.
+wants it. So a strategy is data, its cost is counted from geometry, and there is at least one for
+all distributions.
 
     work (rows, columns, depth)          needs           leaves
     ---------------------------------    ------------    -------------------------------------
@@ -29,12 +29,12 @@ from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.program.steps import Combine, Move
 from shardmath.redistribution import TransferPlan
 
-Column = tuple[Spans, ...]  # one axis of the work, by rank
+Column = tuple[Spans, ...]  # the work along one axis, by rank
 
 
 class Cost(Immutable):
-    """What the rank that does most has of each: operations, bytes of operands and results that its
-    arithmetic reads and writes in memory, and bytes taken from peers; and predicted seconds.
+    """The cost for the busiest rank: operations, bytes that its arithmetic reads and writes in
+    memory, bytes taken from peers; and predicted seconds.
     """
 
     flops: float
@@ -50,11 +50,11 @@ class Cost(Immutable):
 
 
 class Strategy(Immutable):
-    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by
-    rank.
+    """The work of all ranks: its extent along m, n and k by rank, in `rows`, `columns`, `depth`.
 
-    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on
-    one rank or equal on several, and `problem.d` is where they end.
+    Three layouts of the result follow each other: `sums` has each rank's product before anything is
+    added, `reduced` the complete sums, on one rank or equal on several, and `problem.d` the result
+    where the caller wants it.
     """
 
     label: str
@@ -79,7 +79,7 @@ class Strategy(Immutable):
 
     @cached_property
     def transfers(self) -> tuple[TransferPlan, TransferPlan]:
-        """What moves of op(A), and of op(B), from where they are to where they are needed."""
+        """The moves of op(A), and of op(B), from where they are to where they are needed."""
         problem, itemsize = self.problem, dtypes.of(self.problem.dtype).itemsize
         return (
             TransferPlan(problem.a, self.a, itemsize),
@@ -88,7 +88,7 @@ class Strategy(Immutable):
 
     @cached_property
     def sums(self) -> Layout:
-        """Each rank's product; where parts overlap they are to be added if `reduces`."""
+        """The layout of each rank's product. Parts that overlap are added if `reduces`."""
         return Layout.product(
             self.problem.d.global_shape, [self.rows, self.columns], size=self.problem.size
         )
@@ -115,11 +115,10 @@ class Strategy(Immutable):
 
     @cached_property
     def passed(self) -> dict[str, Move | Combine]:
-        """What passes from rank to rank, by the buffer that it is read from: moved as it is, or
-        added.
+        """The moves and sums between ranks, by the buffer that they read.
 
-        Cores and GPUs, on one host and on several, read the same: only how differs. Sums are of the
-        accumulator's type; a transfer of elements of another size is `replace`d by its reader.
+        They are the same for cores and GPUs, on one host and on several. Sums are of the
+        accumulator's type; for elements of another size the transfer is replaced where it is used.
         """
         problem, d = self.problem, self.problem.d
         a, b = self.transfers
@@ -141,7 +140,7 @@ class Strategy(Immutable):
 
     @property
     def _held(self) -> Layout:
-        """What each rank's product is part of; ranks with nothing of k have none."""
+        """The layout of the ranks' products. Ranks without any of k have none."""
         pairs = zip(self.rows, self.depth, strict=True)
         rows = [own if depth.length else Spans.interval(0, 0) for own, depth in pairs]
         problem = self.problem
@@ -149,7 +148,7 @@ class Strategy(Immutable):
 
     @cached_property
     def moves_result(self) -> bool:
-        """Whether the complete sums must change ranks at the end."""
+        """Whether the complete sums must move to other ranks at the end."""
         return not self.reduced.same_as(self.problem.d)
 
     @property
@@ -160,7 +159,7 @@ class Strategy(Immutable):
 
     @cached_property
     def kind(self) -> str:
-        """The name of what this does: how the operands get together."""
+        """The name of the way in which operands and sums are brought together."""
         move_a, move_b = self.moves_inputs
         if self.reduces and not (move_a or move_b):
             return "reduce-scatter" if self.problem.d.disjoint() else "all-reduce"
@@ -173,7 +172,7 @@ class Strategy(Immutable):
         return "stationary-c" if move_a and move_b else "all-gather"
 
     def cost(self, rates: Rates) -> Cost:
-        """What the busiest rank does, by counting."""
+        """The cost for the busiest rank."""
         ranks = range(self.problem.size)
         flops, operands, computing = zip(*(self._product(r, rates) for r in ranks), strict=True)
         received, touched = self._traffic()
@@ -187,8 +186,8 @@ class Strategy(Immutable):
 
     def _traffic(self) -> tuple[list[int], list[int]]:
         """The bytes that each rank takes from peers, and those that it reads and writes in its own
-        memory after its product: parts of sums that are added, what stays here of a result that
-        moves, and what D is rounded from.
+        memory after its product: to add parts of sums, to move the part of a result that stays, and
+        to round D.
         """
         problem, ranks = self.problem, range(self.problem.size)
         wide = dtypes.accumulator(problem.dtype).itemsize
@@ -212,11 +211,10 @@ class Strategy(Immutable):
         return received, touched
 
     def _product(self, rank: int, rates: Rates) -> tuple[float, int, float]:
-        """A rank's product: its operations; bytes of both operands and of the result, which is only
-        written where it has no terms; and predicted seconds, bound by operations, and copies of the
-        operands' blocks, or by memory.
+        """A rank's product: its operations; the bytes of operands and result; and predicted
+        seconds, bound by memory, or by operations and by copies of the operands' blocks.
 
-        A vector is multiplied where it lies, and so is the matrix beside it.
+        A vector, and the matrix that it is multiplied with, are not copied.
         """
         m, n, k = self.rows[rank].length, self.columns[rank].length, self.depth[rank].length
         dtype = dtypes.of(self.problem.dtype)
@@ -240,7 +238,7 @@ class Strategy(Immutable):
         return [sum(read[src][rank] for src in sources if src != rank) for rank in ranks]
 
     def steps(self) -> list[str]:
-        """What happens, in order, one line each."""
+        """The steps in order, one line each."""
         move_a, move_b = self.moves_inputs
         lines = []
         for name, moved, layout in (("a", move_a, self.a), ("b", move_b, self.b)):
@@ -264,11 +262,11 @@ def choose(
     rates: Rates,
     predicted: Callable[[Strategy], float | None] = lambda _: None,
 ) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
-    """The strategy predicted to be fastest, and all that were compared, fastest first.
+    """The strategy predicted to be fastest, and all candidates with their costs, fastest first.
 
-    `predicted` gives the seconds of those whose steps are not done one after another. A kind or
-    label named in the problem wins over a faster one. Raises ValueError when no strategy of that
-    kind exists for these distributions, listing those that do.
+    `predicted` returns the seconds of a strategy whose steps overlap, and None for others. A kind
+    or label that the problem names wins over a faster one. Raises ValueError where there is no such
+    strategy for these distributions, and lists those that there are.
     """
     compared = []
     for candidate in candidates(problem):
@@ -330,6 +328,6 @@ def _bytes(number: float) -> str:
 
 
 def _in_units(number: float, units: Mapping[str, float], whole: str | None = None) -> str:
-    """A number in the largest of units of which it is one at least, or the last; `whole` ones."""
+    """A number in the largest unit that it reaches, else in the last; without digits in `whole`."""
     unit = next((unit for unit, scale in units.items() if number >= scale), list(units)[-1])
     return f"{number / units[unit]:{'.0f' if unit == whole else '.3g'}} {unit}"

@@ -60,8 +60,7 @@ class Redistribute(Planned, Generic[Array]):
 
     Arguments and errors as `redistribute`. All methods but `reset_operand_unchecked`,
     `release_operand` and `free` are collective: an error on one rank is raised on all. After `free`
-    they raise InvalidRedistributeState.
-    Source: nvmath.distributed.distribution.Redistribute.
+    they raise InvalidRedistributeState. Source: nvmath.distributed.distribution.Redistribute.
     """
 
     noun: ClassVar[str] = "Redistribute"

@@ -1,4 +1,4 @@
-"""A product on a context of GPUs: feeding operands, multiplying, and what follows."""
+"""Products on GPUs: in phases, panel by panel, or by one kernel that moves data too."""
 
 from shardmath.operators.matmul.gpu.fused import notes
 from shardmath.operators.matmul.gpu.performing import Products, tuned

@@ -4,8 +4,8 @@
     product's stream   tiles of own rows, then of each peer's rows as they arrive
 
 A plan has symmetric memory for all ranks' rows, and counters that only increase, so that launches
-follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline:
-a rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
+follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline.
+A rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
 
 Copy engines write a rank's rows straight into the memory of each peer:
 
@@ -13,8 +13,8 @@ Copy engines write a rank's rows straight into the memory of each peer:
     to those behind them                 [ 0 1   2 3   4 5   6 7 ]
 
 Every rank begins with its right neighbour, so no two begin with the same. Ranks that need the rows
-for tiles which they compute first get them in pieces. Behind every copy follows one of the words
-that say that it has come: `kernels/row_push.cuh`.
+for their first tiles get them in pieces. Behind each copy of rows follows a copy of the words that
+announce it: see `kernels/row_push.cuh`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ASKING_THREADS = 64  # one for each peer that there can be
 
 
 class AllGatherGemm(KernelPlan[RowSplitProduct]):
-    """`launch` leaves the product of all ranks' rows with this rank's columns. See `create`.
+    """`launch` multiplies all ranks' rows with this rank's columns. Made by `create`.
 
     Plans on several streams take turns.
     """
@@ -61,7 +61,7 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
         self._row_push = RowPush(memory.team, problem, tiling, memory.bases)
         device = self.team.device
         device.activate()
-        # Two products at once could leave no multiprocessor for what begins the copies of one.
+        # Two products at once could leave no multiprocessor for the kernel that begins copies.
         self._order: StreamOrder = context.cache(
             "stream order of products", lambda: StreamOrder(device)
         )
@@ -118,7 +118,7 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
         kernel.launch(stream, tiling.blocks, _THREADS, argument)
 
     def _aligned(self, result: int, pitch: int) -> bool:
-        """Whether what each rank's rows make of the result can be stored 16 bytes at a time."""
+        """Whether the result of each rank's rows can be stored 16 bytes at a time."""
         problem, unit = self.problem, ALIGNMENT // 2
         cuts = [problem.columns] if problem.out == "C" else problem.rows
         return result % ALIGNMENT == 0 and pitch % unit == 0 and not any(cut % unit for cut in cuts)
@@ -148,7 +148,7 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
         return packed + bytes(-len(packed) % 64)
 
     def _map_of_rows(self, src: int, a: int) -> bytes:
-        """The rows of `src`: this rank's own lie where the caller has them."""
+        """The tensor map of the rows of `src`; this rank's own rows are the caller's."""
         problem, layout = self.problem, self.problem.a
         if src != self.team.rank:
             a, layout = self._row_push.rows(self.team.rank, src), problem.gathered(src)
@@ -156,8 +156,8 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
 
 
 class RowPush:
-    """The rows of one rank on their way to all others; `bases` is where every rank's `Words` lie,
-    and behind them the rows of all ranks.
+    """Copies of one rank's rows to all others. `bases` is where the struct `Words` of every rank
+    lies, and behind it the rows of all ranks.
     """
 
     def __init__(
@@ -172,21 +172,21 @@ class RowPush:
         ]
         self._argument = Argument(team.packed() + struct.pack("Q", bases[team.rank]))
         self._kernel = team.kernel("row_push", "await_readers")
-        self._kernel.load()  # now, and not while a product waits for rows
+        self._kernel.load()  # loading may wait for a product, which waits for rows
 
     def rows(self, rank: int, src: int) -> int:
-        """Where the rows of `src` lie on `rank`."""
+        """The address of the rows of `src` on `rank`."""
         return self._bases[rank] + signals_bytes(self._size) + self._problem.offsets[src]
 
     def put(self, a: int, stream: Any) -> None:
-        """Let copy engines bring the rows at `a` to all peers, on `stream`."""
+        """Put on `stream` the copies of the rows at `a` to all peers, by copy engines."""
         self._kernel.launch(stream, 1, _ASKING_THREADS, self._argument)
         for step in self._steps:
             step.rows.put(a + step.offset, step.there, stream)
             step.words.put(self._sending, step.word, stream)
 
     def _step(self, rank: int, peer: int, first: int, last: int) -> _Step:
-        """Chunks from `first` to before `last` of the rows of `rank`."""
+        """The copies of chunks `first` to before `last` of the rows of `rank`."""
         problem, rows = self._problem, self._problem.rows[rank]
         own, pitch = 2 * problem.a.pitch, 2 * problem.gathered(rank).pitch
         begin, end = problem.chunks[first][0], problem.chunks[last - 1][1]
@@ -205,7 +205,7 @@ class RowPush:
 
 
 class _Step(Immutable):
-    """A copy of rows, from `offset` in A to `there`, and one of the words that say so."""
+    """A copy of rows, from `offset` in A to `there`, and one of the words that announce it."""
 
     rows: EngineCopy
     offset: int
@@ -217,8 +217,8 @@ class _Step(Immutable):
 def copy_steps(
     size: int, piecewise: int, problem: RowSplitProduct
 ) -> Iterator[tuple[int, int, int]]:
-    """(which rank on the right, first chunk, the last and one) of each copy, in order. The first
-    `piecewise` ranks get theirs in pieces, in turn.
+    """(distance of the rank to the right, first chunk, the one behind the last) of each copy, in
+    order. The first `piecewise` ranks get theirs in pieces, in turn.
     """
     chunks = len(problem.chunks)
     for first, last in pairwise(sorted({*bounds(chunks, PIECES)})):
@@ -230,7 +230,7 @@ def copy_steps(
 
 
 def signals_bytes(size: int) -> int:
-    """Bytes of the struct `Words`, as many as keep what follows aligned."""
+    """Bytes of the struct `Words`, rounded up so that what follows is aligned."""
     words = (CHUNKS + 1) * size + CHUNKS + 3
     return up(8 * words, 1024)
 
@@ -238,7 +238,7 @@ def signals_bytes(size: int) -> int:
 def product_kernel(
     team: Team, problem: RowSplitProduct, tiling: Tiling, *, aligned: bool = True
 ) -> Kernel:
-    """The kernel for a problem, compiled when first asked for; `aligned` as its result is."""
+    """The kernel for a problem, compiled when first asked for, for an `aligned` result or not."""
     b_along_k = problem.b.order == "F"
     defines = (
         f"ELEMENT={problem.dtype.capitalize()}",

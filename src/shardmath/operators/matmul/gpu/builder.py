@@ -1,5 +1,6 @@
-"""The program of one rank of a product while it is put together: arrays, memories, steps, and what
-peers reach. Pure.
+"""Putting together one rank's program of a product: arrays, memories, steps, and what peers reach.
+
+Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import SomeMoves
 
-# What peers may read and write, beside op(A) and op(B), in the order in which ranks tell of it.
+# What peers may reach beside op(A) and op(B), in the order in which ranks tell each other.
 _SHARED = (
     *("own c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
     *("lines", "line scales"),
@@ -28,8 +29,8 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 class ProgramBuilder:
-    """The program of one rank, as far as it has been put together: arrays, steps, and what peers
-    reach. What passes from rank to rank is shared by its owner, and reached by moves.
+    """The unfinished program of one rank. What passes from rank to rank is shared by its owner, and
+    reached by moves.
     """
 
     def __init__(self, rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> None:
@@ -68,7 +69,7 @@ class ProgramBuilder:
     # -- arrays ------------------------------------------------------------------------------------
 
     def emit(self, *steps: Any, stream: str = "") -> None:
-        """Steps that follow, on a stream of the lane's or the user's."""
+        """Add steps, on a stream of the lane's or, by default, the user's."""
         self.steps += [On(stream, step) for step in steps] if stream else steps
 
     def matrix(self, name: Name) -> Matrix:
@@ -76,19 +77,19 @@ class ProgramBuilder:
         return self.arrays[name].matrix
 
     def take(self, memory: str, nbytes: int, *, shared: bool = False) -> None:
-        """Memory of the lane of at least that size."""
+        """Reserve memory of the lane, of at least that size."""
         held = self.memories.get(memory, Memory(0))
         self.memories[memory] = Memory(max(held.nbytes, nbytes), shared or held.shared)
 
     def lay(self, name: Name, memory: str, x: Matrix) -> Name:
-        """An array of that name at a place of a memory."""
+        """Name an array: a matrix whose address counts from where the memory begins."""
         self.arrays[name] = View.of(memory, x)
         return name
 
     def new(
         self, name: Name, shape: tuple[int, ...], dtype: str, order: str, *, shared: bool = False
     ) -> Name:
-        """A packed matrix in memory of the same name, which peers may reach."""
+        """A packed matrix in memory of the same name, which peers reach if it is `shared`."""
         rows, columns = shape
         x = Matrix.packed(0, (rows, columns), dtype, order)
         self.take(name, x.size * x.itemsize)
@@ -98,23 +99,23 @@ class ProgramBuilder:
         return name
 
     def part(self, name: Name, of: Name, rows: tuple[int, int], columns: tuple[int, int]) -> Name:
-        """An array of that name that is a part of another."""
+        """Name a part of another array."""
         return self.lay(name, self.arrays[of].memory, self.matrix(of).part(rows, columns))
 
     # -- what peers read ---------------------------------------------------------------------------
 
     def own(self, name: str) -> Name:
-        """The array that this rank has itself of the matrices of that name."""
+        """This rank's own array of the ranks' matrices of that name."""
         a, b = self.factors
         return {"a": a, "b": b, "c": "own c"}.get(name, name)
 
     def delivery(self, name: str) -> Delivery:
-        """How the matrices of that name pass between hosts."""
+        """How the ranks' matrices of that name pass between hosts."""
         return self.rank_plan.delivery(name, self.matrix(self.own(name)).itemsize)
 
     def share(self, name: str, view: View | None = None) -> None:
-        """Let peers reach the matrix of that name, or a `view` in place of it; between hosts what
-        they take of it, once that is packed.
+        """Let peers reach this rank's matrix of that name, or `view` in place of it. Between hosts
+        they reach an outbox, into which it is packed.
         """
         own = self.own(name)
         if not self.rank_plan.multi_host:
@@ -125,22 +126,20 @@ class ProgramBuilder:
             self.take(_outbox(own), nbytes, shared=True)
 
     def publish(self, name: str) -> None:
-        """Put what peers take of this rank's matrix of that name where they find it when all have
-        synchronised: between hosts it is packed.
+        """Put what peers take of a matrix where they find it after the next synchronisation:
+        between hosts it is packed.
         """
         own = self.own(name)
         if self.rank_plan.multi_host and _outbox(own) in self.memories:
             self.emit(Pack(self.delivery(name), own, _outbox(own)))
 
     def synchronise(self, name: str) -> None:
-        """Synchronise after writing what a peer will read, the matrix of that name, and before
-        reading what it wrote.
-        """
+        """Synchronise: after writing the matrix of that name, and before reading the peers'."""
         self.publish(name)
         self.emit(READ)
 
     def gather(self, name: str, moves: Sequence[Move], target: Name, *, stream: str = "") -> None:
-        """Put what moves bring of the ranks' matrices of that name into `target`."""
+        """Move parts of the ranks' matrices of that name into `target`."""
         moves, own = tuple(move for move in moves if move.elements), self.own(name)
         if not moves:
             return
@@ -152,8 +151,8 @@ class ProgramBuilder:
         self.emit(Fused(ByEngines(), (step,)) if stream else step, stream=stream)
 
     def read(self, name: str, array: Name, move: Move, box: Box | None = None) -> Name:
-        """An array that is the dense box which a move reads of the ranks' matrices of that name, or
-        another box of those, where that is readable; between hosts it is fetched.
+        """Name the dense box that a move reads of a rank's matrix, or another box of that matrix.
+        On one host it is read in place; between hosts it is fetched.
         """
         own, src = self.own(name), move.src
         rows, columns = box or [(run.src_start, run.src_start + run.length) for run in move.runs]
@@ -173,7 +172,7 @@ class ProgramBuilder:
         return array
 
     def _fetched(self, delivery: Delivery, own: Name, room: str, stream: str) -> str:
-        """Memory with what is fetched from other hosts; what it had before is gone."""
+        """Fetch from other hosts into memory `room`, which is overwritten."""
         self.take(room, delivery.room, shared=True)
         if delivery.fetches:
             self.emit(Get(delivery, _outbox(own), room), stream=stream)
@@ -182,7 +181,7 @@ class ProgramBuilder:
     # -- what is multiplied ------------------------------------------------------------------------
 
     def _sums(self) -> Name:
-        """Memory for this rank's product, where it is added to others or moved."""
+        """Memory for this rank's product if it is added to others or moved, else ""."""
         if not (self.strategy.reduces or self.strategy.moves_result):
             return ""
         shape, dtype, order = self.strategy.sums.local_shape(self.rank), self.wide, self.order
@@ -200,7 +199,7 @@ class ProgramBuilder:
         return self.part(name, self.factors[index], (row, row + rows), (column, column + columns))
 
     def scales_as(self, index: int, shape: tuple[int, int]) -> Name:
-        """The scales of a matrix, which are of that shape, an array or a number."""
+        """The name of a matrix's scales, as an array of that shape or a number."""
         name = SCALES[index]
         if name in self.arrays:
             self.lay(name, name, self.matrix(name)._replace(rows=shape[0], columns=shape[1]))
@@ -208,17 +207,17 @@ class ProgramBuilder:
 
     @property
     def words(self) -> int:
-        """Greatest values of this rank's part of D: of each product that may make it, one."""
+        """How many greatest values this rank has of its part of D: one for each of its products."""
         return self.problem.size if self.rank_plan.rounds is not None else 1
 
     # -- order -------------------------------------------------------------------------------------
 
     def follow(self, stream: str, other: str, event: str) -> None:
-        """Make one stream wait for all that is on the other."""
+        """Let a stream wait for everything that is on another."""
         self.emit(Record(event), stream=other)
         self.emit(Await(event), stream=stream)
 
 
 def _outbox(own: Name) -> str:
-    """The memory in which peers on other hosts find what they take of an array."""
+    """The memory into which an array is packed for peers."""
     return f"outbox {own}"

@@ -1,7 +1,7 @@
-"""Strided boxes as the copy engines take them: rows at a pitch, and layers of rows.
+"""Copies by copy engines: strided boxes as rows at a pitch, and layers of rows.
 
-The engines copy beside a product and take no multiprocessor from it, where rows are long enough and
-few copies suffice. What they cannot, or not well, is `None`: a kernel's work.
+The engines copy beside a product and take no multiprocessor from it. They suit boxes of long rows
+that take few copies; for others `engine_copies` returns None, and a kernel has to copy.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from shardmath.arrays.spec import Dimension, offsets
 from shardmath.cuda.driver import bindings, call
 from shardmath.redistribution.copies import StridedCopy
 
-_ROW = 512  # bytes: shorter rows take longer than their bytes
-_MOST = 64  # copies: each takes some microseconds to begin
+_ROW = 512  # the least bytes of a row: shorter rows take longer than their bytes
+_MOST = 64  # the most copies: each takes some microseconds to begin
 
 
 class EngineCopy:
-    """One copy whose geometry is described: `width` bytes at each place of at most two `dims`, of
-    which the outer one is layers of the inner one's rows.
+    """One copy of `width` bytes at each place of at most two `dims`: the inner one are rows, the
+    outer one layers of rows.
     """
 
     def __init__(self, width: int, dims: Sequence[Dimension] = ()) -> None:
@@ -49,7 +49,7 @@ class EngineCopy:
 
 
 class EngineCopies:
-    """Copies from several ranks' memories to one; addresses are arguments of `launch`."""
+    """Copies from several ranks' memories to one. Addresses are arguments of `launch`."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int, EngineCopy]]) -> None:
         self._copies = tuple(copies)  # source rank, offsets there and here
@@ -61,7 +61,7 @@ class EngineCopies:
 
 
 def engine_copies(boxes: Sequence[StridedCopy]) -> EngineCopies | None:
-    """Copies by copy engines of boxes into one memory; None where engines do not suit."""
+    """Copies of boxes into one memory by copy engines; None where these do not suit."""
     copies: list[tuple[int, int, int, EngineCopy]] = []
     for box in boxes:
         if box.unit < _ROW:
@@ -74,7 +74,7 @@ def engine_copies(boxes: Sequence[StridedCopy]) -> EngineCopies | None:
 
 
 def _pieces(box: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
-    """(offset in the source, in the destination, the copy) of each; None: no way."""
+    """(offset in the source, offset in the destination, the copy) of each; None for no way."""
     dims = list(zip(box.shape, box.src_strides, box.dst_strides, strict=True))
     if any(min(src, dst) < box.unit for _, src, dst in dims):
         yield None

@@ -1,9 +1,8 @@
-"""Which products are computed by one kernel that moves data too, and how they are found.
+"""Products by one kernel that moves data too: which can be, and what launches them.
 
-A strategy has the pattern of such a product or not, the same on all ranks; whether the arrays are
-aligned and ordered as the kernel needs, each rank sees for itself. All ranks tell each other, and
-decide the same: the kernel where every rank can use it, phases where one cannot, or where the
-kernel is predicted to be slower.
+Whether a strategy has the pattern of such a product follows from layouts, on all ranks alike.
+Whether arrays are aligned and ordered as the kernel needs, each rank sees for itself, and all tell
+each other. They choose the kernel where every rank can use it, unless it is predicted to be slower.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _KERNELS: dict[str, Any] = {
 
 
 class FusedProduct:
-    """One execution by one kernel on one rank. `form` is what the ranks compare of it: whether it
-    is transposed, and a digest; b"" where it cannot be.
+    """One execution by one kernel on one rank. `form`, which the ranks compare, says whether it is
+    transposed, and has a digest of the product; b"" where the kernel cannot do it.
     """
 
     def __init__(self, rank_plan: RankPlan, given: Given, team: Team) -> None:
@@ -65,8 +64,8 @@ class FusedProduct:
 
     @property
     def result_place(self) -> bytes:
-        """The place on the heap where peers write the result, packed; b"" where they cannot, or not
-        in whole pieces of 16 bytes.
+        """The place on the heap where peers write the result, packed; b"" where they cannot write
+        it in whole pieces of 16 bytes.
         """
         (*_, x), out = self._matrices, self._given.arrays["d"]
         layout = _layout(x)
@@ -76,7 +75,7 @@ class FusedProduct:
         return b"" if any(piece % 8 for piece in pieces) else out.told
 
     def bind(self, context: Context, told: Sequence[Told]) -> Launch:
-        """The launch of the kernel, for what all ranks have told. Collective."""
+        """The launch of the kernel, from what all ranks have told each other. Collective."""
         places = _addresses(context, [rank.places[0] for rank in told])
         key = (self._pattern.kind, *(rank.facts.form for rank in told), bool(places))
         cache = self._rank_plan.cache
@@ -93,13 +92,13 @@ class FusedProduct:
         launch = partial(product.launch, *addresses, pitch=layout.pitch, **named)
 
         def run(stream: int) -> None:
-            with order.section(stream):  # its words are those of one launch at a time
+            with order.section(stream):  # the kernel's counters serve one launch at a time
                 launch(stream=stream)
 
         return run
 
     def _is_supported(self) -> bool:
-        """Whether nothing is asked for that the kernels lack, of operands that they can load."""
+        """Whether the kernels can do all that is asked for, and load the operands."""
         (arrays, numbers, _), dtype = self._given, self._rank_plan.strategy.problem.dtype
         a, b, out = self._matrices
         plain = numbers["alpha"] == 1 and ("c" not in arrays or numbers["beta"] == 0)
@@ -107,7 +106,7 @@ class FusedProduct:
         return plain and aligned and out.dtype == dtype and dtype in HALVES
 
     def _as_kernel_problem(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
-        """The product as the kernel takes it; None where the arrays do not lie as it wants."""
+        """The product as the kernel takes it; None where it cannot read or write the arrays."""
         a, b, out = map(_layout, self._matrices)
         if a is None or b is None or out is None:
             return None
@@ -123,8 +122,8 @@ class FusedProduct:
 
 
 def _addresses(context: Context, places: Sequence[Exposed | None]) -> list[int]:
-    """The addresses of all ranks' results, as this rank sees them; none where one cannot be
-    written, or their lines are not as far apart.
+    """The addresses of all ranks' results, as this rank sees them; none unless all can be written,
+    and their lines are equally far apart.
     """
     held = [place for place in places if place is not None]
     if len(held) < len(places) or len({place.strides for place in held}) > 1:
@@ -145,7 +144,7 @@ _NOTES = {
 
 
 def notes(rank_plan: RankPlan) -> list[str]:
-    """The lines that `explain` adds about how the steps are done on GPUs."""
+    """The lines of `explain` about how GPUs do the steps."""
     if rank_plan.multi_host:
         return [
             f"in phases, on {rank_plan.host_count} hosts: what peers take is packed by each "
@@ -175,7 +174,7 @@ def _scaled_note(rank_plan: RankPlan) -> str:
 
 
 def _layout(x: Matrix) -> OperandLayout | None:
-    """How a matrix lies; None where neither its rows nor its columns are contiguous."""
+    """The layout of a matrix; None where neither rows nor columns are contiguous."""
     if x.columns <= 1 or x.column_stride == 1:
         pitch = x.row_stride if x.rows > 1 else up(x.columns, 8)
         return OperandLayout("C", pitch) if pitch >= x.columns else None

@@ -1,7 +1,4 @@
-"""One rank's part of a product that one kernel computes while it moves data. Pure.
-
-It says, too, why the kernel may not fit.
-"""
+"""One rank's part of a product that one kernel computes while it moves data. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _MOST_ELEMENTS = 1 << 34  # of the result
 
 
 class OperandLayout(Immutable):
-    """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
+    """The layout of a matrix: contiguous rows ("C") or columns ("F"), `pitch` elements apart."""
 
     order: str
     pitch: int
@@ -27,7 +24,7 @@ class OperandLayout(Immutable):
 class LocalProduct(Immutable):
     """(sum(rows) x depth) by (depth x columns), elements of `dtype`."""
 
-    most_ranks: ClassVar[int]  # of which a kernel keeps account
+    most_ranks: ClassVar[int]  # that the kernel can serve
 
     rows: tuple[int, ...]
     columns: int
@@ -43,16 +40,16 @@ class LocalProduct(Immutable):
 
     @property
     def flops(self) -> float:
-        """Operations of this rank: a multiplication and an addition count as two."""
+        """The operations of this rank, multiplications and additions."""
         return 2.0 * self.height * self.columns * self.depth
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
-        """Facts that must be the same on all ranks, by name."""
+        """What must be the same on all ranks, by name."""
         return [("the rows of each rank", list(self.rows)), ("dtype", self.dtype)]
 
     def unsupported(self, device: Device) -> str:
-        """Why `device` cannot multiply so while it moves data, or "" where it can."""
+        """Why the kernel cannot do this product on `device`, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
         if self.dtype not in HALVES:
@@ -83,7 +80,7 @@ class SplitKProduct(LocalProduct):
     layouts `a` and `b` may differ.
     """
 
-    most_ranks = 32  # whose slots a sender keeps account of in one word
+    most_ranks = 32  # a sender has a bit for each in one word
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
@@ -100,7 +97,7 @@ class SplitKProduct(LocalProduct):
 
 
 def even_rows(height: int, size: int) -> tuple[int, ...]:
-    """Which rank sums how many of `height` rows: whole tiles, as evenly as they go."""
+    """How many of `height` rows each rank sums: whole tiles, as evenly as possible."""
     tiles = -(-height // TILE_ROWS)
     cuts = [min(height, tiles * rank // size * TILE_ROWS) for rank in range(size + 1)]
     return tuple(high - low for low, high in pairwise(cuts))

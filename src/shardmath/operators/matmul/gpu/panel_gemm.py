@@ -5,10 +5,10 @@ The order of tiles and the order along k are `panel_schedule`'s.
     copy stream      fetch, write progress, fetch, write progress, ...    copy engines, no kernel
     product's stream [ persistent kernel: wait for progress, load, multiply ]
 
-After each fetch the copy stream writes how many steps have arrived to a progress counter. The
-product fills every multiprocessor, so nothing it waits for may be a kernel. What this rank has
-itself is read in place; where TMA cannot, a kernel copies it into the panel before the product.
-Every wait of the product has a deadline.
+After each fetch the copy stream writes to a progress counter how many steps have arrived. The
+product fills every multiprocessor, so it may not wait for a kernel. This rank's own part is read in
+place, or where TMA cannot do so, copied into the panel before the product. Every wait of the
+product has a deadline.
 """
 
 from __future__ import annotations
@@ -53,19 +53,15 @@ from shardmath.program.steps import Memory
 from shardmath.redistribution.box_copies import BoxCopies
 from shardmath.redistribution.copies import StridedCopy, lowered
 
-Places = Mapping[int, tuple[int, tuple[int, ...]]]  # by rank: addresses and strides, in bytes
+Places = Mapping[int, tuple[int, tuple[int, ...]]]  # address and strides in bytes, by rank
 
 _THREADS = 384
-_LEAST_SECONDS = 2.5e-4  # of a rank: below, a gather and then cuBLASLt are as fast
+_LEAST_SECONDS = 2.5e-4  # of a rank's product: below, a gather and then cuBLASLt are as fast
 _LEAST_WIDTH = 1024  # rows and columns of a rank
-_LEAST_WAVE = (
-    0.5  # of the clusters have a unit of tiles at least: then stream-K splits the steps among all
-)
-_MOST_PANEL_BYTES = 8 << 30  # bytes of panels
-_PROGRESS_COUNTERS = (
-    64  # steps that have arrived, by part; then, by block, whether its partial sums are written
-)
-_FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer than its bytes
+_LEAST_WAVE = 0.5  # the share of clusters that have a unit of tiles: stream-K splits it among all
+_MOST_PANEL_BYTES = 8 << 30
+_PROGRESS_COUNTERS = 64  # of arrived steps, by part; behind them one for the sums of each block
+_FIRST_BYTES = 4 << 20  # of the first piece: a smaller one would come no sooner
 
 
 class PanelGemm:
@@ -82,7 +78,7 @@ class PanelGemm:
 
     @cached_property
     def _panel_operands(self) -> tuple[PanelOperand, PanelOperand]:
-        """The one on the left, and the one on the right."""
+        """The left and the right operand."""
         first = int(self._transposed)
         return self._panel_operand(first), self._panel_operand(1 - first)
 
@@ -95,13 +91,15 @@ class PanelGemm:
 
     @property
     def unsupported(self) -> str:
-        """Why the product cannot, or should not, be a panel GEMM; "" where it can."""
+        """Why the product cannot or should not be a panel GEMM; "" where it should."""
         out = self._out
         if self._device.arch != "sm_90":
             return "the kernels are for GPUs of capability 9.0"
         if out.column_stride != 1 or out.row_stride < out.columns:
             return "the kernels write row by row, or column by column"
-        if self._lane.team.shares_device:  # copies within it need processors: the kernel holds all
+        if (
+            self._lane.team.shares_device
+        ):  # copies within a GPU need processors that the kernel holds
             return "a peer is on the same GPU"
         seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
         short = seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH
@@ -131,16 +129,17 @@ class PanelGemm:
 
     @property
     def memories(self) -> dict[str, Memory]:
-        """The lane's memories of progress counters, of partial sums and of panels."""
+        """The memories of the lane for progress counters, partial sums and panels."""
         counters = Memory(8 * (_PROGRESS_COUNTERS + self._device.processors), shared=True)
         sums = Memory(SUMS_BYTES * self._device.processors, shared=True)
         panels = {f"panel {'ab'[x.index]}": Memory(x.panel_bytes()) for x in self._panel_operands}
         return {"progress": counters, "sums": sums, **panels}
 
     def run(self, places_of: Sequence[Places], stream: int) -> bool:
-        """Put it on a stream; false, with nothing done, where copy engines do not suit.
+        """Put the product on a stream. Returns False, having done nothing, where copy engines do
+        not suit.
 
-        `places_of[index]` has the parts of an operand that are read.
+        `places_of[index]` are the ranks' parts of an operand.
         """
         lane = self._lane
         places = [places_of[operand.index] for operand in self._panel_operands]
@@ -222,7 +221,7 @@ class PanelGemm:
         return _Plan(schedule, tuple(fetches), tuple(own), k_order.steps, local_steps, step_table)
 
     def _own_copies(self, operand: PanelOperand, places: Places) -> BoxCopies | None:
-        """What this rank has but cannot load in place, into its panel."""
+        """The copies of this rank's own part into its panel, None where it is loaded in place."""
         if operand.plan.place is not None:
             return None
         every = np.arange(len(operand.k_steps.offsets))
@@ -287,9 +286,9 @@ class PanelGemm:
 
 
 class _Plan(Immutable):
-    """What is launched: the schedule; each fetch's copies and the index of its progress counter;
-    copies of what this rank has itself; and the steps along k: how many, how many are local for
-    each operand, and their table.
+    """The launches: the schedule; each fetch's copies and the index of its progress counter; copies
+    of this rank's own parts; and the steps along k: how many, how many are local for each operand,
+    and their table.
     """
 
     schedule: PanelSchedule
@@ -301,7 +300,7 @@ class _Plan(Immutable):
 
 
 class PanelOperand(Immutable, eq=False):
-    """Operand `index` (0: op(A), 1: op(B)) of this rank, whose local array is `own`. That and the
+    """Operand `index`, 0 for op(A), of this rank, whose local array is `own`. The array and the
     `plan` are oriented as the kernel takes them. `cache` lives as long as the rank plan.
     """
 
@@ -314,7 +313,7 @@ class PanelOperand(Immutable, eq=False):
 
     @property
     def is_right(self) -> bool:
-        """Whether it is the factor on the right, whose rows k is."""
+        """Whether it is the right factor, whose rows are indexed by k."""
         return self.plan.axis == 0
 
     @property
@@ -331,7 +330,7 @@ class PanelOperand(Immutable, eq=False):
 
     @property
     def k_steps(self) -> OperandSteps:
-        """Whom each step along k comes from, and where it lies."""
+        """The source of each step along k, and its place there."""
         plan = self.plan
         loadable = plan.place is not None or _is_loadable(self.own)
         key = ("k steps", self.index, self.is_right, loadable)
@@ -347,11 +346,11 @@ class PanelOperand(Immutable, eq=False):
 
     @property
     def is_loadable(self) -> bool:
-        """Whether what has to be read in place can be."""
+        """Whether a local operand, which has to be read in place, can be."""
         return self.plan.place is None or _is_loadable(self.own_matrix())
 
     def panel(self, address: int) -> Matrix:
-        """Memory for what is not read in place, in the order of the operand, lines aligned."""
+        """The panel at this address: in the order of the operand, with aligned lines."""
         rows, columns = self.plan.shape(0, self.k_steps.width)
         unit = ALIGNMENT // self.own.itemsize
         pitch = up(rows if self.own.by_columns else columns, unit)
@@ -359,13 +358,13 @@ class PanelOperand(Immutable, eq=False):
         return Matrix(address, rows, columns, *strides, self.own.dtype)
 
     def panel_bytes(self) -> int:
-        """Bytes of the memory of a `panel`."""
+        """Bytes of a `panel`."""
         panel = self.panel(0)
         lines = panel.columns if self.own.by_columns else panel.rows
         return panel.itemsize * lines * max(panel.row_stride, panel.column_stride)
 
     def panel_slice(self, panel: Matrix, lo: int, hi: int) -> Matrix:
-        """Rows of a left panel, or columns of a right one, from `lo` to before `hi`."""
+        """Rows `lo` to before `hi` of a left panel, or these columns of a right one."""
         whole = 0, self.k_steps.width
         return panel.part(whole, (lo, hi)) if self.is_right else panel.part((lo, hi), whole)
 

@@ -1,16 +1,14 @@
-"""The schedule of a panel GEMM: which panels are fetched in which order, for which tiles.
+"""The schedule of a panel GEMM: which panels are fetched in which order, for which tiles. Pure.
 
-What this rank lacks of its operands is prefetched into panels while one persistent kernel computes
-all tiles. A tile waits for the rows and columns that it needs, step by step along k, in the order
-of `KOrder`. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then
-rows and columns are fetched in parts that grow, as each unlocks more tiles than the last.
+Parts of the operands that peers have are prefetched into panels while one persistent kernel
+computes all tiles. A tile waits for its rows and columns, step by step along k, in the order of
+`KOrder`. Those of the first wave of tiles are fetched in pieces of k, so that it can begin soon.
+Then come rows and columns in parts that grow, as each unlocks more tiles than the last.
 
             columns 0     1   2       fetched            unlocks
     rows 0  [ 1st wave ][ 2 ][ 4 ]    rows 0, columns 0  1st wave, piece by piece
          1  [    1     ][ 2 ][ 4 ]    rows 1             regions 1
          2  [    3     ][ 3 ][ 4 ]    columns 1, ...     regions 2, ...
-
-Pure: no address is known here.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from shardmath.geometry import Move, Run
 from shardmath.geometry.integers import bounds as even_bounds
 from shardmath.geometry.spans import joined
 
-OWN = 1 << 31  # the highest bit of a step's offset: in the own array (kOwn of panel_gemm.cuh)
-_SEVERAL, _LOCAL = -1, -2  # sources of a step: several ranks; none, as the operand is local
+OWN = 1 << 31  # highest bit of a step's offset: it is in this rank's array (kOwn of panel_gemm.cuh)
+_SEVERAL, _LOCAL = -1, -2  # in place of a step's source: several ranks, or a local operand
 
 Integers = npt.NDArray[np.int64]
 
@@ -41,8 +39,8 @@ class OperandSteps(Immutable, eq=False):
 
     `reads_own`: the steps of `rank` itself are read in place. `width` is the panel's extent along
     k. `panel_offsets[src]` is added to an index of a source's array to get that of the panel, and
-    `source_ends[src]` is the end of what is needed of that array; both are empty where the panel is
-    k itself.
+    `source_ends[src]` is the end of the needed part of that array. Both are empty where the panel
+    is in the order of k.
     """
 
     axis: int  # of the operand, which is k
@@ -82,7 +80,7 @@ class OperandSteps(Immutable, eq=False):
             return cls(axis, moves, rank, False, extent, {}, {}, sources, offsets)
         sources, offsets = by_step
         reads_own = loadable and _is_dense([m for m in moves if m.src == rank], 1 - axis, width)
-        last = int(sources[-1])  # its end is the panel's: what is beyond it is read as zeros
+        last = int(sources[-1])  # it ends the panel: what is beyond is read as zeros
         panel_offsets, source_ends, width_so_far = {}, {}, 0
         for src in sorted(set(sources.tolist()), key=lambda src: (src == last, src)):
             runs = [move.runs[axis] for move in moves if move.src == src]
@@ -98,7 +96,7 @@ class OperandSteps(Immutable, eq=False):
 
     @property
     def is_remote(self) -> npt.NDArray[np.bool_]:
-        """Whether something has to be fetched from a peer, for each step."""
+        """Whether each step has to be fetched from a peer."""
         return np.not_equal(self.sources, _LOCAL) & np.not_equal(self.sources, self.rank)
 
     @property
@@ -107,7 +105,7 @@ class OperandSteps(Immutable, eq=False):
         return bool((self.sources == _SEVERAL).any())
 
     def table(self, order: Integers) -> npt.NDArray[np.uint32]:
-        """The steps' offsets as the kernel reads them."""
+        """The offsets of the steps in that order, as the kernel reads them."""
         offsets = self.offsets.copy()
         for src, base in self.panel_offsets.items():
             offsets[self.sources == src] += base
@@ -117,8 +115,8 @@ class OperandSteps(Immutable, eq=False):
         return offsets[order].astype(np.uint32)
 
     def gather_moves(self, chosen: Integers, across: tuple[int, int], step: int) -> list[Move]:
-        """The moves that bring the chosen steps of some rows or columns into the panel, of which
-        those are the first. What is read in place is left out.
+        """The moves that bring the chosen steps of rows or columns `across` to the beginning of a
+        panel. Steps that are read in place are left out.
         """
         if self.in_order:
             lo, hi = int(chosen[0]) * step, (int(chosen[-1]) + 1) * step
@@ -135,7 +133,7 @@ class OperandSteps(Immutable, eq=False):
         return [part for move in whole for part in move.clipped(1 - self.axis, *across)]
 
     def _runs(self, src: int, chosen: Integers, step: int) -> list[Run]:
-        """The chosen steps, all from `src`, from its array into the panel."""
+        """The runs of the chosen steps, which are all in the array of `src`, into the panel."""
         if not len(chosen):
             return []
         starts, base, end = (
@@ -155,17 +153,17 @@ class OperandSteps(Immutable, eq=False):
 class KOrder(Immutable, eq=False):
     """k in steps of `step` indices: the `order` in which they are multiplied, and the operands.
 
-    A step is what the kernel multiplies at once. Where each step of an operand comes from one rank,
-    the operand's panel holds its sources one after another, each in its own order, so that it is
-    fetched in long rows; what this rank has itself is read in place. Local steps, for which nothing
-    has to be fetched, are first; those for which both operands have to be fetched are last:
+    The kernel multiplies a step at once. Where each step of an operand comes from one rank, the
+    operand's panel holds its sources one after another, each in its own order, so that it is
+    fetched in long rows; this rank's own part is read in place. Steps for which nothing has to be
+    fetched come first, those for which both operands have to be fetched last:
 
         k in blocks    0 1 2 3 4 5 6 7      rank (0, 0) of a grid of 2 x 4
         of A, from     0 1 2 3 0 1 2 3      its own: blocks 0 and 4
         of B, from     0 1 0 1 0 1 0 1      its own: blocks 0, 2, 4 and 6
         order          0 4 | 2 6 | 1 5 | 3 7
 
-    An operand with steps that have several sources is gathered in the order of k, and k keeps it.
+    If a step of an operand has several sources, that is gathered, and multiplied, in order of k.
     """
 
     step: int
@@ -210,7 +208,7 @@ class KOrder(Immutable, eq=False):
         return [move for move in moves if move.src != steps.rank]
 
     def pieces(self, costs: tuple[float, float], first_bytes: float) -> list[tuple[int, int]]:
-        """Ranges of steps that are fetched together: the first of about so many bytes, each later
+        """Ranges of steps that are fetched together: the first of about `first_bytes`, each later
         one of twice as many. Nothing is fetched for the steps before the first range.
         """
         a, b = self.operands
@@ -218,7 +216,7 @@ class KOrder(Immutable, eq=False):
         received = np.concatenate([[0.0], np.cumsum(cost)])
         start, pieces = min(self.local_steps(0), self.local_steps(1)), []
         if start:
-            first_bytes *= 2  # it is fetched while those are multiplied
+            first_bytes *= 2  # it is fetched while the steps before it are multiplied
         while start < self.steps:
             end = int(np.searchsorted(received, received[start] + first_bytes, "left"))
             end = min(max(end, start + 1), self.steps)
@@ -232,7 +230,7 @@ class KOrder(Immutable, eq=False):
 def _sources(
     moves: Sequence[Move], axis: int, extent: int, step: int
 ) -> tuple[Integers, Integers] | None:
-    """The rank that each step comes from, and its index there; None where one has several."""
+    """The rank that each step comes from, and its index there; None if one has several sources."""
     source = np.full(extent, _LOCAL, np.int64)
     place = np.zeros(extent, np.int64)
     for src, run in {(move.src, move.runs[axis]) for move in moves}:
@@ -250,7 +248,7 @@ def _sources(
 
 
 def _is_dense(mine: Sequence[Move], across: int, width: int) -> bool:
-    """Whether this rank's own array holds the whole other axis, from its first index on."""
+    """Whether this rank's own moves cover the whole other axis, from index 0 of its array on."""
     if not mine or len({move.runs[across] for move in mine}) > 1:
         return False
     run = mine[0].runs[across]
@@ -258,20 +256,20 @@ def _is_dense(mine: Sequence[Move], across: int, width: int) -> bool:
 
 
 def _ring_distance(steps: OperandSteps) -> Integers:
-    """How far the source of each step is behind this rank: no two begin with the same peer."""
+    """The distance of each step's source from this rank: no two begin with the same peer."""
     size = max(int(steps.sources.max()), steps.rank, 0) + 1
     return (steps.sources - steps.rank) % size
 
 
 def _shifted(run: Run, distance: int) -> Run:
-    """`run` into a place that is `distance` further along."""
+    """`run` with a destination that is `distance` further along."""
     return replace(run, dst_start=run.dst_start + distance)
 
 
 TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
-_GROWTH = 1.3  # from part to part: the first ones are waited for, later ones are in time
-_K_PIECES = 2  # pieces of k of each part after the first
+_GROWTH = 1.3  # from part to part: tiles wait for the first ones, later ones are in time
+_K_PIECES = 2  # pieces of k in which each part after the first is fetched
 
 MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panel_gemm.cuh)
@@ -330,9 +328,9 @@ class Region(Immutable):
 
 
 class PanelSchedule(Immutable):
-    """What is fetched, in this order, and the regions in the order in which they are computed. The
-    first `data_parallel_units` of all `units` are computed by one cluster each; the steps of the
-    others are split evenly among all clusters (stream-K).
+    """The fetches in order, and the regions in the order in which they are computed. The first
+    `data_parallel_units` of all `units` are computed by one cluster each; the steps of the others
+    are split evenly among all clusters (stream-K).
     """
 
     fetches: tuple[Fetch, ...]
@@ -348,9 +346,9 @@ class PanelSchedule(Immutable):
 
 
 class Tiles(Immutable):
-    """An m x n result in tiles of TILE_ROWS x `width`, of which `clusters` times `cluster` above
-    each other are computed at once; a row of A and a column of B cost so many bytes to fetch, 0 if
-    the operand is local. Reducing the partial sums of several clusters takes as long as
+    """An m x n result in tiles of TILE_ROWS x `width`, computed at once by `clusters` clusters of
+    `cluster` tiles above each other. `costs` are the bytes to fetch for a row of A and a column of
+    B, 0 if the operand is local. Reducing the partial sums of several clusters takes as long as
     `fixup_steps` steps.
     """
 
@@ -364,7 +362,7 @@ class Tiles(Immutable):
 
     @property
     def units(self) -> tuple[int, int]:
-        """Rows and columns of a unit, which a cluster computes at a time."""
+        """Rows and columns of a unit, which is computed by one cluster."""
         return TILE_ROWS * self.cluster, self.width
 
     @property
@@ -374,7 +372,7 @@ class Tiles(Immutable):
 
     @property
     def first_wave(self) -> tuple[int, int]:
-        """Units of rows and of columns that keep all clusters busy and are fetched soonest."""
+        """The units of rows and columns that keep all clusters busy for the fewest bytes."""
         (high, wide), clusters = self.shape, self.clusters
         costs = [cost * unit for cost, unit in zip(self.costs, self.units, strict=True)]
         if not costs[0]:
@@ -388,9 +386,8 @@ class Tiles(Immutable):
     def data_parallel_units(self, steps: int) -> int:
         """How many units of `steps` are computed whole: full waves of one for each cluster.
 
-        The rest is split by stream-K, as some clusters would idle in the last wave. Each cluster
-        gets half a unit of it at least, so that few add to one; a whole one where that is as good:
-        then the partial sums it waits for have long been written.
+        The rest is split by stream-K, since some clusters would idle in the last wave. Each cluster
+        gets at least half a unit of it, so that few clusters add to one.
         """
         count, clusters = prod(self.shape), self.clusters
         over = count % clusters
@@ -430,7 +427,7 @@ def make_schedule(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -
             units += unit_rows * tile_columns
         ready = []
         waiting = [operand for operand in (0, 1) if loaded[operand] < len(bounds[operand]) - 1]
-        if waiting:  # what unlocks most for its bytes
+        if waiting:  # the operand that unlocks most tiles for its bytes
             operand = max(waiting, key=lambda s: _unlocks(tiles, bounds, loaded, s))
             part = loaded[operand]
             lo, hi = _extent(bounds[operand], part, tiles.units[operand], extents[operand])
@@ -448,12 +445,12 @@ def make_schedule(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -
 def _unlocks(
     tiles: Tiles, bounds: Sequence[list[int]], loaded: Sequence[int], operand: int
 ) -> float:
-    """Tiles for a byte of the next rows or columns."""
+    """Tiles that each byte of the next rows or columns unlocks."""
     return bounds[1 - operand][loaded[1 - operand]] / (tiles.costs[operand] * tiles.units[operand])
 
 
 def _part_bounds(extent: int, first: int, is_fetched: bool) -> list[int]:
-    """Bounds of the parts: one part for an operand that is local."""
+    """The bounds of the parts; a local operand is one part."""
     if not is_fetched or first >= extent:
         return [0, extent]
     weights, bounds = [_GROWTH**i for i in range(_MOST_PARTS)], [0, first]

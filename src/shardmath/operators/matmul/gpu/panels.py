@@ -1,10 +1,11 @@
-"""Panels of k: local operands are used in place, remote ones are gathered one panel at a time.
+"""Panels of k: local operands are used in place, remote ones are gathered panel by panel.
 
-k is cut into intervals, one product each, so that the panels of the next come while one is
-multiplied. The first is short, since nothing hides it; each is as much longer than the last as
+k is cut into intervals with a product each, so that the panels of the next interval come while one
+is multiplied. The first is short, since nothing hides its panels. Then they grow by as much as
 panels come faster than they are used, since few long products are faster than many. A rank begins
-with what it has itself, and then goes round, so that ranks do not all read from one. Where several
-ranks compute the same elements the order is k's own, so that replicas hold the same bits.
+with its own part of k and goes round from there, so that ranks do not all read from one. Where
+several ranks compute the same elements, they go in the order of k, so that replicas hold the same
+bits.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from shardmath.geometry import Move
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
-_FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time
+_FIRST = 1.4e-12  # indices for each flop per second: with fewer, adding to D takes too long
 _LEAST_GROWTH, _MOST_GROWTH = 1.25, 3.0
 _ROOM = 2 << 30  # bytes of panels, of both operands together
-_SLOTS = 3  # panels in turn, where all together would need more than that
+_SLOTS = 3  # panels that take turns in memory, where all together would need more than _ROOM
 
 
 class OperandPlan(Immutable):
     """One rank's reading of one operand, whose k axis is `axis`.
 
-    `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
-    it is one dense box there, so that nothing moves.
+    `moves` bring all of it. If it is one dense box of this rank's own array, nothing moves, and
+    `place` is where that box starts along each axis.
     """
 
     axis: int
@@ -41,7 +42,7 @@ class OperandPlan(Immutable):
     def plan(
         cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int
     ) -> OperandPlan:
-        """How `rank` reads a part of that shape, which `moves` bring it."""
+        """How `rank` reads its part, of that shape, which `moves` bring."""
         extent, width = shape[axis], shape[1 - axis]
         place = None
         if len(moves) == 1 and moves[0].src == rank:
@@ -78,15 +79,15 @@ class OperandPlan(Immutable):
 
     @cached_property
     def own_start(self) -> int:
-        """The first index of k of this rank's own part of a gathered operand; 0 if in pieces."""
+        """The first index of k of this rank's own part, 0 if that is in several pieces."""
         own = {move.runs[self.axis] for move in self.moves if move.src == move.dst}
         run = own.pop() if len(own) == 1 else None
         return run.dst_start if run is not None and run.count == 1 else 0
 
 
 class Interval(Immutable):
-    """Indices lo to hi of k. Its panels start at `offset` indices of the panels' memory, which
-    interval number `after`, if any, must have left before.
+    """Indices lo to hi of k. Its panels start `offset` indices into the panels' memory, once the
+    product of interval number `after`, if any, is done with that.
     """
 
     lo: int
@@ -105,12 +106,12 @@ def intervals(
     rotate: bool,
     grain: int = 64,
 ) -> tuple[list[Interval], int]:
-    """The intervals in the order in which they are multiplied, and how many indices the memory of
-    the panels has.
+    """The intervals in the order in which they are multiplied, and how many indices of k the
+    panels' memory holds.
 
-    Products have `rate` flops per second; panels come `ratio` times as fast as they are used. With
-    `rotate` the intervals begin with what this rank has itself. Their lengths are multiples of
-    `grain`, and with a greater one than 64 their bounds too; but for the end of k.
+    Products do `rate` flops per second; panels come `ratio` times as fast as they are used. With
+    `rotate` this rank's own part of k comes first. Lengths are multiples of `grain`, but at the end
+    of k; and so are bounds, if `grain` is greater than 64.
     """
     extent = a.extent
     per_index = itemsize * sum(

@@ -1,7 +1,6 @@
-"""Communication patterns of strategies for which there is one kernel, or one collective: pure.
+"""Communication patterns of strategies for which there is one kernel, or one collective. Pure.
 
-A pattern follows from the layouts alone, so it is the same on all ranks. `transposed` says that the
-kernel computes D^T = B^T A^T; where it is None, the order of D decides.
+A pattern follows from the layouts alone, and is the same on all ranks.
 
     kind             A                 B                 D
     all-gather       rows split        columns split     columns split
@@ -19,8 +18,11 @@ from shardmath.operators.matmul.strategy import Strategy
 
 
 class Pattern(Immutable):
-    """A strategy as one collective and one product. `rows[r]` is how many rows of A rank r
-    contributes to the AllGather, or of D it gets from the ReduceScatter.
+    """A strategy as one collective and one product.
+
+    `rows[r]` is how many rows of A rank r contributes to the AllGather, or of D it gets from the
+    ReduceScatter. `transposed`: the kernel computes D^T = B^T A^T; with None the order of D
+    decides.
     """
 
     kind: str
@@ -34,14 +36,14 @@ class Pattern(Immutable):
 
 
 def pattern_of(strategy: Strategy) -> Pattern | None:
-    """The pattern of a strategy, the same on all ranks; None where it has none of them."""
+    """The pattern of a strategy, None where it has none."""
     if strategy.problem.size == 1 or strategy.problem.scaling is not None:
         return None
     return _summed(strategy) if strategy.reduces else gathered_lines(strategy)
 
 
 def gathered_lines(strategy: Strategy) -> Pattern | None:
-    """AllGather + GEMM: one operand is gathered, and nothing else moves; None for others."""
+    """The pattern AllGather + GEMM: one operand is gathered and nothing else moves. Else None."""
     problem = strategy.problem
     m, n, k = problem.shape
     if strategy.reduces or strategy.moves_result or not _are_whole(strategy.depth, k):
@@ -75,7 +77,7 @@ def _are_whole(column: Sequence[Spans], extent: int) -> bool:
 
 
 def _slabs(layout: Layout, axis: int) -> tuple[int, ...] | None:
-    """How many indices of an axis each rank has, where they follow each other in rank order."""
+    """How many indices of an axis each rank has, if these follow each other in rank order."""
     other = layout.global_shape[1 - axis]
     first, lengths = 0, []
     for part in layout.parts:

@@ -1,8 +1,8 @@
-"""Products on GPUs behind the driver: by which kernel or in which phases all ranks perform one.
+"""Performing products on GPUs: all ranks decide between one kernel and phases, then launch.
 
-What a rank says of its arrays is the lane of its stream, the order of its result, and the product
-as one kernel would take it. With operands on GPUs a call returns when all is on the stream; those
-in host memory are carried there and back.
+To decide, each rank tells the lane of its stream, the order of its result, and a digest of the
+product as one kernel would take it. With operands on GPUs a call returns when everything is on the
+stream; operands in host memory are carried to the GPU and back.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardmath.local.gpu.blaslt import bindings
 from shardmath.machine import Machine
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu.fused import FusedProduct
-from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.product_program import ProductProgram, collectives_of
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of, placement_of
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
+from shardmath.operators.matmul.gpu.scaled_lowering import lowered
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
 from shardmath.program.gpu_steps import GPUProgram
@@ -32,20 +32,20 @@ from shardmath.program.numbers import real
 from shardmath.program.performing import Plan, Turn
 
 _ORDERS = ("", "C", "F")  # of products that one collective adds up; "" where peers read them
-_DECISIONS = [  # from 1 on: by one kernel or not, the order, and whether in the last lane
+_DECISIONS = [  # numbered from 1: whether by one kernel, that order, whether in the last lane
     (is_fused, order, last)
     for last in (False, True)
     for order in _ORDERS
     for is_fused in (False, True)
 ]
-_UNKNOWN = b"?"  # what one kernel would take, before the plan is known
+_UNKNOWN = b"?"  # the form of a call whose plan is not known yet
 
 
 class Products(GPUPerformer):
-    """Performs products on GPUs. Workspace is the lanes', whether for an object or not."""
+    """Performs products on GPUs. Workspace belongs to the lanes, also that of objects."""
 
     def _lane(self, stream: int, decision: int) -> Lane:
-        """The lane of the stream; where the ranks' streams are numbered differently, the last."""
+        """The lane of the stream, or the last one where ranks number their streams differently."""
         if decision and _DECISIONS[decision - 1][2]:
             return Lane.numbered(self._context, LANES - 1)
         return Lane.of(self._context, stream)
@@ -103,10 +103,11 @@ class Products(GPUPerformer):
             collectives_of(self._context, lane)
 
     def release(self) -> None:
-        """See Performer. Workspace is the lanes', which all operations share."""
+        """See Performer. Workspace belongs to the lanes, which all operations share."""
 
     def _given(self, execution: Execution) -> Given:
-        """What the program is performed on, without memory but what was copied for this execution.
+        """The arrays and numbers of an execution, by the names of programs. They keep no memory,
+        but for copies made for this execution alone.
 
         Raises HeapExhausted where algorithms are to be timed.
         """
@@ -115,7 +116,7 @@ class Products(GPUPerformer):
         out = results["d"].array.without_memory()
         timings = rank_plan_of(context, execution.plan).algorithms.timings
         if timings is not None and "c" in operands and operands["c"].address == out.address:
-            out = device_array.laid_out_alike(context, out)  # what is timed spoils it
+            out = device_array.laid_out_alike(context, out)  # timing overwrites it
         arrays = {name: x for name, x in operands.items() if name not in SCALES}
         for name, turned in zip("ab", problem.transpose, strict=True):
             arrays[name] = operands[name].transposed() if turned else operands[name]
@@ -137,8 +138,8 @@ class Products(GPUPerformer):
         return Given(arrays, values, lasting=not carried)
 
     def _scale(self, execution: Execution, index: int) -> Operand | None:
-        """The array of the scales of an eight-bit matrix: those of a and b as op(A) and op(B) lie;
-        one that is copied from the host lives as long as this call.
+        """The array of the scales of an eight-bit matrix, transposed as op(A) and op(B) are; None
+        where there are none. A copy of one in host memory lives as long as this call.
         """
         name, transpose = SCALES[index], execution.plan.problem.transpose
         array = execution.operands.get(name)
@@ -151,7 +152,7 @@ class Products(GPUPerformer):
 
 
 def rank_plan_of(context: Context, plan: Plan) -> RankPlan:
-    """The part of this rank in a plan, which keeps it."""
+    """This rank's part of a plan, which is kept with the plan."""
     if "rank plan" not in plan.kept:
         strategy, _ = choose_strategy(plan.problem, Machine("cuda", context.hosts))
         plan.kept["rank plan"] = RankPlan(strategy, context.rank, context.hosts)
@@ -171,10 +172,10 @@ def tuned(
     ready: Callable[[], Turn],
     plan: Plan,
 ) -> list[str]:
-    """Time the algorithms of the products of a plan, and choose for all its executions. Collective.
+    """Time the algorithms of a plan's products, and choose some for all executions. Collective.
 
-    `ready()` is the call to time. Returns what was found out. Operands stay as they are. Waits for
-    the stream. Raises RuntimeError on all ranks while one rank's is being captured.
+    `ready()` makes the turn to time. Returns lines for `explain`. Operands stay as they are. Waits
+    for the stream. Raises RuntimeError on all ranks while a stream is being captured on one.
     """
     algorithms, turns = rank_plan_of(context, plan).algorithms, []
     timings = algorithms.timings = {}
@@ -207,7 +208,7 @@ def tuned(
 
 
 def tuning_notes(timings: Timings, chosen: Mapping[bytes, int]) -> list[str]:
-    """The lines that `explain` prints of this rank's products."""
+    """The lines that `explain` prints about this rank's products."""
     lines = []
     for signature, seconds in timings.items():
         number = chosen[signature]
@@ -219,8 +220,8 @@ def tuning_notes(timings: Timings, chosen: Mapping[bytes, int]) -> list[str]:
 
 
 def fastest(ranks: Sequence[Timings]) -> dict[bytes, int]:
-    """The number of the algorithm that all ranks with a product use, by its signature: the one
-    whose slowest rank is fastest, so that replicas of a result keep the same bits.
+    """The number of the algorithm for each product, by its signature: the one that is fastest on
+    its slowest rank. All ranks with that product use it, so that replicas keep the same bits.
     """
     chosen = {}
     for signature in dict.fromkeys(signature for timings in ranks for signature in timings):

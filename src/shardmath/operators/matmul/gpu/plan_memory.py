@@ -1,7 +1,7 @@
 """Plans of kernels that move data while they multiply, and their symmetric memory.
 
-All ranks take theirs together, or none does. A plan that is dropped and not freed may have kernels
-at work, this rank's or its peers': its memory is then kept until the context has ended.
+All ranks allocate together, or none does. When a plan is dropped without `free`, kernels of this
+rank or its peers may still be at work: its memory is then kept until the context has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_ARGUMENTS = 256
 
 
 class KernelPlan(Generic[Product]):
-    """One rank's plan of a kernel for a product; it has the arguments of its launches.
+    """One rank's plan of a kernel for a product. It keeps the packed arguments of launches.
 
     A plan is used by one stream at a time; several plans may be at work on several streams.
     """
@@ -38,14 +38,14 @@ class KernelPlan(Generic[Product]):
         self._arguments: LRUCache[tuple[object, ...], Argument] = LRUCache(_MOST_ARGUMENTS)
 
     def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
-        """The struct that `make` packs from these words, made once."""
+        """The struct that `make` packs from these words, packed once."""
         return self._arguments.made((make.__name__, *words), lambda: Argument(make(*words)))
 
     def _map(
         self, address: int, layout: OperandLayout, shape: tuple[int, int], rows: int, columns: int
     ) -> bytes:
-        """The boxes of a matrix of that shape: 64 elements of its contiguous lines, of so many of
-        its `rows` where they are those, else of so many `columns`.
+        """The tensor map of a matrix of that shape, in boxes of 64 elements along its contiguous
+        lines, by so many `rows` where the lines are rows, else `columns`.
         """
         dtype, (height, width) = self.problem.dtype, shape
         if layout.order == "C":
@@ -53,7 +53,7 @@ class KernelPlan(Generic[Product]):
         return tensor_map(address, dtype, height, width, layout.pitch, columns)
 
     def free(self) -> None:
-        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
+        """Wait for this rank's kernels and give the memory back: it is reused when all ranks have.
 
         Nothing can be launched any more, on any rank.
         """
@@ -83,9 +83,9 @@ class PlanMemory:
     ) -> PlanMemory:
         """`nbytes(rank)` bytes on each rank, for a plan of that product. Collective.
 
-        `begin(address)` writes what this rank's memory begins with. Names and values in `also` are
-        to be equal on all ranks, as the product is. Raises ValueError on all ranks where they are
-        not, or where the device of one cannot multiply so; HeapExhausted.
+        `begin(address)` writes the initial contents of this rank's memory. The product, and the
+        values in `also`, which have names, must be equal on all ranks. Raises ValueError on all
+        ranks where they are not, or where one's device cannot do the product; HeapExhausted.
         """
         same = [*problem.same_everywhere, *also]
 
@@ -114,13 +114,13 @@ class PlanMemory:
         return cls(context, memory.buffer, memory.addresses(context))
 
     def require_usable(self) -> None:
-        """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
+        """Raise the error that a kernel has noted, and RankFailure after one was given up."""
         self.team.require_usable()
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
     def free(self) -> None:
-        """Wait for this rank's kernels, and mark the memory, once."""
+        """Wait for this rank's kernels and give the memory back. A second call does nothing."""
         if self._buffer is not None:
             self.team.device.synchronize()
             self._kept.detach()

@@ -1,4 +1,13 @@
-"""The phases of a product of numbers, as steps. Pure."""
+"""The phases of a product on one rank's GPU, as steps over named matrices. Pure.
+
+    publish a, b ── synchronise ── gather, multiply ──► "sums" ── synchronise ── add up ──► d
+
+The steps follow from the rank plan and from how the arrays lie, and serve all executions that are
+alike in this. Products never read a peer's memory: what lies there is gathered first, on a second
+stream while the last panel is multiplied. Sums of several ranks are added in rank order, so that
+the bits are the same every time. Between hosts each rank packs what its peers take, and they fetch
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +53,10 @@ from shardmath.program.steps import (
 
 
 class ProductLowering(ProgramBuilder):
-    """Lowers a product of numbers, or of elements that become numbers first, to steps."""
+    """Lowers a product of numbers. Eight-bit elements become numbers first."""
 
     def program(self) -> RankProgram:
-        """The program of the rank, from publishing its operands to the result."""
+        """The whole program."""
         self._dequantize()
         for index in (0, 1):
             self._publish_factor(index)
@@ -61,7 +70,7 @@ class ProductLowering(ProgramBuilder):
         if not self.rank_plan.multiplies:
             parts: tuple[Name, ...] | None = ()
             if self.sums:
-                self.emit(AddUp((), self.sums))  # zeros
+                self.emit(AddUp((), self.sums))  # zeros, which peers add
         else:
             parts = self._multiply()
         if self._finish(parts) or together:
@@ -75,7 +84,7 @@ class ProductLowering(ProgramBuilder):
     # -- before the product ------------------------------------------------------------------------
 
     def _dequantize(self) -> None:
-        """Eight-bit operands that are not multiplied as they are become numbers."""
+        """Make numbers of eight-bit operands, unless these are multiplied as they are."""
         scaling = self.problem.scaling
         if scaling is None:
             return
@@ -97,8 +106,8 @@ class ProductLowering(ProgramBuilder):
         return numbers
 
     def _publish_factor(self, index: int) -> None:
-        """Op(A), index 0, or op(B), where peers read it: in place if it is on the heap, else as a
-        copy of what they read.
+        """Let peers read op(A), index 0, or op(B): in place if it is on the heap, else a copy of
+        the part that they read.
         """
         name, factor = "ab"[index], self.factors[index]
         read = self.strategy.transfers[index].read_by_peers(self.rank)
@@ -114,11 +123,11 @@ class ProductLowering(ProgramBuilder):
         shape, dtype = self.arrays[part].shape, self.matrix(part).dtype
         copy = self.new(f"copy of {name}", shape, dtype, order)
         x, (top, left) = self.matrix(copy), (rows[0], columns[0])
-        self.share(name, View.of(copy, x.part((-top, 0), (-left, 0))))  # as if it had all
+        self.share(name, View.of(copy, x.part((-top, 0), (-left, 0))))  # as if it were all
         self.emit(Convert(part, copy))
 
     def _publish_c(self) -> bool:
-        """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
+        """Copy C to where peers read it, if each rank has its own. Returns whether so."""
         if not self.problem.sums_c or "c" not in self.arrays:
             return False
         given = self.addend or "c"
@@ -132,7 +141,9 @@ class ProductLowering(ProgramBuilder):
     # -- the product -------------------------------------------------------------------------------
 
     def _multiply(self) -> tuple[Name, ...] | None:
-        """The product of the work's rows and columns as what is to be finished; None if it is."""
+        """Add this rank's product. Returns the parts that are still to be finished, None if D is
+        there.
+        """
         target, epilog = self.sums, self.problem.epilog
         writes_d = not target and self._can_write_d()
         in_panels = self._may_come_in_panels()
@@ -143,7 +154,7 @@ class ProductLowering(ProgramBuilder):
             target = self.lay("product", "product", x)
             writes_d = writes_d and self._does_epilog()
         fused: tuple[Any, ...] = ()
-        if writes_d and epilog.changes_d:  # within the product, if there is an algorithm
+        if writes_d and epilog.changes_d:  # an epilog in the product, if there is an algorithm
             self.steps = []
             first, rest = split(epilog, self.out.dtype)
             self._multiply_into("d", first, ends=True)
@@ -162,8 +173,8 @@ class ProductLowering(ProgramBuilder):
         return None if fused or in_panels or not target else (target,)
 
     def _may_come_in_panels(self) -> bool:
-        """Whether nothing is asked for that the kernel lacks which multiplies panels as they come:
-        it writes D, in the operands' type, and has no epilog, no alpha and no C.
+        """Whether the kernel that multiplies panels as they come can do this product: it writes D,
+        in the operands' type, and has no epilog, no alpha and no C.
         """
         strategy, problem = self.strategy, self.problem
         return (
@@ -179,11 +190,11 @@ class ProductLowering(ProgramBuilder):
         )
 
     def _can_write_d(self) -> bool:
-        """Whether a product can be written to D, if the epilog can be done within it."""
+        """Whether a product can write D, provided that it can do the epilog."""
         several = len(self.intervals) > 1
         return not (
             self.problem.sums_c
-            or "alpha" in self.placement.zeros  # NaN times 0 is NaN, which BLAS does not look for
+            or "alpha" in self.placement.zeros  # BLAS would skip the product, and lose its NaN
             or not takes_result(self.out)
             or (several and self.out.dtype != self.wide)
             or (self.problem.scaling is not None and self.out.dtype != self.wide)
@@ -198,7 +209,7 @@ class ProductLowering(ProgramBuilder):
         return c.leading is not None
 
     def _does_epilog(self) -> bool:
-        """Whether a product can do the epilog's first part, as far as can be seen here."""
+        """Whether a product may do the epilog's first part, if there is an algorithm."""
         first, _ = split(self.problem.epilog, self.out.dtype)
         aux, bias = self._aux(first), self._bias
         fused = fused_epilog(
@@ -207,11 +218,11 @@ class ProductLowering(ProgramBuilder):
             bias=(self.matrix(bias).address, self.matrix(bias).row_stride) if bias else None,
             aux=self.matrix(aux) if aux else None,
         )
-        wider = self.problem.result != self.problem.dtype  # not seen with a bias
+        wider = self.problem.result != self.problem.dtype  # which has not been tried with a bias
         return fused is not None and not wider and len(self.intervals) == 1
 
     def _aux(self, epilog: MatmulEpilog) -> Name:
-        """The auxiliary matrix that an epilog reads or makes."""
+        """The auxiliary matrix that an epilog reads or makes, if any."""
         if epilog.needs_aux:
             return epilog.needs_aux
         return output(epilog.makes_aux) if epilog.makes_aux else ""
@@ -228,8 +239,8 @@ class ProductLowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """Multiply interval after interval of k, each product added to those before it. With `ends`
-        their sum is D.
+        """Multiply one interval of k after the other, and add the products. With `ends` the sum is
+        D.
         """
         overlaps = len(self.intervals) > 1
         scales = self._scales()
@@ -239,7 +250,7 @@ class ProductLowering(ProgramBuilder):
             self.follow(beside, "", "fork")
         for number, interval in enumerate(self.intervals):
             names = f"a {number}", f"b {number}"
-            if overlaps and interval.after is not None:  # whose memory the panels take
+            if overlaps and interval.after is not None:  # these panels reuse its memory
                 self.emit(Await(f"used {interval.after}"), stream=beside)
             for index, operand_plan in enumerate(self.rank_plan.operand_plans):
                 name, held = names[index], dense[index]
@@ -269,7 +280,7 @@ class ProductLowering(ProgramBuilder):
         ends: bool,
         **how: Any,
     ) -> None:
-        """Multiply two factors into the target; `addend`, the target itself or C, is added."""
+        """Multiply two factors into the target, and add the `addend`: the target itself, or C."""
         step = Gemm(
             *factors,
             target,
@@ -284,28 +295,28 @@ class ProductLowering(ProgramBuilder):
         )
         self.emit(step)
 
-    # -- what float8 operands have besides ---------------------------------------------------------
+    # -- what a product of float8 elements overrides -----------------------------------------------
 
     @property
     def _scale_numbers(self) -> tuple[str, ...]:
-        """Names of scales by which products are multiplied."""
+        """The names of scales that are multiplied to alpha."""
         return ()
 
     def _begin(self) -> None:
-        """Publish what scaled operands have besides their elements."""
+        """Publish more than the operands."""
 
     def _scales(self) -> list[tuple[ScaleOf, ScaleOf] | None]:
         """The scales of each interval's factors."""
         return [None] * len(self.intervals)
 
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
-        """The end of an interval of k in an operand that this rank holds, with what pads it."""
+        """The end of an interval of k in an operand that this rank holds, with its padding."""
         return interval.hi
 
     # -- factors -----------------------------------------------------------------------------------
 
     def _dense(self, index: int, target: Name) -> Name:
-        """An operand that needs no gathering in a form that BLAS takes; "" for one that does."""
+        """An operand that needs no gathering, in a form that BLAS takes; else ""."""
         operand_plan = self.rank_plan.operand_plans[index]
         if operand_plan.gathers:
             return ""
@@ -322,7 +333,7 @@ class ProductLowering(ProgramBuilder):
         return fits(x, self.matrix(target), conjugate=self.problem.conjugate[index])
 
     def _panel(self, index: int, name: Name, interval: Interval, target: Name) -> Name:
-        """Memory for an interval of an operand, in its order where BLAS takes that."""
+        """Memory for an interval of an operand, in the operand's order if BLAS takes that."""
         operand_plan, like = self.rank_plan.operand_plans[index], self.matrix(self.factors[index])
         rows, columns = operand_plan.shape(interval.lo, interval.hi)
         x = self._oriented(index, like._replace(rows=rows, columns=columns), target)
@@ -339,8 +350,8 @@ class ProductLowering(ProgramBuilder):
     # -- after the product -------------------------------------------------------------------------
 
     def _finish(self, parts: tuple[Name, ...] | None) -> bool:
-        """What follows the products of all ranks, `parts` of this one, None if that is D already;
-        whether peers may still read when it is done.
+        """Add what follows the product, whose `parts` this rank has, None if D is there. Whether
+        peers may still read this rank's memory after that.
         """
         strategy, reads_peers = self.strategy, bool(self.problem.epilog.makes_bgrad)
         if self.addition_order:
@@ -365,7 +376,7 @@ class ProductLowering(ProgramBuilder):
         return reads_peers
 
     def _added(self) -> tuple[Name, ...]:
-        """The ranks' products of this rank's part, to be added in rank order."""
+        """The ranks' products for this rank's part of the sums, to be added in this order."""
         shape = self.strategy.reduced.local_shape(self.rank)
         if self.strategy.moves_result:
             self.new("reduced", shape, self.wide, self.order, shared=True)
@@ -377,8 +388,8 @@ class ProductLowering(ProgramBuilder):
         return ("reduced",)
 
     def _add_by_collective(self) -> tuple[Name, ...] | None:
-        """The sum of all ranks' products by one collective; None where it is D: nothing follows,
-        and D lies as the collective writes.
+        """The sum of all ranks' products, by one collective; None where that is D, since nothing
+        follows and D lies as the collective writes.
         """
         pattern, out, dtype = self.rank_plan.pattern, self.out, self.rank_plan.parts_dtype
         assert pattern is not None
@@ -417,9 +428,8 @@ class ProductLowering(ProgramBuilder):
     def _collected(
         self, groups: Sequence[tuple[Move, ...]], name: str, shape: tuple[int, ...], room: str
     ) -> tuple[Name, ...]:
-        """What each group of moves brings of the ranks' matrices of that name, as one matrix each.
-
-        What is one dense box is read in place; the rest is gathered in memory `room`.
+        """One matrix for each group of moves, with what these bring of the ranks' matrices of that
+        name. A group of one dense box is read in place; others are gathered in memory `room`.
         """
         if 0 in shape:
             return ()
@@ -470,7 +480,7 @@ class ProductLowering(ProgramBuilder):
             self.emit(Quantize(target, self.scales_as(3, (1, 1)), "d", amax))
 
     def _sum_of_c(self) -> Name:
-        """C; where each rank has one, their sum."""
+        """The addend: C, or the sum of the ranks' own."""
         if not self.addend or "own c" not in self.arrays:
             return self.addend
         shape = self.arrays["own c"].shape
@@ -480,7 +490,7 @@ class ProductLowering(ProgramBuilder):
         return "all c"
 
     def _add_gradients(self) -> None:
-        """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
+        """Add the gradient of a bias: each rank sums its own elements, then all ranks' sums."""
         epilog, conjugate = self.problem.epilog, False
         _, held, need = gradient_layouts(self.problem)
         self.new("vector", held.local_shape(self.rank), self.wide, "C", shared=True)
@@ -498,7 +508,7 @@ class ProductLowering(ProgramBuilder):
     # -- eight-bit results -------------------------------------------------------------------------
 
     def _find_greatest(self) -> None:
-        """The greatest of all ranks' values."""
+        """Add the greatest of all ranks' absolute values."""
         parts = [
             self.read("amax", f"amax of {move.src}, {word}", move, ((0, 1), (word, word + 1)))
             for move in self.rank_plan.moves("amax")
@@ -508,7 +518,7 @@ class ProductLowering(ProgramBuilder):
 
 
 def _is_whole(moves: Sequence[Move], shape: tuple[int, ...]) -> bool:
-    """Whether moves are one dense box that covers the destination."""
+    """Whether the moves are one dense box, which covers a destination of this shape."""
     if len(moves) != 1 or moves[0].shape != shape:
         return False
     return all(run.count == 1 for run in moves[0].runs)

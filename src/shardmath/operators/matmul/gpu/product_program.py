@@ -1,7 +1,7 @@
-"""The program of a product on one rank's GPU: what binds the steps that only products have.
+"""The program of a product on one rank's GPU: binding the steps that only products have.
 
-What several steps could do at once, one of cuBLASLt's algorithms, a kernel or a collective does
-where it can; else the steps that it would replace are performed.
+Fused steps are done at once, by an algorithm of cuBLASLt, a kernel or a collective, where the GPU
+and the arrays allow it. Elsewhere the steps that they replace are performed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from shardmath.program.steps import (
     SumLines,
 )
 
-# Sums that are faster, or slower, and not the usual.
+# Compute types of cuBLASLt that sum faster or slower than the default.
 _FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
 
 
 class ProductProgram(GPUProgram):
-    """One rank's program of a product, with the steps that its GPU can do."""
+    """One rank's program of a product, as its GPU can do it."""
 
     alignment = ALIGNMENT
 
@@ -80,7 +80,7 @@ class ProductProgram(GPUProgram):
 
     @property
     def memories(self) -> Mapping[str, Memory]:
-        """The memories of the lane that the steps need which are performed."""
+        """The memories of the lane that the performed steps need."""
         return self._memories
 
     def performed(self, steps: Sequence[Any]) -> list[Any]:
@@ -98,7 +98,7 @@ class ProductProgram(GPUProgram):
         return chosen
 
     def _does_epilog(self, plan: EpilogProduct) -> bool:
-        """Whether cuBLASLt has an algorithm for the product with that epilog."""
+        """Whether cuBLASLt has an algorithm for a product with its epilog."""
         (step,) = (step for step in plan.steps if isinstance(step, Gemm))
         x = {name: view.matrix for name, view in self.program.arrays.items()}
         return has_algorithm(
@@ -116,7 +116,7 @@ class ProductProgram(GPUProgram):
     # -- where things lie --------------------------------------------------------------------------
 
     def _matrix(self, name: Name, memories: Memories) -> Matrix:
-        """A matrix of this rank's, or of a peer's."""
+        """A matrix of this rank, or of a peer."""
         peer = self.program.peers.get(name)
         if peer is None:
             view = self.program.arrays[name]
@@ -135,7 +135,7 @@ class ProductProgram(GPUProgram):
         return self._matrix(name, memories).address if name else 0
 
     def _given(self, name: Name, memories: Memories) -> Matrix | None:
-        """The array of that name, if the number of that name is none."""
+        """The array of that name, None where there is a number instead."""
         return self._matrix(name, memories) if name in self.program.arrays else None
 
     # -- moves -------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class ProductProgram(GPUProgram):
 
         return run
 
-    # -- what several steps are done by ------------------------------------------------------------
+    # -- fused steps -------------------------------------------------------------------------------
 
     def _add_by_collective(self, step: Fused, memories: Memories) -> Launch:
         plan: Collective = step.plan
@@ -283,7 +283,7 @@ class ProductProgram(GPUProgram):
         return run
 
     def _multiply_panels(self, step: Fused, memories: Memories) -> Launch:
-        """Multiply by `PanelGemm`; where copy engines do not suit, one interval after another."""
+        """Multiply by `PanelGemm`, or by intervals where copy engines cannot bring panels."""
         a, b, d = (self._matrix(name, memories) for name in "abd")
         panel_gemm = PanelGemm(self._rank_plan, a, b, d, self.lane)
         places = [
@@ -298,7 +298,7 @@ class ProductProgram(GPUProgram):
         return run
 
     def _place(self, name: Name, src: int, memories: Memories) -> tuple[int, tuple[int, ...]]:
-        """The address of the part of op(A) or op(B) that a rank has, and its strides in bytes."""
+        """The address of a rank's part of op(A) or op(B), and its strides in bytes."""
         own = self._matrix(name, memories)
         if src != self.rank:
             return self.peers_view(Peer(name, src, own.dtype, ((0, 0), (0, 0))), memories)
@@ -323,7 +323,7 @@ class ProductProgram(GPUProgram):
 
 
 def memories_of(program: RankProgram, steps: Sequence[Any]) -> dict[str, Memory]:
-    """The memories of the lane that these steps use, and those that peers reach."""
+    """The memories of the lane that these steps use, or that peers reach."""
     names = {name for step in steps for name in buffer_names(step)}
     names = {program.arrays[name].memory if name in program.arrays else name for name in names}
     names |= {view.memory for view in program.told.values() if view is not None}
@@ -331,18 +331,18 @@ def memories_of(program: RankProgram, steps: Sequence[Any]) -> dict[str, Memory]
 
 
 def collectives_of(context: Context, lane: Lane) -> DeviceCollectives:
-    """The collectives of a lane: operations in other lanes never wait for them. Collective, when
-    asked for first; raises HeapExhausted on all ranks.
+    """The collectives of a lane: operations in other lanes never wait for them. Collective when
+    first asked for; raises HeapExhausted on all ranks.
 
-    Large ones take up to half of each multiprocessor, so those of two lanes find room at once; of
-    three lanes and more they are to begin in the same order on all ranks (see `DeviceCollectives`).
+    A large one takes up to half of each multiprocessor, so that two lanes' run at once. Those of
+    three and more lanes have to begin in the same order on all ranks: see `DeviceCollectives`.
     """
     name = f"sums of lane {lane.number}"
     return context.cache(name, lambda: DeviceCollectives.separate(context))
 
 
 def _fused_epilog(step: Gemm, matrix: Callable[[Name], Matrix]) -> FusedEpilog:
-    """How a product is told of its epilog."""
+    """The epilog of a product, for cuBLASLt."""
     bias = (matrix(step.bias).address, matrix(step.bias).row_stride) if step.bias else None
     aux = matrix(step.aux) if step.aux else None
     if step.epilog is MatmulEpilog.DEFAULT:

@@ -1,7 +1,6 @@
-"""The part of a strategy that one rank performs on its GPU, and the arrays of one execution.
+"""One rank's part of a strategy on its GPU, and the placement of the arrays of one execution.
 
-A rank plan is derived from the strategy alone, kept with the plan, and the same for every
-execution.
+A rank plan follows from the strategy alone. It is kept with the plan, for all executions.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import Overlap, Transfer
 
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
-# Of an operand every parcel has k slowest: an interval of k is one range of its bytes.
+# Parcels of operands have k as slowest axis: an interval of k is then one range of bytes.
 _SLOWEST = {"a": (1, 0), "b": (0, 1)}
 
 
 class Placement(NamedTuple):
-    """The places of an execution's arrays: their matrices by name, with addresses modulo ALIGNMENT,
-    and which of a and b are on the heap. Of its numbers those that are 1, and those that are 0.
+    """All that a program depends on in an execution's arrays and numbers: matrices by name, with
+    addresses modulo ALIGNMENT; whether a and b are on the heap; which numbers are 1, and which 0.
     """
 
     arrays: tuple[tuple[str, Matrix], ...]
@@ -61,14 +60,14 @@ class Placement(NamedTuple):
 
 
 def placement_of(arrays: Mapping[str, Operand], numbers: Mapping[str, complex]) -> Placement:
-    """The places of an execution's arrays, as far as a program depends on them, and its numbers.
+    """The placement of an execution's arrays, and of its numbers.
 
-    Arrays have the names that programs have for them: op(A) is "a", op(B) "b", C "c" and D "d";
-    what an epilog reads and makes, and scales.
+    Arrays are named as in programs: op(A) is "a", op(B) "b", C "c" and D "d"; scales, and inputs
+    and outputs of epilogs, have their own names.
     """
     matrices = []
     for name, array in arrays.items():
-        if name in SCALES and len(array.shape) < 2:  # one axis fits one of its matrix
+        if name in SCALES and len(array.shape) < 2:  # a vector, for either axis of its matrix
             step = 0 if not array.shape else array.strides[0] // array.itemsize
             x = Matrix(array.address, array.size, 1, step, step, array.dtype)
         else:
@@ -92,8 +91,8 @@ def matrix_of(array: Operand) -> Matrix:
 class RankPlan(OnHosts, Immutable):
     """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
-    All moves of peers are out of what they share: their arrays, or, where ranks are on several
-    hosts, the parcels that they pack.
+    Moves read what peers share: their arrays or, where ranks are on several hosts, the parcels that
+    they pack.
     """
 
     strategy: Strategy
@@ -106,13 +105,13 @@ class RankPlan(OnHosts, Immutable):
         return Machine("cuda", self.hosts)
 
     def transfer(self, name: str) -> Transfer:
-        """What passes from rank to rank of the matrices of that name."""
+        """How the matrices of that name pass from rank to rank."""
         problem = self.strategy.problem
         if name == "amax":
             return amax_transfer(problem.size)
         if name.startswith("scales "):
             moves = self.scale_moves["ab".index(name[-1])]
-            assert moves is not None, "there are some"
+            assert moves is not None, "they travel"
             return moves.transfer
         step = self.strategy.passed[name]
         if isinstance(step, steps.Move):
@@ -121,7 +120,7 @@ class RankPlan(OnHosts, Immutable):
         return Overlap(step.held, step.needed, itemsize, step.alone)
 
     def delivery(self, name: str, itemsize: int) -> Delivery:
-        """How they pass between hosts, elements being of so many bytes."""
+        """How they pass between hosts, as elements of so many bytes."""
         key = "delivery", name, itemsize
         if key not in self.cache:
             transfer: Any = self.transfer(name)
@@ -133,14 +132,14 @@ class RankPlan(OnHosts, Immutable):
         return delivery
 
     def moves(self, name: str) -> tuple[Move, ...]:
-        """The moves into this rank out of the ranks' matrices of that name, or of their parcels."""
+        """The moves into this rank, from the ranks' matrices of that name or from their parcels."""
         transfer = self.transfer(name)
         if self.multi_host:
             return self.delivery(name, transfer.itemsize).moves
         return transfer.into(self.rank)
 
     def added(self, name: str) -> list[tuple[Move, ...]]:
-        """The moves of what this rank adds up, for each source rank in order."""
+        """The moves of the parts that this rank adds up: a group for each source rank, in order."""
         step, moves = self.strategy.passed[name], self.moves(name)
         assert isinstance(step, Combine), name
         sources = step.sources(self.rank)
@@ -178,8 +177,8 @@ class RankPlan(OnHosts, Immutable):
         return plan, room
 
     def _passes_over_sums(self, panels: int) -> float:
-        """Seconds that several panels of float8 operands cost: their sums are added up in memory,
-        as float32, which each further panel reads and writes, and are then rounded.
+        """Seconds that several panels of float8 operands cost more than one: their sums are float32
+        in memory, which each further panel reads and writes, and which is rounded at the end.
         """
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
         sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
@@ -191,14 +190,14 @@ class RankPlan(OnHosts, Immutable):
 
     @cached_property
     def rounds(self) -> Rounds | None:
-        """How eight-bit lines that all ranks need come; None where none do."""
+        """The rounds in which eight-bit lines come that all ranks need; None where none do."""
         return (
             rounds_of(self.strategy) if self.multiplies_elements and not self.multi_host else None
         )
 
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
-        """How the scales of float8 operands get here."""
+        """The moves of the scales of float8 operands."""
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
 
     @cached_property
@@ -208,17 +207,17 @@ class RankPlan(OnHosts, Immutable):
 
     @property
     def multiplies_elements(self) -> bool:
-        """Whether operands are multiplied as eight-bit elements, with scales."""
+        """Whether cuBLASLt multiplies eight-bit elements, with their scales."""
         return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """What has been worked out, and what of it is on the device, for the next executions."""
+        """Results kept for the next executions, on the host and on the device."""
         return {}
 
     @cached_property
     def algorithms(self) -> Algorithms:
-        """The algorithms of cuBLASLt that were chosen for this rank's products by timing them."""
+        """The algorithms of cuBLASLt that timing has chosen for this rank's products."""
         return Algorithms()
 
     @cached_property
@@ -258,9 +257,9 @@ class RankPlan(OnHosts, Immutable):
         return dtypes.accumulator(problem.dtype).name
 
     def addition_order(self, order: str) -> str:
-        """The order in which one collective adds up the products, for a result in that order.
+        """The memory order in which one collective adds up the products, for a result in `order`.
 
-        "" where none does: parts of it would not lie as the ranks want them.
+        "" where no collective can: the ranks' parts would not be contiguous.
         """
         if self.pattern is None or not self.pattern.adds:
             return ""
@@ -271,11 +270,11 @@ class RankPlan(OnHosts, Immutable):
 
     @property
     def multiplies(self) -> bool:
-        """Whether this rank has a product to compute: it may have no elements, or none of k."""
+        """Whether this rank has a product to compute: its part, or its range of k, may be empty."""
         strategy, rank = self.strategy, self.rank
         return 0 not in strategy.sums.local_shape(rank) and strategy.depth[rank].length > 0
 
     @cached_property
     def reads_peers(self) -> bool:
-        """Whether any rank reads another's operand where that is shown."""
+        """Whether any rank reads another's operand."""
         return self.rounds is None and any(transfer.crosses for transfer in self.strategy.transfers)

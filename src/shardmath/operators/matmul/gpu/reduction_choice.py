@@ -1,7 +1,7 @@
-"""How the parts of a product that add up become its result: one kernel, or cuBLAS and a collective.
+"""Choosing how the ranks' products are added up: by one kernel, or by cuBLAS and a collective.
 
-Their predicted times decide, which are counted from bytes and operations and the rates of one
-table. Pure: the same on all ranks for the same largest `depth`.
+Predicted times decide, counted from bytes, operations and the rates of one table. Pure, and the
+same on all ranks for the same largest `depth`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardmath.operators.matmul.gpu.tile_order import (
 )
 from shardmath.operators.matmul.strategy import Strategy
 
-_MULTIPLIERS = 128  # multiprocessors that share out the tiles of our kernel
+_MULTIPLIERS = 128  # multiprocessors that multiply tiles in our kernel
 _REDUCER_BLOCKS = 4
 _BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
 _MOST_BANDS, _MOST_CHUNKS = 16, 64
-_EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
+_EXACT_BYTES = 512 << 10  # of the largest result whose parts are added unrounded, as float32
 
 
 class Choice(Immutable):
-    """What was chosen, and the predicted seconds of both ways."""
+    """Whether one kernel is faster, and the predicted seconds of both ways."""
 
     fused: bool
     fused_seconds: float
@@ -43,13 +43,13 @@ class Choice(Immutable):
         return f"{first} ({times[0] * 1e6:.0f} us; {second} {times[1] * 1e6:.0f} us)"
 
 
-EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # that the kernels do
+EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # those that the kernels can do
 
 
 @lru_cache(256)
 def choose(kind: str, problem: SplitKProduct) -> Choice:
-    """The faster way of a "reduce-scatter", after which rank r has `rows[r]` rows of the product,
-    or of an "all-reduce", after which every rank has all rows.
+    """The faster way to a "reduce-scatter", after which rank r has `rows[r]` rows of the sum, or to
+    an "all-reduce", after which every rank has all rows.
     """
     if kind == "reduce-scatter":
         fused, separate = _scattering(problem), _separate(problem, ways=1)
@@ -59,8 +59,8 @@ def choose(kind: str, problem: SplitKProduct) -> Choice:
 
 
 def predicted(strategy: Strategy) -> float | None:
-    """Seconds of 16-bit floats that are added up by the faster of the two ways; None of anything
-    else.
+    """The seconds of a product of 16-bit floats that is added up, by the faster of the two ways;
+    None for other products.
     """
     pattern, problem = pattern_of(strategy), strategy.problem
     if pattern is None or not pattern.adds or problem.dtype not in HALVES:
@@ -71,7 +71,7 @@ def predicted(strategy: Strategy) -> float | None:
 
 
 def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
-    """The product of the rank with most of k, of a strategy of such a form."""
+    """The product of the rank with most of k, in a strategy of such a pattern."""
     problem = strategy.problem
     m, n, k = problem.shape
     most = max(part.length for part in strategy.depth)
@@ -81,18 +81,17 @@ def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
 
 
 def adds_in_half_precision(elements: int) -> bool:
-    """Whether the ranks' parts of so many 16-bit floats are rounded before a collective adds them
-    up.
+    """Whether the ranks' parts of so many 16-bit floats are rounded before a collective adds them.
 
-    The kernel always does so. A small result is the sum of float32: that takes a few microseconds
+    The kernel always does so. Parts of a small result stay float32, which takes a few microseconds
     more at most.
     """
     return 2 * elements > _EXACT_BYTES
 
 
 def choose_schedule(problem: SplitKProduct) -> TileSchedule:
-    """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
-    tiles for 128 in even numbers, and not for 132.
+    """The schedule of a reduce-scatter. Four multiprocessors add up and 128 multiply: the tiles of
+    most large products divide evenly among 128, and not among 132.
     """
     return TileSchedule(
         min(8, _down(problem)), _REDUCER_BLOCKS, stagger_cycles=_stagger_cycles(problem)
@@ -100,10 +99,10 @@ def choose_schedule(problem: SplitKProduct) -> TileSchedule:
 
 
 def choose_shared_schedule(problem: SplitKProduct) -> TileSchedule:
-    """How to cut the work where all ranks get the sums.
+    """The schedule of an all-reduce.
 
-    A chunk is half of what all multiprocessors multiply at once, or more: bands of few rows of
-    tiles, of all owners, and these cut by columns.
+    A chunk is at least half of what all multiprocessors multiply at once: a band of few rows of
+    tiles, of all owners, cut by columns.
     """
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     high = sum(-(-rows // TILE_ROWS) for rows in problem.rows)  # rows of tiles of all ranks
@@ -118,9 +117,9 @@ def choose_shared_schedule(problem: SplitKProduct) -> TileSchedule:
 
 
 def _stagger_cycles(problem: SplitKProduct) -> int:
-    """By how many cycles each pair of blocks begins later than the one before: then they send one
-    after another, and the last of them begins when the first would have sent its tiles. Where there
-    are tiles for them once only, all begin at once.
+    """By how many cycles each pair of blocks begins later than the one before, so that they send
+    one after another: the last begins when the first has sent its tiles. Where each multiplies one
+    tile only, all begin at once.
     """
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     if tiles <= _MULTIPLIERS:
@@ -131,7 +130,7 @@ def _stagger_cycles(problem: SplitKProduct) -> int:
 
 
 def _scattering(problem: SplitKProduct) -> float:
-    """Seconds of the kernel that sends tiles while it multiplies, and of its sums."""
+    """Seconds of GEMM + ReduceScatter by one kernel, which sends tiles while it multiplies."""
     together = max(_multiplying(problem), _reading(problem), _sent(problem) / h200.SCATTERED)
     return 4 * h200.KERNEL_START + together + _last(problem) / h200.SCATTERED
 
@@ -146,15 +145,16 @@ def _sharing(problem: SplitKProduct) -> float:
 
 
 def _last(problem: SplitKProduct) -> float:
-    """Bytes that a rank sends of the last tile of each multiprocessor."""
+    """Bytes that a rank sends after its last tiles: those of one on each multiprocessor."""
     tiles = 2.0 * _MULTIPLIERS * TILE_ROWS * TILE_COLUMNS
     return min(1.0, tiles / _result(problem)) * _sent(problem)
 
 
 def _separate(problem: SplitKProduct, *, ways: int) -> float:
-    """Seconds of cuBLAS and then one collective, which sends the result so many `ways`.
+    """Seconds of cuBLAS and then one collective, which sends the result once or, with two `ways`,
+    there and back.
 
-    cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
+    cuBLAS cuts k where there are few tiles, so that operations or memory limit it.
     """
     wide = not adds_in_half_precision(problem.height * problem.columns)
     sent = (2 if wide else 1) * ways * _sent(problem) / (h200.SCATTERED, h200.SHARED)[ways - 1]
@@ -164,7 +164,7 @@ def _separate(problem: SplitKProduct, *, ways: int) -> float:
 
 
 def _multiplying(problem: SplitKProduct) -> float:
-    """Seconds: tiles are computed in rounds of one on each multiprocessor."""
+    """Seconds to multiply, in rounds of one tile on each multiprocessor."""
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
     return -(-tiles // _MULTIPLIERS) * work * h200.PROCESSORS / h200.HALF_PRODUCT
@@ -176,7 +176,7 @@ def _reading(problem: SplitKProduct) -> float:
 
 
 def _result(problem: SplitKProduct) -> int:
-    """Bytes of all rows of it."""
+    """Bytes of the whole result."""
     return 2 * problem.height * problem.columns
 
 
@@ -186,5 +186,5 @@ def _sent(problem: SplitKProduct) -> float:
 
 
 def _down(problem: SplitKProduct) -> int:
-    """Rows of tiles of the rank that has most."""
+    """Rows of tiles of the rank with most rows."""
     return max(1, -(-max(problem.rows) // TILE_ROWS))

@@ -1,8 +1,8 @@
-"""How the lines of an operand get to all ranks, and which products follow on which of them: pure.
+"""Rounds in which the lines of an operand get to all ranks, and the products between them. Pure.
 
-Lines are rows of op(A) or columns of op(B); every rank has some, and needs all. Large parts come in
-rounds: in each a rank sends its lines to one other and hears from one, so that every link carries
-one stretch at a time. Lines that follow each other and have come are multiplied while others come.
+Lines are rows of op(A) or columns of op(B). Every rank has some and needs all. Large parts come in
+rounds: in each, a rank sends its lines to one other and receives those of one, so that a link
+carries one part at a time. Adjacent lines that have come are multiplied while others come.
 
     4 ranks       own  round 1  2  3      after rounds 0, 1 and 3 products of the lines of ranks
     rank 0        0          1  2  3      0     1     2 and 3
@@ -10,7 +10,7 @@ one stretch at a time. Lines that follow each other and have come are multiplied
     rank 2        2          3  0  1      2     3     0 and 1
     rank 3        3          2  1  0      3     2     0 and 1
 
-Small parts come all at once, pushed by a kernel, and there is one product.
+Small parts are pushed to all ranks by one kernel, and one product follows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardmath.operators.matmul.gpu.patterns import gathered_lines
 from shardmath.operators.matmul.strategy import Strategy
 
 _TILE = 128  # lines of a tile of a product
-_ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
+_ROOM = 16 << 30  # bytes of all lines; more come in panels along k, which take turns in memory
 
 
 class Stage(Immutable):
-    """Lines `lo` to `hi`, which have come and are multiplied after a round; 0: this rank's own."""
+    """Lines `lo` to `hi`, which are multiplied after a round; 0 for this rank's own lines."""
 
     round: int
     lo: int
@@ -39,8 +39,8 @@ class Stage(Immutable):
 
 
 class Rounds(Immutable):
-    """How operand `index`, 0 for op(A), comes: the `lines` of each rank, in the order of ranks, and
-    the rounds that products follow on, from 0 to the last; none where all comes at once.
+    """The rounds of operand `index`, 0 for op(A). `lines` are the number of each rank's, and `cuts`
+    the rounds after which there is a product, from 0 to the last; () where all lines come at once.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Rounds(Immutable):
 
     @property
     def count(self) -> int:
-        """The number of rounds; 0 where all comes at once."""
+        """The number of rounds; 0 where all lines come at once."""
         return len(self.lines) - 1 if self.cuts else 0
 
     def target(self, rank: int, number: int) -> int:
@@ -68,7 +68,7 @@ class Rounds(Immutable):
         return rank ^ number if size & (size - 1) == 0 else (rank - number) % size
 
     def stages(self, rank: int) -> list[Stage]:
-        """What a rank multiplies, in order."""
+        """The products of a rank, in order."""
         if not self.cuts:
             return [Stage(0, 0, self.starts[-1])]
         stages = [Stage(0, self.starts[rank], self.starts[rank + 1])]
@@ -92,8 +92,8 @@ class Rounds(Immutable):
 
 
 def rounds_of(strategy: Strategy) -> Rounds | None:
-    """How the operand comes that all ranks need whole, of a strategy that gathers one, along whole
-    k, and needs nothing else; None for others, and for what is too large. The same on all ranks.
+    """The rounds of a strategy in which all ranks need one operand whole, and nothing else moves;
+    None for other strategies, and for too large an operand. The same on all ranks.
     """
     pattern, k = gathered_lines(strategy), strategy.problem.shape[2]
     if pattern is None or strategy.problem.size == 1 or not 0 < k * sum(pattern.rows) <= _ROOM:
@@ -105,14 +105,14 @@ def rounds_of(strategy: Strategy) -> Rounds | None:
 
 
 def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
-    """The rounds that products of `lines` by `others` lines of the other operand follow on, in the
-    least time; none where it is less with one product when all has come.
+    """The rounds after which products of `lines` by `others` lines of the other operand are done
+    soonest; () where one product, after all lines have been pushed, is done sooner.
     """
     if any(start % GRAIN for start in accumulate(lines)):
         return ()
     size, most, deep = len(lines), max(lines), up(k, GRAIN)
     round_seconds = h200.COPY_START + most * deep / h200.ENGINE
-    ends = [_seconds(most, others, k)]  # when the lines of so many rounds have been multiplied
+    ends = [_seconds(most, others, k)]  # when all lines up to a round have been multiplied
     follows = [0]
     for number in range(1, size):
         arrival = 2 * h200.BARRIER + h200.ENGINES_START + number * round_seconds

@@ -1,4 +1,4 @@
-"""A product whose rows are split: what each rank multiplies after a gather, and why it may not fit.
+"""A product of rows that all ranks gather: what each rank multiplies, in which order. Pure.
 
 Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Each
 rank hands its rows to the others, its right neighbour first, so that they come in the order own,
@@ -23,15 +23,15 @@ from shardmath.operators.matmul.gpu.local_product import LocalProduct, OperandLa
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
-CHUNKS = 8  # of k, at most, in which rows come
-PIECES = 4  # in which copy engines bring what is waited for: a copy takes long to begin
-DEPTH = 64  # of k, that is multiplied at once
+CHUNKS = 8  # the most parts of k in which rows come
+PIECES = 4  # parts in which copy engines bring rows that are waited for: a copy takes long to begin
+DEPTH = 64  # indices of k that are multiplied at once
 _LINE = 128  # bytes
-_SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
+_SHARED_BYTES = 226 << 10  # of a block, less what the barriers need
 
 
 class RowSplitProduct(LocalProduct):
-    """See LocalProduct: rows of A come from all ranks.
+    """A LocalProduct whose rows of A come from all ranks.
 
     `rows`, of A on each rank, `depth`, `dtype` and the order of A are the same on all ranks;
     `columns`, those of this rank, the pitches, the layout of B and `out`, the order of the result,
@@ -40,7 +40,7 @@ class RowSplitProduct(LocalProduct):
 
     out: str = "C"
 
-    most_ranks = 64  # whose maps fit in a kernel's argument
+    most_ranks = 64  # their tensor maps fit in a kernel's argument
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
@@ -55,24 +55,24 @@ class RowSplitProduct(LocalProduct):
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """The first k of each, and the last and one."""
+        """The bounds of each chunk along k."""
         length = self.chunk * DEPTH
         return tuple((k, min(self.depth, k + length)) for k in range(0, self.depth, length))
 
     # -- where the gathered rows lie, the same on all ranks ----------------------------------------
 
     def gathered(self, rank: int) -> OperandLayout:
-        """How the rows of `rank` lie: in the order of A."""
+        """The layout of the gathered rows of `rank`, in the order of A."""
         length = self.depth if self.a.order == "C" else self.rows[rank]
         return OperandLayout(self.a.order, up(length, ALIGNMENT // 2))
 
     def lines(self, rank: int) -> int:
-        """How many rows ("C") or columns ("F") they have."""
+        """How many contiguous lines those are: rows ("C") or columns ("F")."""
         return self.rows[rank] if self.a.order == "C" else self.depth
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Bytes before the rows of each rank; the last is the size of all."""
+        """The bytes before the rows of each rank, and the size of all."""
         offsets = [0]
         for rank in range(len(self.rows)):
             offsets.append(
@@ -86,7 +86,7 @@ class RowSplitProduct(LocalProduct):
         return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
 
     def arrivals(self, rank: int) -> list[int]:
-        """The ranks whose rows `rank` multiplies, in order of arrival, its own first. Ranks without
+        """The ranks whose rows `rank` multiplies, in order of arrival: its own first. Ranks without
         rows are left out.
         """
         size = len(self.rows)
@@ -95,9 +95,10 @@ class RowSplitProduct(LocalProduct):
 
 
 class Tiling(Immutable):
-    """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors. The nearest `piecewise` ranks on the
-    right get this rank's rows in pieces, so that their tiles can begin soon.
+    """How one rank cuts its work: tiles of `width` columns, `cluster` of them above each other
+    share these, `stages` of k in flight at once, on `blocks` multiprocessors. The nearest
+    `piecewise` ranks on the right get this rank's rows in pieces, so that their tiles can begin
+    soon.
     """
 
     width: int
@@ -112,11 +113,11 @@ class Tiling(Immutable):
         return max(1, self.blocks // self.cluster)
 
     def unit_rows(self, rows: int) -> int:
-        """Units, of `cluster` tiles each, that `rows` have above each other."""
+        """How many units of `cluster` tiles lie above each other in `rows`."""
         return -(-rows // (TILE_ROWS * self.cluster))
 
     def tile_columns(self, columns: int) -> int:
-        """Tiles next to each other."""
+        """How many tiles lie side by side in `columns`."""
         return -(-columns // self.width)
 
     def shared_bytes(self, *, b_along_k: bool) -> int:
@@ -126,7 +127,7 @@ class Tiling(Immutable):
 
 
 def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tiling:
-    """The tiling for which `predicted` says that the last tile is done first."""
+    """The tiling whose last tile is predicted to be done first."""
     cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
     size = len(problem.rows)
     blocks = processors - _SPARE if size > 1 else processors
@@ -139,7 +140,7 @@ def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tilin
 
 
 def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
-    """Seconds until the last tile is done: units are dealt out in turn, and wait for their rows."""
+    """Seconds until the last tile is done: clusters take units in turn, which wait for rows."""
     unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + h200.TILE
     unit /= _EFFICIENCY[tiling.width]
     free = [0.0] * tiling.clusters
@@ -154,7 +155,7 @@ def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
 
 
 def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[float, float]]:
-    """When the first chunk of each rank's rows comes, and the last, in the order of `arrivals`."""
+    """When the first and the last chunk of each rank's rows come, in the order of `arrivals`."""
     peers = problem.arrivals(rank)
     arrivals = [(0.0, 0.0)] * peers.count(rank)
     peers = peers[len(arrivals) :]
@@ -172,11 +173,10 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
 
 
 def is_fused_faster(problem: RowSplitProduct) -> bool:
-    """Whether to multiply while rows arrive; else gather first, and multiply then.
+    """Whether to multiply while rows arrive, or first to gather, and then to multiply by cuBLAS.
 
-    To be asked of the same problem on all ranks: that of the rank with most columns. A product of
-    few rows has too few tiles for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS
-    are done first.
+    All ranks must ask about the same problem, that of the rank with most columns. A product of few
+    rows has too few tiles for the GPU; cuBLAS cuts it along k, and is done sooner.
     """
     size = len(problem.rows)
     if size == 1:
@@ -189,8 +189,9 @@ def is_fused_faster(problem: RowSplitProduct) -> bool:
 
 _FLOPS = h200.FUSED_PRODUCT / h200.PROCESSORS  # of one multiprocessor
 _MOST_PIECEWISE = 3  # ranks
-_SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
-# of a multiprocessor has the registers of a warp left
+# Multiprocessors for the kernel that starts the copies: a block of the product leaves no quarter of
+# its multiprocessor the registers for another warp.
+_SPARE = 4
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
 
 
@@ -200,7 +201,7 @@ def _stages(width: int) -> int:
 
 
 def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
-    """No more blocks than finish in as many turns: those left over have the rest to do."""
+    """The tiling with as few blocks as finish in the same number of turns."""
     units = sum(tiling.unit_rows(rows) for rows in problem.rows) * tiling.tile_columns(
         problem.columns
     )

@@ -1,8 +1,8 @@
-"""How scales of float8 operands get to the ranks that multiply, and whether they can: pure.
+"""How scales of float8 operands travel to the ranks that multiply, if they can. Pure.
 
 The scales of an operand are a matrix of lines x blocks of k, where lines are rows of op(A) or
-columns of op(B). Blocks are counted within a rank's part; where all parts begin and end at
-multiples of 128 of k these are blocks of the whole matrix too, and travel as its elements do.
+columns of op(B). A rank counts blocks within its part. Where all parts begin and end at multiples
+of 128, these are also blocks of the whole matrix, and travel as its elements do.
 
     a, b                    modes of the product
     tensor, tensor          tensor, tensor
@@ -31,8 +31,8 @@ from shardmath.redistribution import TransferPlan
 
 
 class ScaleMoves(Immutable):
-    """One operand's scales on their way. `blocks` are the lines and indices of k of those that
-    travel; those that a rank was given, `given`, may be of more lines.
+    """The moves of one operand's scales. `given` are the blocks of the scales that a rank has, and
+    `blocks` those of the scales that travel, which may be of fewer lines.
     """
 
     given: Blocks
@@ -49,10 +49,12 @@ class ScaleMoves(Immutable):
 def choose_strategy(
     problem: Problem, machine: Machine
 ) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
-    """The fastest strategy that can multiply elements; where there is none, or the one that was
-    asked for cannot, a strategy for the numbers that they stand for.
+    """The fastest strategy, and all candidates with their costs.
+
+    For scaled operands it is one that multiplies the elements themselves. Where none can, or the
+    one that the problem names cannot, it is a strategy for the numbers that elements stand for.
     """
-    fused = [] if machine.multi_host else [predicted]  # kernels that move what they multiply
+    fused = [] if machine.multi_host else [predicted]
     strategy, compared = choose(problem, machine.rates, *fused)
     if problem.scaling is None:
         return strategy, compared
@@ -63,11 +65,11 @@ def choose_strategy(
     return choose(problem.widened(), machine.rates)
 
 
-_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum an operand's numbers
+_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # these sum the numbers of an operand
 
 
 def keeps_blocks(strategy: Strategy) -> bool:
-    """Whether blocks of k are the same for all ranks, in the operands and in what is multiplied."""
+    """Whether all ranks count blocks of k alike, before operands move and after."""
     problem = strategy.problem
     assert problem.scaling is not None
     k = problem.shape[2]
@@ -81,7 +83,7 @@ def keeps_blocks(strategy: Strategy) -> bool:
 
 
 def modes(strategy: Strategy) -> tuple[str, str]:
-    """The modes of the product, of A and of B."""
+    """The modes of the scales of A and of B in the product."""
     scaling = strategy.problem.scaling
     assert scaling is not None
     given = (scaling.a, scaling.b)
@@ -98,7 +100,7 @@ def modes(strategy: Strategy) -> tuple[str, str]:
 
 
 def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
-    """The moves of the scales of op(A), index 0, or op(B); None where one number is all."""
+    """The moves of the scales of op(A), index 0, or op(B); None for one scale for all."""
     scaling = strategy.problem.scaling
     assert scaling is not None
     granularity = (scaling.a, scaling.b)[index]
@@ -131,14 +133,14 @@ def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
 
 
 def blocks_in_layout(mode: str, blocks: Blocks) -> Blocks:
-    """The `blocks` of scales laid out in `mode`, counted in rows and columns of their matrix."""
+    """The blocks of scales laid out in `mode`, in rows and columns of the laid out matrix."""
     rows, columns = blocks
     lines = None if rows is None else 1 if mode == "squares" else rows
     return Blocks(lines, None if columns is None else 1)
 
 
 def lies_as(x: Matrix, wanted: Matrix) -> bool:
-    """Whether the wanted columns of a matrix of scales can be read in place."""
+    """Whether scales lie as `wanted` in their first columns, so that they are read in place."""
     steps = (
         x.rows == 1 or x.row_stride == wanted.row_stride,
         wanted.columns == 1 or x.column_stride == wanted.column_stride,
@@ -148,14 +150,14 @@ def lies_as(x: Matrix, wanted: Matrix) -> bool:
 
 
 def _keeps_lines(strategy: Strategy, index: int) -> bool:
-    """Whether blocks of 128 lines are the same for all ranks."""
+    """Whether all ranks count blocks of 128 lines alike."""
     transfer = strategy.transfers[index]
     layouts = transfer.src, transfer.dst
     return all(_is_aligned(x, index, x.global_shape[index]) for x in layouts)
 
 
 def _is_aligned(layout: Layout, axis: int, extent: int) -> bool:
-    """Whether all parts with elements are made of blocks of 128 of the whole axis."""
+    """Whether all parts with elements consist of whole blocks of 128 of the axis."""
     return all(
         part.start % BLOCK == 0
         and part.period % BLOCK == 0
@@ -167,7 +169,7 @@ def _is_aligned(layout: Layout, axis: int, extent: int) -> bool:
 
 
 def _coarse(layout: Layout, index: int, blocks: Blocks) -> Layout:
-    """The layout of scales of such blocks, lines first, for that of the elements."""
+    """The layout of scales of such blocks, lines first, for a layout of elements."""
     lines, k = layout.global_shape[index], layout.global_shape[1 - index]
     shape = blocks.shape(lines, k)
     empty = [0 in layout.local_shape(rank) for rank in range(layout.size)]
@@ -184,6 +186,6 @@ def _coarse(layout: Layout, index: int, blocks: Blocks) -> Layout:
 
 
 def _divided(part: Spans, unit: int) -> Spans:
-    """The blocks of `unit` indices that aligned spans are made of."""
+    """Aligned spans, counted in blocks of `unit` indices."""
     block = -(-part.block // unit)
     return Spans(part.start // unit, block, part.period // unit, -(-part.stop // unit))

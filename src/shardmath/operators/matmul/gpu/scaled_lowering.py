@@ -1,4 +1,4 @@
-"""The phases of a product of float8 operands that are multiplied as they are, as steps. Pure."""
+"""The phases of a product of float8 elements, which cuBLASLt multiplies with their scales. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.product_lowering import ProductLowering
+from shardmath.operators.matmul.gpu.rank_plan import Placement, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
@@ -23,7 +24,7 @@ from shardmath.operators.matmul.gpu.scale_moves import (
 )
 from shardmath.operators.matmul.gpu.steps import AddUp, Clear, LayOut, Name, Push, ScaleOf
 from shardmath.operators.matmul.scaling import SCALES, Scaling
-from shardmath.program.rank_program import Peer
+from shardmath.program.rank_program import Peer, RankProgram
 from shardmath.program.steps import READ, TAKEN, Await, Convert, Record
 from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution.plan import SomeMoves
@@ -35,16 +36,16 @@ _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 class ScaledLowering(ProductLowering):
     """Lowers a product of float8 operands, which are multiplied as they are, with their scales.
 
-    cuBLASLt wants both operands along k, and all at multiples of 16 bytes. What lies so is used in
-    place; the rest comes, or is copied, into memory that is padded along k with zeros. A result
-    that does not suit is computed in padded memory too, whose last lines nobody reads. Scales
-    travel as the elements do, and are laid out for each interval of k as its product wants them.
+    cuBLASLt wants both operands contiguous along k, and everything at multiples of 16 bytes.
+    Operands that lie so are used in place; others are gathered or copied into memory that is padded
+    along k with zeros. A result that does not suit is computed in padded memory, too, whose last
+    lines nobody reads. Scales travel as the elements do, and are laid out for each interval of k.
 
-    Lines of an operand that all ranks need are sent to all, beside the products of those that are
-    here: see `rounds`. Every rank has room for them and their scales, where peers write. A barrier
-    before says that nobody reads what was there, one behind a round that its lines have come.
-    Copies are one behind the other on a stream of their own, and the barriers on yet another:
-    neither waits for a product, nor a copy for a barrier.
+    Lines of an operand that all ranks need are sent to all, beside the products of those lines that
+    have come: see `rounds`. Peers write them, and their scales, into memory that every rank has for
+    them. A barrier before the first round says that nobody reads what was there, and one behind a
+    round that its lines have come. Copies follow each other on one stream, barriers on another, so
+    that neither waits for a product, and no copy for a barrier.
     """
 
     @property
@@ -60,7 +61,7 @@ class ScaledLowering(ProductLowering):
 
     @cached_property
     def _gives_result(self) -> bool:
-        """Whether products give D itself: nothing follows that cuBLASLt could not do."""
+        """Whether cuBLASLt can make D itself, and all that follows the product."""
         out, adds = self.out, self.addend
         if self._target != "d" or "alpha" in self.placement.zeros or self.problem.sums_c:
             return False
@@ -80,12 +81,12 @@ class ScaledLowering(ProductLowering):
 
     @property
     def _ends(self) -> bool:
-        """Whether products are written to D itself, and nothing follows them."""
+        """Whether products write D where it lies, and nothing follows."""
         return self._gives_result and self._is_direct
 
     @cached_property
     def _is_direct(self) -> bool:
-        """Whether products are written to the target where it lies."""
+        """Whether products write the target where it lies."""
         if self._target == "d" and not self._gives_result:
             return False
         blocks = bool({"vectors", "squares"} & set(self.rank_plan.modes))
@@ -93,7 +94,7 @@ class ScaledLowering(ProductLowering):
 
     @cached_property
     def _product(self) -> Matrix:
-        """The target of the products, or memory that is padded for one that cannot take them:
+        """The target of the products, or in place of one that does not suit padded memory of
         float32, in the order of D.
         """
         target = self.matrix(self._target)
@@ -103,13 +104,13 @@ class ScaledLowering(ProductLowering):
         return Matrix.packed(0, (rows, columns), "float32", self.order)
 
     def _lines(self, index: int) -> int:
-        """Rows of op(A), columns of op(B), in the memory of an operand."""
+        """The lines that an operand needs in memory: rows of op(A), columns of op(B)."""
         return (self._product.rows, self._product.columns)[index]
 
     # -- begin -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Publish this rank's scales; in rounds, send lines to those who multiply them."""
+        """Publish this rank's scales, and send the lines that all ranks need."""
         self._publish_scales()
         rounds = self.rank_plan.rounds
         if rounds is None:
@@ -141,7 +142,7 @@ class ScaledLowering(ProductLowering):
         return (self._target,)
 
     def _scale_of_result(self) -> Name:
-        """An array of the scale of an eight-bit D; "" where it is 1."""
+        """The buffer of the scale of an eight-bit D, "" for 1."""
         name = SCALES[3]
         if name not in self.arrays and name in self.placement.ones:
             return ""
@@ -166,13 +167,13 @@ class ScaledLowering(ProductLowering):
     def _multiply_lines(
         self, rounds: Rounds, target: Name, quantized: tuple[Name, Name] | None
     ) -> None:
-        """Products of the lines that have come, beside the rounds that bring others."""
+        """Multiply the lines that have come, while the next rounds bring others."""
         index, addend = rounds.index, self.addend if self._ends else ""
         other, scale = self._dense(1 - index, target), self._lay_out(1 - index)[0]
         assert other, "one operand is exchanged, the other is here"
         stages = rounds.stages(self.rank)
         if not rounds.cuts:
-            stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
+            stages = [Stage(0, 0, self._lines(index))]  # with padding
         for number, stage in enumerate(stages):
             self._await_round(stage.round)
             is_own = bool(rounds.cuts) and not stage.round
@@ -195,7 +196,7 @@ class ScaledLowering(ProductLowering):
         self._await_round(rounds.count)
 
     def _of_lines(self, name: Name, index: int, stage: Stage) -> Name:
-        """The part of a product's matrix that a stage's lines of an operand make."""
+        """The part of a product's matrix that a stage's lines of an operand give."""
         x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
         if index == 0:
             return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
@@ -204,7 +205,7 @@ class ScaledLowering(ProductLowering):
     # -- operands ----------------------------------------------------------------------------------
 
     def _columns(self, index: int, x: Matrix) -> Matrix:
-        """An operand with its lines as columns; or, of that, the operand."""
+        """An operand with its lines as columns, or back from that."""
         return x.transposed() if index == 0 else x
 
     def _panel(self, index: int, name: Name, interval: Interval, target: Name) -> Name:
@@ -227,7 +228,7 @@ class ScaledLowering(ProductLowering):
         return packed
 
     def _copy_own(self, index: int, moves: tuple[Move, ...], target: Name) -> None:
-        """Copy this rank's own elements of an operand, which `moves` say, to the target."""
+        """Copy this rank's own elements of an operand to the target, as `moves` say."""
         moves = tuple(move for move in moves if move.elements)
         if moves:
             factor = self.factors[index]
@@ -237,8 +238,8 @@ class ScaledLowering(ProductLowering):
     def _padded(
         self, index: int, name: Name, memory: str, start: int, k: int, width: int, lines: int
     ) -> Name:
-        """The part of an operand, laid out along k in memory, that is to be filled: zeros are put
-        behind each of its lines. `name` is all of it.
+        """Lay out array `name` along k in memory, with zeros behind each line. Returns the part of
+        it that is to be filled.
         """
         deep = up(k, GRAIN)
         x = Matrix(start, deep, lines, 1, deep, self._scaling.given[index])
@@ -252,7 +253,7 @@ class ScaledLowering(ProductLowering):
     # -- scales ------------------------------------------------------------------------------------
 
     def _publish_scales(self) -> None:
-        """Put this rank's scales where peers read them, before the barrier that lets them."""
+        """Put this rank's scales where peers read them after the first barrier."""
         for index, moves in enumerate(self.rank_plan.scale_moves):
             if moves is None or self._stays(index):
                 continue
@@ -265,7 +266,7 @@ class ScaledLowering(ProductLowering):
             self.publish(name)
 
     def _stays(self, index: int) -> bool:
-        """Whether no rank reads another's scales of an operand from where they are published."""
+        """Whether no rank reads published scales of an operand."""
         moves = self.rank_plan.scale_moves[index]
         rounds = self.rank_plan.rounds
         return moves is None or moves.stay or (rounds is not None and rounds.index == index)
@@ -280,8 +281,8 @@ class ScaledLowering(ProductLowering):
         return self.lay(name, given, matrix if index == 0 else matrix.transposed())
 
     def _source(self, index: int) -> tuple[Name, Blocks]:
-        """What the scales that this rank needs of an operand are made from, when they have come: a
-        matrix, lines first, in which one is for each of the blocks; "" where all are 1.
+        """The scales that this rank needs of an operand, gathered where they are not here: a
+        matrix, lines first, "" where all are 1; and the blocks that its elements stand for.
         """
         given, moves = SCALES[index], self.rank_plan.scale_moves[index]
         name = f"scales {'ab'[index]}"
@@ -299,8 +300,8 @@ class ScaledLowering(ProductLowering):
         return come, moves.blocks
 
     def _lay_out(self, index: int) -> list[ScaleOf]:
-        """The scales of each interval, where its product reads them; of lines that are exchanged,
-        those of this rank's own.
+        """The scales of each interval, laid out for its product. Where lines are sent, those of
+        this rank's own lines.
         """
         lines, known = self._lines(index), self.rank_plan.operand_plans[index].width
         rounds = self.rank_plan.rounds
@@ -326,7 +327,7 @@ class ScaledLowering(ProductLowering):
                 array = self.part(f"source of {target}", array, (0, x.rows), columns)
             layout = layout.part((0, layout.rows), (0, min(layout.columns, -(-deep // BLOCK))))
             if is_plain and array and lies_as(self.matrix(array), layout):
-                target = array  # where they lie already
+                target = array  # they lie so already
             else:
                 self.lay(target, name, layout)
                 self.emit(
@@ -342,8 +343,8 @@ class ScaledLowering(ProductLowering):
     # -- lines that all ranks need -----------------------------------------------------------------
 
     def _prepare_lines(self, rounds: Rounds) -> None:
-        """Room for all lines and their scales, where peers write; and this rank's own lines without
-        gaps, as they are sent and multiplied.
+        """Take memory for all lines and their scales, where peers write; and lay out this rank's
+        own lines without gaps, as they are sent and multiplied.
         """
         index = rounds.index
         lines = self._lines(index) if self.rank_plan.multiplies else rounds.starts[-1]
@@ -366,7 +367,7 @@ class ScaledLowering(ProductLowering):
 
     @property
     def _deep(self) -> int:
-        """Elements of a line in memory, with those that pad it."""
+        """The elements of a line in memory, with padding."""
         return up(self.k, GRAIN)
 
     def _send_lines(self, rounds: Rounds) -> None:
@@ -396,7 +397,7 @@ class ScaledLowering(ProductLowering):
         return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
 
     def _await_round(self, number: int) -> None:
-        """Make the products' stream wait for the lines of that round; 0 is no round."""
+        """Let products wait for the lines of a round; 0 stands for this rank's own lines."""
         if number:
             self.emit(Await(f"come {number}"))
 
@@ -409,20 +410,20 @@ class ScaledLowering(ProductLowering):
         return name
 
     def _received_lines(self, index: int, stage: Stage) -> Name:
-        """The lines of a stage, which have come."""
+        """The lines of a stage."""
         x, name = self.matrix(_LINES), f"lines from {stage.lo}"
         part = x.part((0, x.rows), (stage.lo, stage.hi))
         return self.lay(name, _LINES, self._columns(index, part))
 
     def _received_scale(self, index: int, stage: Stage) -> ScaleOf:
-        """The scales of a stage's lines, which have come; all ranks know those of tensors."""
+        """The scales of a stage's lines."""
         mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
         layout = scale_layout(mode, stage.hi - stage.lo, self.k)
         x = layout._replace(address=4 * self._offset(index, stage.lo))
         return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
 
     def _offset(self, index: int, line: int) -> int:
-        """The first element of the scales of a stage that begins with this line."""
+        """The element at which the scales of a stage begin whose first line this is."""
         mode = self.rank_plan.modes[index]
         if mode == "outer":
             return line
@@ -459,3 +460,11 @@ class ScaledLowering(ProductLowering):
         start = self._offset(index, stage.lo) + first - stage.lo
         parcel = 4 * start, (4, 4 * (stage.hi - stage.lo))  # stages lie one behind the other
         return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
+
+
+def lowered(rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> RankProgram:
+    """The program of a rank. `addition_order` is the memory order of products that one collective
+    adds up, the same on all ranks, or "" where peers read them.
+    """
+    kind = ScaledLowering if rank_plan.multiplies_elements else ProductLowering
+    return kind(rank_plan, placement, addition_order).program()

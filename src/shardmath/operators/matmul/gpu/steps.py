@@ -1,7 +1,7 @@
-"""What a product is made of on GPUs, beside the steps of all programs. Pure data.
+"""The steps of products on GPUs, beside those of all programs. Pure data.
 
-A buffer is an array of the rank's program, or of a peer. Memories are the user's arrays, by their
-names, and the lane's; those of the user's begin at the multiple of ALIGNMENT before them.
+A buffer is an array of the rank's program, or a peer's. Memories are the lane's, and the user's
+arrays, by their names; a user's memory begins at the multiple of ALIGNMENT before its array.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
 from shardmath.program.steps import Fused
 
-Name = str  # of a buffer; "" for none
+Name = str  # the name of a buffer, "" for none
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class Clear(Immutable, words="clear {target}"):
 
 
 class Push(Immutable):
-    """`source`, which has no gaps, into its place on all ranks, by one kernel."""
+    """`source`, which has no gaps, is written to its place on every rank, by one kernel."""
 
     source: Name
     targets: tuple[Name, ...]
@@ -40,19 +40,19 @@ class Push(Immutable):
 
 
 class ScaleOf(NamedTuple):
-    """The scales of an eight-bit factor: their mode in `local.gpu.scaled`, and where they lie."""
+    """The scales of an eight-bit factor: their mode, of `local.gpu.scaled`, and their buffer."""
 
     mode: str
     buffer: Name
 
 
 class Gemm(Immutable):
-    """target = F(alpha left right + beta addend), as BLAS has it, where F is an epilog.
+    """target = F(alpha left right + beta addend), by cuBLASLt, where F is an epilog.
 
-    `alpha` are the names of numbers that are multiplied, none for 1, and `beta` the name of one, ""
-    for 1. `target` may be the addend. `scales` are those of eight-bit factors; `quantized` are the
-    buffers of an eight-bit result's scale, and of the greatest absolute value of the numbers which
-    that stands for. `spare` multiprocessors are left to what runs beside it.
+    `alpha` is the product of the numbers of these names, and `beta` the number of that name, "" for
+    1. `target` may be the addend. `scales` are those of eight-bit factors; `quantized` are the
+    buffers of an eight-bit result's scale, and of the greatest absolute value before it is scaled.
+    `spare` multiprocessors are left to what runs beside it.
     """
 
     left: Name
@@ -78,7 +78,7 @@ class AddUp(Immutable):
     """target = F(alpha (the parts, added in this order) + beta addend), rounded once.
 
     `alpha` and `beta` are names of numbers, "" for 1. `unrounded` gets the result before it is
-    rounded. `extras` is the type of what is beside the result.
+    rounded. `extras` is the type of a bias and of an auxiliary matrix, if not the result's.
     """
 
     parts: tuple[Name, ...]
@@ -99,8 +99,8 @@ class AddUp(Immutable):
 
 
 class LayOut(Immutable):
-    """Scales as products want them, the same in all `targets`: element (i, j) is that of the block
-    which it is in, times `number`. Rows from `known` on are zeros. Without a `source` all are 1.
+    """Scales in the layout that a product wants, the same in all `targets`: element (i, j) is the
+    scale of its block in `source`, 1 without a source, times `number`. Rows from `known` on are 0.
     """
 
     source: Name
@@ -114,7 +114,7 @@ class LayOut(Immutable):
 
 
 class Greatest(Immutable):
-    """The greatest of numbers, none of them negative, to the one element of `target`."""
+    """The greatest of some numbers, none of them negative, goes to the one element of `target`."""
 
     parts: tuple[Name, ...]
     target: Name
@@ -123,27 +123,25 @@ class Greatest(Immutable):
         return f"{self.target} becomes the greatest of {', '.join(self.parts)}"
 
 
-# -- what several steps are done by ----------------------------------------------------------------
+# -- plans of fused steps --------------------------------------------------------------------------
 
 
 class OneKernel(Immutable, words="{kind}, by one kernel"):
-    """A product that one kernel can do, of the kind that a pattern has: see `patterns`."""
+    """One kernel for all of a product of this kind: see `patterns`."""
 
     kind: str
 
 
 class ByEngines(Immutable, words="move by the copy engines"):
-    """A move beside a product, by the copy engines where they can: they take no multiprocessor."""
+    """Copy engines for a move beside a product, where they can: they take no multiprocessor."""
 
 
 class PanelProduct(Immutable, words="multiply panels as they come, by one kernel"):
-    """A product of factors that come while it runs: see `panel_gemm`."""
+    """One kernel that multiplies panels of the factors as they come: see `panel_gemm`."""
 
 
 class EpilogProduct(Immutable):
-    """Steps of which the product does an epilog that others would do after it; see
-    `fused_epilog`.
-    """
+    """`steps` in which cuBLASLt does the epilog within the product: see `fused_epilog`."""
 
     steps: tuple[Any, ...]
 
@@ -152,7 +150,9 @@ class EpilogProduct(Immutable):
 
 
 class Collective(Immutable):
-    """The ranks' matrices added up by one collective: all of them, or by rank so many elements."""
+    """One collective that adds up the ranks' matrices. `counts` are the elements that each rank
+    gets, () where all get all.
+    """
 
     source: Name
     target: Name
@@ -163,7 +163,9 @@ class Collective(Immutable):
 
 
 def buffer_names(step: Any) -> Iterator[Name]:
-    """All that may name a buffer in a step, and in those that it is done by or replaces."""
+    """The names in a step that may be those of buffers; of a fused one, those of its plan or else
+    those of the steps that it replaces.
+    """
     if isinstance(step, str):
         yield step
     elif isinstance(step, tuple):

@@ -1,14 +1,15 @@
-"""Which tiles of a product a rank computes, in which order, and where their owners keep them.
+"""The order in which a rank computes tiles of a product, and the slots where their owners keep
+them.
 
-Every rank multiplies all rows; each owner gets the tiles of its rows. An owner's tiles are cut into
-chunks, the same number for every owner. A rank goes through the chunks, and in each through the
-owners from the next rank on to itself, so that owners can add up chunk after chunk while the
-product goes on, and no two ranks send to the same owner at once:
+Every rank multiplies all rows; the owner of rows gets their tiles. Each owner's tiles are cut into
+the same number of chunks. A rank goes through the chunks, and in each through the owners, from the
+next rank on to itself. So owners add up chunk after chunk while the product goes on, and no two
+ranks send to the same owner at once:
 
     rank 1 of 4, 2 chunks:   owner 2 3 0 1 | 2 3 0 1
                              chunk 0 0 0 0 | 1 1 1 1
 
-All of this is pure, and the same on every rank that asks.
+Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.geometry.integers import bounds
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
-_GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
+_GROUP = 16  # rows of tiles that are computed column by column: they share columns of B
 Words = npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
@@ -44,8 +45,8 @@ class Chunk(Immutable):
 class TileSchedule(Immutable):
     """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
     side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
-    those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
-    before. The rest is tile_sending.cuh's.
+    in a ReduceScatter add them up. Each cluster begins `stagger_cycles` later than the one before.
+    `cluster` and `stages` are those of tile_sending.cuh.
     """
 
     chunks: int
@@ -73,11 +74,11 @@ class TileOrder(Immutable):
         return -(-self.columns // TILE_COLUMNS)
 
     def down(self, owner: int) -> int:
-        """Rows of tiles of an owner. Each owner's begin with its own first row."""
+        """Rows of tiles of an owner, counted from its own first row."""
         return -(-self.rows[owner] // TILE_ROWS)
 
     def tiles(self, owner: int) -> int:
-        """Tiles of an owner, from each rank."""
+        """Tiles that an owner gets from each rank."""
         return self.down(owner) * self.across
 
     @property
@@ -102,7 +103,7 @@ class TileOrder(Immutable):
         return np.concatenate([self._words(owner, number) for number in range(self.chunks)])
 
     def table(self, owner: int) -> Words:
-        """The half tiles that each rank sends in a launch, and the end of its tiles, by chunk."""
+        """By chunk: the half tiles that each rank sends in a launch, and the end of the tiles."""
         words = self.owned(owner)
         chunk, rows = words[:, 2] >> 16, words[:, 2] >> 8 & 0xFF
         halves = (rows > 0).astype(np.int64) + (rows > TILE_ROWS // 2)
@@ -111,10 +112,11 @@ class TileOrder(Immutable):
         return np.column_stack([sums, np.searchsorted(chunk, numbers, "right")]).astype(np.uint32)
 
     def of(self, rank: int, cluster: int = 1) -> Words:
-        """All tiles as `rank` computes them: `Tile` of tile_slots.cuh, rows from the first of all.
+        """All tiles in the order of `rank`: `Tile` of tile_slots.cuh, rows counted from the first
+        of all.
 
-        Each `cluster` of tiles that follow each other have the same columns; where there are not
-        enough of them, tiles without rows stand in.
+        The tiles of a `cluster` follow each other and have the same columns; where there are not
+        enough, tiles without rows stand in.
         """
         size = len(self.rows)
         first = np.concatenate([[0], np.cumsum(self.rows)])
@@ -153,7 +155,7 @@ class TileOrder(Immutable):
 
 
 def _filled_up(tiles: Integers, cluster: int) -> Integers:
-    """Tiles of the same group and column, the first two words, to a multiple of `cluster`."""
+    """Fill up the tiles of each group and column, the first two words, to whole clusters."""
     if not len(tiles):
         return tiles
     starts = np.flatnonzero(np.any(np.diff(tiles[:, :2], axis=0, prepend=-1), axis=1))
@@ -167,5 +169,5 @@ def _filled_up(tiles: Integers, cluster: int) -> Integers:
 
 
 def _cut(count: int, parts: int) -> Sequence[range]:
-    """0 ... `count` in so many ranges, of sizes that differ by one at most."""
+    """range(count) in so many ranges, whose sizes differ by one at most."""
     return [range(low, high) for low, high in pairwise(bounds(count, parts))]

@@ -3,11 +3,11 @@
     product blocks, rank 0   multiply tile, send it to its owner's slot, count it as arrived, ...
     reducer blocks, rank 1   wait for all ranks' tiles of a chunk, add them up in rank order
 
-Slots and counters are in symmetric memory. Counters only increase, so launches follow each other
-without the host, also when a CUDA graph replays them. A slot is written again only after its owner
-has reduced what the launch before left there. Product blocks never wait for a peer's tiles; the
-reducer blocks do, which are few and the last of the same kernel. So plans on several streams cannot
-deadlock. What has not been reduced when all tiles have arrived is left to a second kernel.
+Slots and counters are in symmetric memory. Counters only increase, so that launches follow each
+other without the host, also when a CUDA graph replays them. A slot is written again only after its
+owner has added up what the last launch left there. Product blocks never wait for a peer's tiles.
+Reducer blocks do; they are few, and the last of the same kernel, so that plans on several streams
+cannot deadlock. A second kernel adds up what is left when all tiles have arrived.
 
 The parts of a result are rounded to its type before they are added, in the order of the ranks and
 as float32: the sum has the same bits every time, and on all ranks.
@@ -45,7 +45,7 @@ from shardmath.operators.matmul.gpu.tile_order import (
 )
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
-_ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
+_ROUND = 1024  # bytes to which the parts of a plan's memory are rounded up
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
 _REDUCE_THREADS = 512  # threads of a block that adds up what is left
@@ -57,7 +57,7 @@ _BLOCKS_OF_TILE = (
 class SlotLayout:
     """The layout of one rank's memory: where its parts begin, in bytes, and its size.
 
-    Counters begin as zeros. `stride` is the bytes of one source's slots.
+    Counters start at zero. `stride` is the bytes of one source's slots.
     """
 
     def __init__(self, tile_order: TileOrder, rank: int, extra_bytes: int) -> None:
@@ -109,8 +109,8 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         """A plan. Collective.
 
         With `result_addresses`, launches will say where all ranks' results lie, and the plan has no
-        memory for sums that go to all ranks. Raises ValueError on all ranks where they do not mean
-        the same product, or where `problem.unsupported` speaks on one of them; HeapExhausted.
+        memory for sums that go to all ranks. Raises ValueError on all ranks where they differ in
+        the product, or where it is `unsupported` on one of them; HeapExhausted.
         """
         schedule = schedule or (choose_shared_schedule if cls.shares else choose_schedule)(problem)
         copied = cls.shares and not result_addresses
@@ -145,10 +145,10 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         self, a: int, b: int, sums: int, pitch: int, stream: int, copies: bytes = b""
     ) -> None:
         """Put on `stream` a kernel that multiplies A and B and sends the tiles, and one that adds
-        up what it has left.
+        up what is left.
 
         A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
-        apart. `copies` is where the sums go besides, as `TileSumsArgument` has it.
+        apart. `copies`, the end of `TileSumsArgument`, says where the sums are copied to.
         """
         self._memory.require_usable()
         problem, schedule = self.problem, self.schedule
@@ -163,7 +163,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         # Half of a tile has memory of its own, the other half that of a stage.
         memory = 1024 + schedule.stages * _STAGE_BYTES + _TILE_BYTES // 2
         product = self.team.kernel(self.kernel, self.kernel, defines, shared=memory, features="a")
-        # Loaded before the first runs: to load, a driver may wait for kernels that wait for peers.
+        # Loaded before the first runs: loading may wait for kernels, which wait for peers.
         remaining_sums = self.team.kernel(
             "remaining_sums", "remaining_sums", self._defines(sums, pitch, bool(copies))
         )
@@ -174,14 +174,14 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
     def _reduce_rest(
         self, kernel: Kernel, sums: int, pitch: int, copies: bytes, stream: int
     ) -> None:
-        """Put on `stream` what adds up all that is left, and ends the launch."""
+        """Put on `stream` the kernel that adds up what is left, and ends the launch."""
         blocks = max(1, self.tile_order.tiles(self.team.rank) * _BLOCKS_OF_TILE)
         most = 2 * self.team.device.processors
         argument = self._argument(self._of_rest, sums, pitch, copies)
         kernel.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
 
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
-        """What tile_sums.cuh is compiled with."""
+        """The macros of tile_sums.cuh."""
         whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
         return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
 
@@ -197,7 +197,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
 
     @property
     def _product_blocks(self) -> int:
-        """Blocks: no more than are needed for as few rounds of tiles."""
+        """Blocks that multiply: no more than the least number of rounds of tiles needs."""
         cluster = self.schedule.cluster
         most = max(1, (self.team.device.processors - self._reducer_blocks) // cluster)
         rounds = -(-self._units // most)
@@ -206,7 +206,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
     # -- arguments ---------------------------------------------------------------------------------
 
     def _of_product(self, a: int, b: int, sums: int, pitch: int, copies: bytes) -> bytes:
-        """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
+        """The struct `Product`, whose size is a multiple of 64 bytes as it holds tensor maps."""
         problem, rank = self.problem, self.team.rank
         require_aligned(A=a, B=b)
         columns = TILE_COLUMNS // self.schedule.cluster
@@ -231,7 +231,7 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         return self.team.packed() + self._of_take(sums, pitch, copies)
 
     def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
-        """The struct `TileSumsArgument`, which ends with where sums go besides."""
+        """The struct `TileSumsArgument`, which ends with the `copies` of sums."""
         tile_order, start = self.tile_order, self._start
         return (
             struct.pack("QQQQ", start("slots"), self._own.stride, start("owned"), start("chunks"))
@@ -266,8 +266,8 @@ class GemmAllReduce(TileSendingGemm):
     """`launch` leaves all rows of the product on every rank. Made by `create`.
 
     `problem.rows` says which rank sums which rows: see `even_rows`. Sums are written straight into
-    the results of all ranks where all know where they lie. Else they arrive in symmetric memory,
-    and are copied from there at last: a result may lie anywhere.
+    the results of all ranks, if these have told each other where they lie. Else sums arrive in
+    symmetric memory and are copied to the result from there.
     """
 
     kernel, shares = "gemm_all_reduce", True
@@ -282,12 +282,13 @@ class GemmAllReduce(TileSendingGemm):
         pitch: int | None = None,
         result_addresses: Sequence[int] = (),
     ) -> None:
-        """Put the product of A and B on `stream`; A, B and all rows of the result lie there.
+        """Put the product of A and B on `stream`; A, B and all rows of the result lie at these
+        addresses.
 
         `pitch` is how many elements the rows of the result are apart; None is `columns`.
-        `result_addresses` is where each rank's result lies for this rank: all at multiples of 16
-        bytes, with rows of multiples of 8 elements, as far apart on each rank. Never waits on the
-        host, and can be captured in a CUDA graph. Collective, in stream order.
+        `result_addresses` are those of all ranks' results, as this rank sees them: multiples of 16
+        bytes, with rows of multiples of 8 elements and the same pitch on each rank. Never waits on
+        the host, and can be captured in a CUDA graph. Collective, in stream order.
         """
         rank, columns, first = self.team.rank, self.problem.columns, self._first
         nbytes, between = 2 * (columns if pitch is None else pitch), up(2 * columns, 16)
@@ -303,15 +304,13 @@ class GemmAllReduce(TileSendingGemm):
             shape = high - low, columns
             target = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, self.problem.dtype)
             sums = target._replace(address=arrived[rank] + low * between, row_stride=between // 2)
-            if nbytes > 2 * columns:  # what lies between rows of the result stays
+            if nbytes > 2 * columns:  # keep what lies between the rows of the result
                 combine(self.team.device, stream, target, [sums])
             else:
                 copy(self.team.device, stream, target, sums)
 
     def _copies(self, addresses: Sequence[int], pitch: int) -> bytes:
-        """The pitch of this rank's sums on all ranks, and their addresses there, the next rank's
-        first.
-        """
+        """The pitch of this rank's sums on all ranks, and their addresses from the next rank on."""
         team = self.team
         skipped = self._first[team.rank] * pitch
         begin = [addresses[other] + skipped for other in team.ring_order]
@@ -319,7 +318,7 @@ class GemmAllReduce(TileSendingGemm):
 
     @cached_property
     def _first(self) -> tuple[int, ...]:
-        """The first row that each rank sums, and the one behind all."""
+        """The first row that each rank sums, and the number of all rows."""
         return tuple(accumulate(self.problem.rows, initial=0))
 
 
