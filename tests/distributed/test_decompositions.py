@@ -360,7 +360,7 @@ def of_parts(context):
         np.testing.assert_allclose(joined, q, atol=1e-13)
         for error, wrong, words in (
             (TypeError, None, "parts need distributions"),
-            (ValueError, [], "are those of a, and"),
+            (ValueError, [], "holds one for each of a, and"),
             (TypeError, [None], "not None"),
             (TypeError, [3], "not 3"),
             (TypeError, 3, "not 3"),

@@ -1,4 +1,4 @@
-"""The public functions on parts: a call each, and what is raised of what the ranks have found."""
+"""The public functions on parts: one call each, and the errors for faults that the ranks found."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def cholesky(
         l = cholesky(a, distributions=Slab.X)                  # a = l @ l.T.conj()
         u = cholesky(a, lower=False, distributions=[Slab.X, Slab.Y])
 
-    `a` is this rank's part of an n x n matrix of float32, float64, complex64 or complex128, of
-    which only the triangle that `lower` names is read; the other triangle of the factor is 0.
-    `distributions` is that of `a`, or a pair, of `a` and of the factor. Of a DistributedArray it is
-    left out, or that of the factor alone. `a` stays as it is.
+    `a` is this rank's part of an n x n matrix of float32, float64, complex64 or complex128. Only
+    the triangle that `lower` names is read; the other triangle of the factor is 0. `distributions`
+    is that of `a`, or a pair, of `a` and of the factor. For a DistributedArray it is left out, or
+    is that of the factor alone. `a` stays as it is.
 
-    With `rounded`, of float32 or complex64, all products but those within panels are of factors
-    rounded to bfloat16, summed in the matrix's type: what GPUs do fast, for a solution that is
+    With `rounded`, for float32 and complex64, all products but those within panels are of factors
+    rounded to bfloat16, and summed in the matrix's type. GPUs do these fast; the solution is then
     refined, as by `solve(a, b, factor_dtype="bfloat16")`.
 
     Raises the same on all ranks. LinAlgError: `a` is not square, or a leading minor is not
@@ -100,10 +100,10 @@ def lu_factor(
         factors = lu_factor(a, distributions=Slab.X)
         x = lu_solve(factors, b, distributions=[Slab.X, Slab.X])
 
-    L without its diagonal of ones, and U, are this rank's part of one matrix; every rank has all
-    pivots, int32: row i was exchanged with row pivots[i], in that order. Where a pivot is 0 the
-    factors are as good as any; `lu_solve` raises then. Arguments and errors as `cholesky`, but for
-    minors. Source: scipy.linalg.lu_factor.
+    `lu` is this rank's part of one matrix with U, and with L below its diagonal of ones. Every rank
+    has all pivots, int32: row i was exchanged with row pivots[i], in that order. The factors of a
+    singular matrix are returned, too; `lu_solve` raises for them. Arguments and errors as
+    `cholesky`, but for minors. Source: scipy.linalg.lu_factor.
     """
     operation = ROUNDED_LU_FACTOR if rounded else LU_FACTOR
     lu, pivots, fault = _called(operation, (a,), distributions, (bool(check_finite),), options)
@@ -125,8 +125,8 @@ def lu_solve(
     where it is 2. Collective.
 
     `distributions` are those of lu, `b` and x, which may be left out where it is that of `b`.
-    Raises SingularMatrix where a pivot is 0, ValueError for pivots that are none; otherwise as
-    `solve`. Source: scipy.linalg.lu_solve.
+    Raises SingularMatrix where a pivot is 0, ValueError for invalid pivots; otherwise as `solve`.
+    Source: scipy.linalg.lu_solve.
     """
     lu, pivots = lu_and_piv
     flags = _op("lu_solve", trans), bool(check_finite)
@@ -192,7 +192,7 @@ def inv(
 ) -> Any:
     """The inverse of a matrix: this rank's part of it. Collective.
 
-    To solve with it costs more, and loses more digits, than `solve`, or `lu_factor` and `lu_solve`.
+    Solving with it costs more, and loses more digits, than `solve`, or `lu_factor` and `lu_solve`.
     Raises SingularMatrix where a pivot is 0. Arguments and errors otherwise as `cholesky`. Source:
     scipy.linalg.inv, numpy.linalg.inv.
     """
@@ -264,7 +264,7 @@ def _determinant(
 
 
 def _op(operation: str, trans: int | str) -> str:
-    """The letter of what is done to a matrix first. Collective where it is refused."""
+    """The letter of `trans`. Collective where that is wrong."""
     letters = {0: "N", 1: "T", 2: "C", "N": "N", "T": "T", "C": "C"}
 
     def letter() -> str:
@@ -290,10 +290,12 @@ def _called(
 
 
 def require_good(fault: Any, otherwise: str = "") -> None:
-    """Raise, on all ranks, what one of them has found; `otherwise` of the number that it names."""
+    """Raise, on all ranks, the error for a fault that one of them has found. `otherwise` is the
+    message where the fault is the number of a minor or pivot; without one those are ignored.
+    """
     code = int(fault[0])
     if code == NOT_PIVOTS:
-        raise settled(ValueError("pivots name rows that there are not: pass those of lu_factor"))
+        raise settled(ValueError("pivots name rows that do not exist: pass those of lu_factor"))
     if code == GOOD or (code > 0 and not otherwise):
         return
     if code in _NOT_FINITE:

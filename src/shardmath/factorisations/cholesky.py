@@ -54,7 +54,7 @@ class CholeskySteps(PanelSteps):
 class Cholesky(Factorisation):
     """The operation: the factor of a matrix.
 
-    The upper factor is that of the transposed array, seen so.
+    The upper factor is the lower one of the transposed matrix, transposed.
     """
 
     names = Names("cholesky", ("a",), ("out", "fault"))

@@ -1,4 +1,4 @@
-"""What performs the steps of factorisations on cores: LAPACK's routines on blocks of buffers."""
+"""Performing the steps of factorisations on cores, by LAPACK's routines on blocks of buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardmath.program.steps import OwnStep
 
 Arrays = Mapping[str, HostArray]
 
-_CHECKED_ELEMENTS = 64 << 10  # looked at in one go: what is made of them stays in a cache
+_CHECKED_ELEMENTS = 64 << 10  # at once, so that temporaries stay in a cache
 
 
 def block(arrays: Arrays, cut: Cut) -> HostArray:
@@ -43,12 +43,12 @@ def block(arrays: Arrays, cut: Cut) -> HostArray:
 
 
 def note(status: HostArray, code: int) -> None:
-    """Let `status` be `code`, unless something has been noted that comes before it."""
+    """Let `status` be `code`, if that is less."""
     status[0] = min(int(status[0]), code)
 
 
 def is_finite(array: HostArray) -> bool:
-    """Whether no element is NaN or infinite. In any order, in pieces that stay in a cache."""
+    """Whether no element is NaN or infinite."""
     lines = array.T if array.ndim == 2 and abs(array.strides[0]) < abs(array.strides[1]) else array
     if lines.ndim == 1:
         lines = lines[np.newaxis]

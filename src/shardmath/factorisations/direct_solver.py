@@ -41,8 +41,8 @@ from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
 
-FACTORS: tuple[Any, ...] = (True,)  # flags of LU_FACTOR: operands are looked at for NaN
-SOLUTION: tuple[Any, ...] = ("N", True)  # flags of LU_SOLVE: with A as it is, and the same
+FACTORS: tuple[Any, ...] = (True,)  # flags of LU_FACTOR: check_finite
+SOLUTION: tuple[Any, ...] = ("N", True)  # flags of LU_SOLVE: op, check_finite
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DirectSolverOptions:
         self.of_calls()
 
     def of_calls(self) -> FactorisationOptions:
-        """The options of the factorisation, and of a solution."""
+        """The options of the calls that factorise and solve."""
         return FactorisationOptions(block_size=self.block_size)
 
 
@@ -101,7 +101,7 @@ class DirectSolution(Factorisation):
         return LU_FACTOR.program(_of_factors(problem, machine), machine, rank)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What `factorize` does, and what `solve`."""
+        """What `factorize` and `solve` do."""
         factors = _of_factors(problem, machine)
         solution = replace(problem, a=factors.result, flags=SOLUTION)
         return "\n".join(
@@ -116,7 +116,7 @@ class DirectSolution(Factorisation):
 
 
 def _of_factors(problem: Problem, machine: Machine) -> Problem:
-    """The problem of factorising the matrix, whose factors stay as they are computed."""
+    """The problem of factorising the matrix into factors that are split as they are computed."""
     dealt = dealt_columns(problem.n, problem.a.size, problem.block_on(machine))
     layout = Layout.bind([dealt] * problem.a.size, (problem.n, problem.n))
     return replace(problem, b=None, result=layout, order="F", flags=FACTORS)
@@ -257,7 +257,7 @@ class DirectSolver(Planned):
         self._require_alive()
         self._release_operands()
 
-    # -- what the steps have in common -------------------------------------------------------------
+    # -- shared by the steps -----------------------------------------------------------------------
 
     def _reserve(self) -> None:
         """Make room for this rank's part of the factors. Local."""
@@ -279,7 +279,7 @@ class DirectSolver(Planned):
             self._pivots = None
 
     def _require_step(self, step: str, stream: Any) -> None:
-        """Raise unless a step can be made."""
+        """Raise unless `step`, "factorize" or "solve", can be done now."""
         self._require_operands()
         if not self._planned:
             raise RuntimeError(f"this DirectSolver is not planned yet; call plan() before {step}()")

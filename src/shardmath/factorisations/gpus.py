@@ -1,14 +1,14 @@
-"""What performs factorisations on GPUs: cuSOLVER and cuBLAS on blocks of buffers, on two streams.
+"""Performing factorisations on GPUs, by cuSOLVER and cuBLAS on blocks of buffers, on two streams.
 
-What stands between a synchronisation and an arrival goes to a stream of its own, whose kernels come
-first; what stands behind, to the user's, as soon as the panel is there. So the next panel has been
-factorised when the product that runs beside it ends.
+Steps between a synchronisation and an arrival go to a stream with priority; steps after the arrival
+go to the user's stream, as soon as the panel is there. So the next panel has been factorised when
+the product that runs beside it ends.
 
     panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
     user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
-for its GPU: pivots, and what is wrong with numbers, stay there until the results are read.
+for its GPU: pivots and faults of numbers stay there until the results are read.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Least(OwnStep, words="the least of {source} to {target}"):
 def lowered(
     program: Program, users: Mapping[str, View], rank: int, size: int, *, staged: bool
 ) -> RankProgram:
-    """The program of a rank for its GPU: `users` are its operands and results. Pure.
+    """The program of a rank for its GPU. `users` are its operands and results. Pure.
 
-    `staged`: operands that peers read are copied to memory that they reach.
+    `staged`: operands that peers read are copied to memory that peers reach.
     """
     arrays = {**users, **_workspace(program, rank)}
     steps: list[Any] = []
@@ -114,8 +114,8 @@ def lowered(
 
 
 def _workspace(program: Program, rank: int) -> dict[str, View]:
-    """Where the buffers of the workspace lie: those of one memory in two places in turn. Columns of
-    these are as far apart in all, so that products with them are alike to cuBLAS.
+    """The views of the buffers of the workspace. Those of one memory use two places in turn, and
+    have the same distance between columns, so that cuBLAS sees alike products.
     """
     sharing: dict[str, list[tuple[int, ...]]] = {}
     for array in program.workspace.values():
@@ -135,7 +135,7 @@ def _workspace(program: Program, rank: int) -> dict[str, View]:
 
 
 def _bytes(view: View) -> int:
-    """The bytes of a memory of the lane that an array needs."""
+    """The bytes that an array needs of a memory of the lane."""
     if not view.size:
         return 0
     last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
@@ -148,8 +148,8 @@ def _part(view: View, cut: Cut) -> View:
 
 
 def _by_chunks(steps: Iterable[Any]) -> list[Any]:
-    """The steps; where all remaining exchanges of rows are made in block after block of columns, a
-    chunk of these is made in all blocks at once, and then the next chunk.
+    """The steps, with exchanges of rows in another order: not all exchanges in one block of columns
+    after the other, but one chunk of exchanges after the other in all blocks at once.
     """
     made: list[Any] = []
     run: list[ExchangeRows] = []
@@ -171,7 +171,7 @@ def _by_chunks(steps: Iterable[Any]) -> list[Any]:
 
 
 def _goes_on(last: ExchangeRows, step: ExchangeRows) -> bool:
-    """Whether a step makes the later of the same exchanges in the columns behind."""
+    """Whether `step` makes the later ones of the same exchanges, in the next columns."""
     return (
         (step.pivots, step.place[1], step.target.buffer)
         == (last.pivots, last.place[1], last.target.buffer)
@@ -266,7 +266,7 @@ class FactorisationsOnGPUs(GPUPerformer):
         return self._programs.made((lane.number, plan, decision, *users.values()), make)
 
     def release(self) -> None:
-        """See Performer. Workspace is the lane's, which all operations share."""
+        """See Performer. Workspace belongs to the lane, which all operations share."""
 
 
 def _are_reached(operands: Mapping[str, Operand]) -> bool:
@@ -277,7 +277,7 @@ def _are_reached(operands: Mapping[str, Operand]) -> bool:
 
 
 class FactorisationProgram(GPUProgram):
-    """The program of a factorisation, with the routines that its GPU's libraries have."""
+    """The program of a factorisation, by routines of the GPU's libraries."""
 
     @property
     def memories(self) -> Mapping[str, Memory]:
@@ -299,7 +299,7 @@ class FactorisationProgram(GPUProgram):
     # -- where things lie --------------------------------------------------------------------------
 
     def _block(self, cut: Cut | str, memories: Memories | None = None) -> Matrix:
-        """The block of a buffer, or all of it; without `memories`, by where these begin."""
+        """The block of a buffer, or all of it; without `memories`, relative to their beginning."""
         view = self.program.arrays[cut if isinstance(cut, str) else cut.buffer]
         if len(view.shape) == 1:
             (n,), (step,) = view.shape, view.strides
@@ -310,7 +310,7 @@ class FactorisationProgram(GPUProgram):
         return x if isinstance(cut, str) else x.part(cut.rows, cut.columns)
 
     def _address(self, name: str, memories: Memories, at: int = 0) -> int:
-        """Where element `at` of a vector lies."""
+        """The address of element `at` of a vector."""
         view = self.program.arrays[name]
         return memories.address(view) + at * view.strides[0]
 
@@ -395,7 +395,7 @@ class FactorisationProgram(GPUProgram):
         return launch
 
     def _solution(self, a: Matrix, b: Matrix, memories: Memories, **flags: Any) -> Launch:
-        """What puts B = op(A)^-1 B, or the like, on a stream."""
+        """A launch of B = op(A)^-1 B, or of what the flags say."""
 
         def launch(stream: int) -> None:
             beside = self._is_beside(stream)
@@ -407,8 +407,8 @@ class FactorisationProgram(GPUProgram):
         return launch
 
     def _is_beside(self, stream: int) -> bool:
-        """Whether that is the stream of panels, which runs beside the user's, or beside the one on
-        which a graph is captured in its place: their routines must not share memory.
+        """Whether that is the stream of panels, which runs beside the user's, or in a capture
+        beside the capturing one: routines on the two must not share memory.
         """
         return stream == int(self.lane.stream(AHEAD))
 

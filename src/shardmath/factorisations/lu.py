@@ -1,8 +1,8 @@
 """A = P L U with partial pivoting, and what follows from it: solutions, inverse, determinant.
 
-A rank has a panel whole, so it searches all rows for each pivot by itself: no tournament, and the
-pivots, the growth of elements and the error are those of LAPACK. Exchanges go to the other ranks
-with the panel, which make them in their own columns; those in columns before are made at the end.
+A rank has a whole panel, so it searches all rows for each pivot by itself. There is no tournament:
+pivots, the growth of elements and the error are those of LAPACK. Exchanges go with the panel to the
+other ranks, which make them in their own columns; those in columns before are made at the end.
 
     panel k   factorise ─┬─ read by all, with its pivots
     behind k             exchange rows ─ solve by L of the diagonal block ─ subtract L U
@@ -70,7 +70,7 @@ class LUSteps(PanelSteps):
         self._update(k, self.right)
 
     def _update(self, k: int, columns: Cut) -> None:
-        """Do to columns, of all rows, what panel `k` says."""
+        """Apply panel `k` to columns of all rows."""
         n, (lo, hi) = self.blocks.n, self.blocks.bounds(k)
         here, below = columns.of_rows(lo, hi), columns.of_rows(hi, n)
         self.steps += [

@@ -1,6 +1,6 @@
-"""What a matrix is to be that is decomposed, and what is said of another, in all functions. Pure.
+"""Requirements on the operands of decompositions, with the same messages for all functions. Pure.
 
-Each function raises what is wrong with one operand, which it names, as one rank sees it.
+Each function raises an error about one operand of one rank, and names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SingularMatrix(ShardmathError, LinAlgError, RuntimeError):
 
 
 def require_type(operation: str, name: str, dtype: str) -> None:
-    """Raise TypeError for elements of a type that LAPACK has not."""
+    """Raise TypeError for elements of a type that LAPACK does not have."""
     if dtype not in lapack.DTYPES:
         raise TypeError(
             f"{operation} is of {', '.join(lapack.DTYPES)}, and {name} has {dtype}: convert it"
@@ -32,13 +32,13 @@ def require_type(operation: str, name: str, dtype: str) -> None:
 
 
 def require_matrix(name: str, shape: Shape) -> None:
-    """Raise LinAlgError for what is no matrix."""
+    """Raise LinAlgError unless the shape is that of a matrix."""
     if len(shape) != 2:
         raise LinAlgError(f"{name} is a matrix, not an array of shape {tuple(shape)}")
 
 
 def require_matrices(name: str, shape: Shape) -> None:
-    """Raise LinAlgError for what is neither a matrix nor a stack of matrices."""
+    """Raise LinAlgError unless the shape is that of a matrix or a stack of matrices."""
     if len(shape) < 2:
         raise LinAlgError(
             f"{name} is a matrix or a stack of matrices, not an array of shape {tuple(shape)}"
@@ -46,13 +46,13 @@ def require_matrices(name: str, shape: Shape) -> None:
 
 
 def require_right_sides(name: str, shape: Shape) -> None:
-    """Raise LinAlgError for what is neither a vector nor a matrix."""
+    """Raise LinAlgError unless the shape is that of a vector or a matrix."""
     if len(shape) not in (1, 2):
         raise LinAlgError(f"{name} is a vector or a matrix, not an array of shape {tuple(shape)}")
 
 
 def require_square(name: str, shape: Shape) -> None:
-    """Raise LinAlgError for matrices, of the last two axes, that are not square."""
+    """Raise LinAlgError unless matrices, of the last two axes, are square."""
     rows, columns = shape[-2:]
     if rows != columns:
         raise LinAlgError(f"{name} is {rows} x {columns}, and not square")
@@ -67,5 +67,5 @@ def require_equations(a: Shape, b: Shape) -> None:
 
 
 def not_finite(name: str) -> ValueError:
-    """What is raised where an element is NaN or infinite."""
+    """The error for an operand with NaN or infinite elements."""
     return ValueError(f"{name} has NaN or infinite elements")

@@ -1,17 +1,17 @@
 """The columns of a square matrix, dealt to the ranks in blocks; programs that go panel by panel.
 
     columns   0   1   2   3   4        rank 0 has 0, 2, 4, rank 1 has 1, 3; each all rows of these.
-    rank      0   1   0   1   0        What is below a diagonal block is its panel.
+    rank      0   1   0   1   0        A diagonal block and all below it is a panel.
 
-One rank has a panel whole: it searches pivots and divides without a word to the others, and hands
-the result to all. That is what columns in one dimension are for; in two, a panel's ranks meet for
-each column. Each rank reads each panel of the others once, for LU n^2/2 (1 - 1/P) elements in all,
-and for Cholesky's factor only the rows from its own next block on: see docs/linear-algebra.md for
-what two dimensions would spare.
+One rank has a whole panel: it searches pivots and divides without the others, and hands the result
+to all. With blocks in two dimensions, the ranks of a panel would have to meet for each column. Each
+rank reads each panel of the others once, for LU n^2/2 (1 - 1/P) elements in all, and for Cholesky's
+factor only the rows from its own next block on; docs/linear-algebra.md says how many fewer elements
+two dimensions would need.
 
-Look-ahead. The rank that has the next panel brings that up to date and factorises it first, and
-says that it has come (`Arrive`) before it does the rest; the others say so as soon as they have
-read the last. So a panel is there when those that need it have done all with the last:
+Look-ahead: the rank that has the next panel brings that up to date and factorises it first, and
+arrives (`Arrive`) before it does the rest. The others arrive as soon as they have read the last
+panel. So a panel is there when those that need it are done with the last:
 
     owner of k+1   read k ─ subtract from k+1 ─ factorise k+1 ─ arrive ─ subtract from the rest ─┐
     others         read k ─ arrive ─ subtract from the rest ───────────────────────────── read k+1
@@ -85,7 +85,7 @@ class Blocks(Immutable):
         return min(owned * self.width, self.spans[rank].length)
 
     def place(self, k: int) -> tuple[int, int]:
-        """Where the owner has block `k` among its columns."""
+        """The columns of block `k` among those of its owner."""
         first = self.before(k, self.owner(k))
         lo, hi = self.bounds(k)
         return first, first + hi - lo
@@ -101,16 +101,16 @@ class Blocks(Immutable):
 
     @property
     def layout(self) -> Layout:
-        """Every rank has all rows of its columns."""
+        """The layout of the matrix: every rank has all rows of its columns."""
         return Layout.product((self.n, self.n), [None, self.spans], size=self.size)
 
     @property
     def vector(self) -> Layout:
-        """A vector with an element for each column, where that column is."""
+        """The layout of a vector with an element for each column, on the rank of the column."""
         return Layout.product((self.n,), [self.spans], size=self.size)
 
     def read(self, k: int, rows: Sequence[Rows | None]) -> Layout:
-        """The rows of block `k` that each rank reads, None where it reads nothing."""
+        """The layout of the rows of block `k` that each rank reads, None if it reads nothing."""
         columns, nothing = Spans.interval(*self.bounds(k)), (_NOTHING, _NOTHING)
         parts = tuple(nothing if own is None else (Spans.interval(*own), columns) for own in rows)
         return Layout((self.n, self.n), parts)
@@ -140,7 +140,7 @@ class PanelSteps:
     # -- what is brought here, and results ---------------------------------------------------------
 
     def bring_columns(self, source: Layout) -> None:
-        """The columns of this rank, of matrix "a"."""
+        """Bring this rank's columns of matrix "a"."""
         problem, blocks = self.problem, self.blocks
         self.workspace["columns"] = SplitArray(blocks.layout, problem.dtype, "F")
         plan = TransferPlan(source, blocks.layout, problem.itemsize)
@@ -153,7 +153,7 @@ class PanelSteps:
             self.steps.append(CheckFinite(buffer, STATUS, code))
 
     def bring_right_sides(self, shape: tuple[int, ...]) -> None:
-        """Make room for right-hand sides of a shape, of which each rank has an even part."""
+        """Make room for right-hand sides of that shape, of which each rank has an even part."""
         size = self.blocks.size
         if len(shape) == 1:
             layout = Layout.on_one_rank(shape, size, rank=0)
@@ -166,7 +166,7 @@ class PanelSteps:
         self.right = Cut("rhs", (0, heights[self.rank]), (0, widths[self.rank]))
 
     def move_right_sides(self) -> None:
-        """The right-hand sides "b" of this rank."""
+        """Bring this rank's part of the right-hand sides "b"."""
         b = self.problem.b
         assert b is not None, "there are some"
         self.bring_right_sides(b.global_shape)
@@ -180,9 +180,9 @@ class PanelSteps:
         transposed: tuple[str, ...] = (),
         vectors: dict[str, tuple[str, str]] | None = None,
     ) -> Program:
-        """The whole program: at its end `moves` bring (buffer, result, layout) to the caller, and
-        `vectors`, by the result that every rank gets, (buffer, dtype). Arrays in `transposed` are
-        seen so: a layout is the transposed array's.
+        """The whole program. At its end `moves`, which are (buffer, result, layout), bring matrices
+        to the caller. `vectors` are results that every rank gets whole, with their (buffer, dtype).
+        Arrays in `transposed` are seen transposed, also in these layouts.
         """
         problem = self.problem
         results: dict[str, SplitArray | LocalArray] = {}
@@ -232,11 +232,11 @@ class PanelSteps:
         raise NotImplementedError
 
     def update(self, k: int, first: int, last: int) -> None:
-        """Do what panel `k` says to this rank's columns of blocks `first` to before `last`."""
+        """Apply panel `k` to this rank's columns of blocks `first` to before `last`."""
         raise NotImplementedError
 
     def update_right_sides(self, k: int) -> None:
-        """Do what panel `k` says to the right-hand sides: solve for its unknowns."""
+        """Apply panel `k` to the right-hand sides: solve for its unknowns."""
         raise NotImplementedError
 
     def own(self, k: int, rows: Rows) -> Cut:
@@ -273,7 +273,7 @@ class PanelSteps:
     def _read(
         self, name: str, source: str, held: Layout, k: int, rows: Sequence[Rows | None]
     ) -> Cut:
-        """The rows of block `k` of a buffer, copied to those ranks that read them."""
+        """Copy rows of block `k` of a buffer to those ranks that read them."""
         lo, hi = self.blocks.bounds(k)
         layout = self.blocks.read(k, rows)
         self.workspace[name] = SplitArray(layout, self.problem.dtype, "F", memory="panel")
@@ -292,8 +292,8 @@ class PanelSteps:
         unit: bool = False,
         notes: bool = False,
     ) -> None:
-        """The solution of op(T) X = B in the place of B: T is a triangle of buffer `source`, which
-        is split as `held`. With `notes` a 0 on its diagonal is noted.
+        """Solve op(T) X = B, in place of B, where T is a triangle of buffer `source`, which is
+        split as `held`. With `notes` a 0 on its diagonal is noted.
 
         Each rank reads T once, block by block, and solves for its own right-hand sides.
         """

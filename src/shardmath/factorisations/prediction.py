@@ -1,7 +1,7 @@
-"""What a factorisation is predicted to take: its steps on all ranks, counted. Pure.
+"""Predicting the time of a factorisation, by counting its steps on all ranks. Pure.
 
-A rank's clock goes on by each of its steps. Where all synchronise, it waits until the last has
-arrived, which a rank that looks ahead has done before the rest of its work:
+Each step advances the clock of its rank. Where all synchronise, a rank waits until the last one has
+arrived; a rank that looks ahead arrives before it does the rest of its work:
 
     owner of k+1   subtract from k+1 ─ factorise k+1 ─ arrive ─ subtract from the rest ─┐
     others         arrive ─ subtract from the rest ───────────────────── wait for that ─┴ read k+1
@@ -26,12 +26,12 @@ from shardmath.machine import Rates
 from shardmath.operators.matmul.strategy import Cost
 from shardmath.program.steps import Arrive, Move, Step, Synchronise
 
-_OF_A_PANEL = 0.5  # of the rate of products: panels and triangles, whose blocks are narrow
+_OF_A_PANEL = 0.5  # the share of the rate of products for panels and triangles, which are narrow
 
 
 class Work(Immutable):
-    """Operations, and what share of the rate of products they are done at; bytes of matrices that
-    they read and write, and of peers.
+    """Operations, and the share of the rate of products at which they are done; bytes of matrices
+    that they read and write; and bytes received from peers.
     """
 
     flops: float = 0.0
@@ -40,7 +40,7 @@ class Work(Immutable):
     received: int = 0
 
     def seconds(self, rate: float, rates: Rates) -> float:
-        """How long it takes; a product copies blocks that suit it, but for a vector."""
+        """The time that it takes. Products, but not those with a vector, copy blocks, too."""
         computing = self.flops / (self.share * rate)
         if self.flops and self.share == 1:
             computing += self.touched / rates.packing
@@ -70,7 +70,7 @@ def predicted(ranks: Sequence[Sequence[Step]], dtype: str, itemsize: int, rates:
 
 
 def _phases(steps: Sequence[Step]) -> list[list[Step]]:
-    """What a rank does between synchronisations."""
+    """The steps of a rank between synchronisations."""
     return [
         [*group]
         for synchronises, group in groupby(steps, lambda step: isinstance(step, Synchronise))
@@ -79,7 +79,7 @@ def _phases(steps: Sequence[Step]) -> list[list[Step]]:
 
 
 def work_of(step: Step, rank: int, itemsize: int) -> Work:
-    """What a step is for a rank. What touches each element once is not counted."""
+    """The work of a step for a rank; none for steps that touch each element once."""
     work = Work()
     if isinstance(step, Subtract):
         (m, n), depth = _extents(step.target), _extents(step.left)[step.ops[0] == "N"]

@@ -1,16 +1,16 @@
-"""QR of a matrix whose rows are split over the ranks: panels by a tree, all else by products.
+"""QR of a matrix whose rows are split over the ranks: panels by a tree, the rest by products.
 
-A panel of columns is factorised by blocks of rows, its leaves. The triangles that these leave are
-factorised one on the other, first those of a rank, then those of all ranks; what each stage did to
-the panel is then done to the columns to its right.
+A panel of columns is factorised in blocks of rows, the leaves of a tree. The triangles that result
+are stacked and factorised again, first those of a rank, then those of all ranks. The reflectors of
+each stage are then applied to the columns to the right of the panel.
 
     rank 0   leaf ── R ┐
              leaf ── R ┴ R ┐
     rank 1   leaf ── R ┐   ├── R of the panel, which every rank computes
              leaf ── R ┴ R ┘
 
-Which rows R comes from does not matter, as long as Q has the same: a panel takes those of the rank
-that has the most left. So the rows may be split in any way, and no row changes its rank.
+R may come from any rows, as long as Q uses the same: a panel takes rows of the rank that has the
+most left. So the rows may be split in any way, and no row changes its rank.
 
 Source: Demmel, Grigori, Hoemmen, Langou, "Communication-optimal parallel and sequential QR and LU
 factorizations", SIAM J. Sci. Comput. 34 (2012). Reflectors are those of LAPACK's geqrt, in the
@@ -34,13 +34,13 @@ from shardmath.geometry.integers import slices
 from shardmath.local import lapack
 from shardmath.machine import Machine
 
-_LEAF_BYTES = 2 << 20  # of a leaf: reflectors pass over it many times, so it is to stay in a cache
+_LEAF_BYTES = 2 << 20  # reflectors pass over a leaf many times, so it has to stay in a cache
 
 
 class Panel(NamedTuple):
-    """Columns `first` and so on, `width` of them, whose rows of R are of rank `owner`.
+    """`width` columns from `first` on, whose rows of R are on rank `owner`.
 
-    Rank r has its rows from `starts[r]` on in the panel: those before are rows of R already.
+    The panel has the rows of rank r from `starts[r]` on: those before are rows of R already.
     """
 
     first: int
@@ -66,7 +66,7 @@ def panels(rows: Sequence[int], columns: int, width: int) -> list[Panel]:
 
 
 class Stage(NamedTuple):
-    """Reflectors I - V T V^H of some of this rank's `rows`; `everywhere`: of rows of all ranks."""
+    """Reflectors I - V T V^H on some `rows` of this rank; `everywhere`: on rows of all ranks."""
 
     rows: tuple[slice, ...]
     v: HostArray
@@ -75,7 +75,7 @@ class Stage(NamedTuple):
 
 
 class QR:
-    """The factors of a matrix; all of its functions that return arrays are collective.
+    """The factors of a matrix. All functions that return arrays are collective.
 
     `a` is this rank's rows, which are overwritten, and `rows` the number that each rank has.
     `phases` are those of R's diagonal as the reflectors leave it: the R returned has a real
@@ -184,7 +184,7 @@ class QR:
         ]
 
     def _factorised(self, panel: Panel) -> tuple[list[Stage], HostArray]:
-        """What makes a panel a triangle, in order, and the triangle."""
+        """The stages that make a panel a triangle, in order, and the triangle."""
         start, width = panel.starts[self.context.rank], panel.width
         columns = self._a[start:, panel.first : panel.first + width]
         stages, r = tree(columns, start)
@@ -196,7 +196,9 @@ class QR:
         ]
         ends = list(accumulate(heights, initial=0))
         gathered = all_gather(np.ascontiguousarray(r), context=self.context)
-        order = sorted(self._ranks, key=lambda rank: rank != panel.owner)  # whose rows R is left in
+        order = sorted(
+            self._ranks, key=lambda rank: rank != panel.owner
+        )  # R is left in the first one's rows
         stacked = np.concatenate([gathered[ends[rank] : ends[rank + 1]] for rank in order])
         v, t, r = same_everywhere(self.context, reflected(stacked))
         own = order.index(self.context.rank)
@@ -208,7 +210,7 @@ class QR:
     def _apply(self, stage: Stage, c: HostArray, *, adjoint: bool, only_top: bool = False) -> None:
         """Multiply rows of c by a stage's reflectors, or by their adjoint, in place.
 
-        `only_top`: of the rows of c as many as there are reflectors are not 0.
+        `only_top`: c is 0 below its first rows, as many as there are reflectors.
         """
         rows, v, t, everywhere = stage
         x = c[rows[0]] if len(rows) == 1 else np.concatenate([c[part] for part in rows])
@@ -248,8 +250,8 @@ class QR:
 def same_everywhere(
     context: DistributedContext, results: tuple[HostArray, ...]
 ) -> tuple[HostArray, ...]:
-    """What every rank has computed of the same elements: between hosts, whose processors may differ
-    in the last bit, that of rank 0. Collective.
+    """The results that every rank has computed from the same elements. On several hosts, whose
+    processors may differ in the last bit, those of rank 0. Collective.
     """
     if len({*context.hosts}) == 1:
         return results
@@ -257,12 +259,12 @@ def same_everywhere(
 
 
 def _even(extent: int, size: int) -> list[int]:
-    """How many indices each rank has of a slab."""
+    """The number of indices that each rank has of a slab."""
     return [extent // size + (rank < extent % size) for rank in range(size)]
 
 
 def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
-    """The stages that make a rank's columns a triangle, and that. Pure.
+    """The stages that make a rank's columns a triangle, and the triangle. Pure.
 
     The rows of `a` are those from `start` on; the triangle is left in the first of them.
     """

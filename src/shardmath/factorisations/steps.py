@@ -1,7 +1,7 @@
 """Steps of factorisations: what one rank does with blocks of its matrices. Pure data.
 
-A factorisation goes on with the numbers it has after one is found that it cannot use; what was
-wrong first is in `status`, which all ranks combine at the end by the least.
+A factorisation does not stop at a number that it cannot use. It notes the fault in `status`, which
+keeps the least code; at the end all ranks take the least of theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardmath.local.lapack import Op
 from shardmath.program.steps import OwnStep
 
-# Of a `status`: numbers from 1 say which minor or pivot is the first of its kind.
+# Codes of a `status`. Numbers from 1 on are that of the first minor or pivot at fault.
 NOT_FINITE_B, NOT_FINITE_A, NOT_PIVOTS, GOOD = -2, -1, 1 << 61, 1 << 62
 
 
@@ -91,9 +91,9 @@ class FactoriseCholesky(OwnStep, words="factorise {diagonal}, and {below} by it"
 
 
 class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows"):
-    """The LU factors of a panel, whose first row is `first` of the matrix. Rows of all of the panel
-    are candidates for a pivot; which were exchanged, `place` of `pivots` says, by their numbers in
-    the matrix.
+    """The LU factors of a panel, whose first row is `first` of the matrix. All rows of the panel
+    are candidates for a pivot. Elements `place` of `pivots` get the rows, of the matrix, that were
+    exchanged.
     """
 
     panel: Cut
@@ -104,9 +104,9 @@ class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows
 
 
 class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
-    """Exchanges of rows of `target`, whose first row is `first` of the matrix, that elements
-    `place` of `pivots` say; from the last to the first if `backward`. None are made where some are
-    no rows of it, which is noted in `status`.
+    """Exchange rows of `target`, whose first row is `first` of the matrix, as elements `place` of
+    `pivots` say, from the last to the first if `backward`. If one of these is no row of `target`,
+    that is noted in `status`, and none are exchanged.
     """
 
     pivots: str
@@ -118,8 +118,8 @@ class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
 
 
 class Substitute(OwnStep):
-    """`target` becomes op(triangle)^-1 target. Where the first 0 on the diagonal stands is noted in
-    `status`, if that is given: `first` is its first row in the matrix.
+    """`target` becomes op(triangle)^-1 target. The place of the first 0 on the diagonal is noted in
+    `status`, if that is given; `first` is the triangle's first row in the matrix.
     """
 
     triangle: Cut

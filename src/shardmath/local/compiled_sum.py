@@ -1,4 +1,4 @@
-"""Sums of what several ranks have, in one pass, where the package was installed with a C compiler.
+"""Sums of several ranks' arrays in one pass, where the package was installed with a C compiler.
 
 `sum.c` says why. Without it, and for other operations and types, NumPy does the same.
 """
@@ -16,7 +16,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import library_beside
 
-LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains
+LEAST = 64 << 10  # bytes of a row, from which on the call gains more than it costs
 _SUMMED = ("float32", "float64", "int32", "int64")
 
 
@@ -42,8 +42,8 @@ def add(inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> bool:
 
 
 def address_for(dtype: np.dtype[Any]) -> int | None:
-    """Where compiled code finds the function of `sum.c` that adds elements of this type; None where
-    there is none.
+    """The address of the function of `sum.c` that adds elements of this type; None if there is
+    none.
     """
     function = functions().get(_numbers_of(dtype))
     return ctypes.cast(function, ctypes.c_void_p).value if function else None
@@ -51,7 +51,7 @@ def address_for(dtype: np.dtype[Any]) -> int | None:
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Any]:
-    """The functions of `sum.c` by the type of numbers that they add; none where none were built."""
+    """The functions of `sum.c`, by the type of numbers that they add; none if it was not built."""
     library = library_beside(__file__, "_sum")
     return {} if library is None else functions_of(library)
 
@@ -70,7 +70,7 @@ def functions_of(library: ctypes.CDLL) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _numbers_of(dtype: np.dtype[Any]) -> str:
-    """The type of the numbers of which such elements consist, as additions see them."""
+    """The type of the numbers to add: parts of complex ones, and signed in place of unsigned."""
     known = dtypes.of(dtype)
     return known.real or known.name.removeprefix("u")
 

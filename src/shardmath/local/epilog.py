@@ -1,9 +1,9 @@
 """The epilogs of a matrix product: what happens to one rank's sums on their way into D.
 
-Everything is computed in the accumulator's type and rounded once, tile by tile, so no temporary has
-the size of D. Column j of a ReLU mask holds row i's bit at position i % 8 of byte i // 8; a bit is
-set where the input of ReLU is greater than 0. GELU is the tanh approximation. Semantics and shapes
-are those of cuBLASLt.
+Everything is computed in the accumulator's type and rounded once, tile by tile, so that no
+temporary has the size of D. Column j of a ReLU mask holds row i's bit at position i % 8 of byte i
+// 8; the bit is set where the input of ReLU is greater than 0. Semantics and shapes are those of
+cuBLASLt.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ class MatmulEpilog(IntEnum):
     BGRADA, BGRADB       x                                             bgrada (m,), bgradb (N,)
     ALLREDUCE            all of it on all ranks, with the sum of every rank's beta C
 
-    bias is this rank's part of a vector of M, as D's rows are. So are the gradients of a bias, sums
-    over all ranks: of the rows of D, or of op(A), for the rows that this rank has of D. Those of
-    the columns of op(B) are all on every rank. relu_aux has a bit for each element, uint8 (m / 8
-    rounded up to a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8,
-    n); both are column-major, and are read by the epilogs of the backward pass only. GELU is the
-    tanh approximation.
+    bias is this rank's part of a vector of M elements, split as the rows of D. So are the gradients
+    of a bias: sums, over all ranks, of the rows of D or of op(A). Those of the columns of op(B) are
+    all on every rank. relu_aux has a bit for each element, uint8 (m / 8 rounded up to a multiple of
+    16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n). Both are column-major,
+    and are read by the epilogs of the backward pass only. GELU is the tanh approximation.
 
-    A row says which of this an epilog does, and by which of `FUNCTIONS`.
+    The words of a member say what it does, and with which of `FUNCTIONS`.
     """
 
     DEFAULT = 0, ""
@@ -68,7 +67,7 @@ class MatmulEpilog(IntEnum):
     words: frozenset[str]
 
     def __new__(cls, value: int, words: str = "") -> MatmulEpilog:
-        """The epilog of that number, which does what `words` say."""
+        """The epilog of that number; see `words` in the class."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.words = frozenset(words.split())
@@ -95,7 +94,7 @@ class MatmulEpilog(IntEnum):
 
     @property
     def makes_aux(self) -> str | None:
-        """The name of the output that keeps what the derivative will need."""
+        """The name of the output that keeps the inputs of the derivative."""
         return f"{self._function}_aux" if "aux" in self.words else None
 
     @property
@@ -146,7 +145,7 @@ class Extra(Immutable):
 
 
 class Requirements(Immutable):
-    """The arrays that an epilog reads, by name in `epilog_inputs`, and those that it makes."""
+    """The arrays that an epilog reads, as in `epilog_inputs`, and those that it makes."""
 
     inputs: tuple[Extra, ...] = ()
     outputs: tuple[Extra, ...] = ()
@@ -156,8 +155,7 @@ class Requirements(Immutable):
 def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requirements:
     """The extra arrays of `epilog` for a local D of shape (m, n) and type `dtype`.
 
-    Raises ValueError where the epilog has no meaning for the type: activations, and their
-    derivatives, want real floating numbers.
+    Raises ValueError for activations, and their derivatives, of other than real floating types.
     """
     kind, name = dtypes.of(dtype).kind, dtypes.of(dtype).name
     if (epilog.activation or epilog.gradient) and kind != "f":
@@ -187,12 +185,12 @@ def apply(
     out: HostArray | None = None,
     outputs: Mapping[str, HostArray] | None = None,
 ) -> tuple[HostArray, Mapping[str, HostArray]]:
-    """Return (D, outputs by name) of the local sums `acc` (m, n); inputs as `requirements` says.
+    """Return (D, outputs by name) for the local sums `acc` (m, n); inputs as in `requirements`.
 
-    `dtype` is D's. D is `out` where given, which may be `acc` itself; otherwise it is new, in the
-    order of `acc`. So are `outputs`. A row sum of D covers this rank's columns only and stays in
-    the type of `acc`, for ranks to add before rounding. BGRADA and BGRADB do not concern D: see
-    `row_sums` and `column_sums`.
+    D has type `dtype`. It is `out` if given, which may be `acc` itself, else new, in the order of
+    `acc`; `outputs` likewise. A row sum of D covers this rank's columns only, in the type of `acc`,
+    and is added to those of other ranks before it is rounded. BGRADA and BGRADB do not concern D:
+    see `row_sums` and `column_sums`.
     """
     m, n = acc.shape
     extras = requirements(epilog, m, n, dtype)
@@ -228,12 +226,12 @@ def apply(
 
 
 def row_sums(a: HostArray) -> HostArray:
-    """The sums (m,) of the rows of a local part of A, in its accumulator's type: BGRADA's share."""
+    """The sums (m,) of the rows of a local part of A, in its accumulator's type: for BGRADA."""
     return np.asarray(a.sum(axis=1, dtype=dtypes.to_numpy(dtypes.accumulator(a.dtype))))
 
 
 def column_sums(b: HostArray) -> HostArray:
-    """The sums (n,) of the columns of a local part of B, in its accumulator's type."""
+    """The sums (n,) of the columns of a local part of B, in its accumulator's type: for BGRADB."""
     return row_sums(b.T)
 
 
@@ -252,7 +250,7 @@ def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _keep(epilog: MatmulEpilog, aux: HostArray, tile: tuple[slice, slice], x: HostArray) -> None:
-    """Keep of `x`, the input of the activation, what its derivative needs."""
+    """Keep what the derivative needs of `x`, the input of the activation."""
     rows, columns = tile
     if _function(epilog).slope is None:
         positive = np.ascontiguousarray((x > 0).T)  # bits are packed fast along contiguous rows
@@ -275,7 +273,7 @@ def _differentiate(
     keep = np.empty_like(raw)
     keep[...] = np.unpackbits(packed, axis=1, count=len(x), bitorder="little").T
     np.negative(keep, out=keep)  # all bits, or none
-    raw &= keep  # not a product: a masked infinity becomes 0
+    raw &= keep  # unlike a product, this makes a masked infinity 0
 
 
 def _bytes_of(rows: slice) -> slice:
@@ -325,8 +323,8 @@ def _gelu_slope(x: HostArray) -> HostArray:
 class Function(Immutable):
     """An activation: `apply` may overwrite its argument, and `slope` is its derivative.
 
-    Without a `slope` the derivative is 1 where the input is greater than 0, and else 0: a bit for
-    each element is kept of that, where of others the inputs are.
+    Without a `slope` the derivative is 1 where the input is greater than 0, and else 0. A bit for
+    each element is kept for it; for other functions the inputs are kept.
     """
 
     apply: Callable[[HostArray], HostArray]

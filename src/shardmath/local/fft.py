@@ -1,9 +1,9 @@
-"""One rank's transforms, along axes that it holds whole: Fourier's, and those of cosines and sines.
+"""One rank's Fourier, cosine and sine transforms, along axes that it holds whole.
 
-ducc0's where it is installed, else scipy's, else NumPy's; a library's own, such as torch's, for
-those who brought its arrays. All keep single precision and take any strides. Results are written
-where the caller wants them, by the first two without a copy: a block of the size of a cache is
-read, transformed and put down in one go.
+They are done by ducc0 where it is installed, else by scipy, else by NumPy; for arrays of a library
+with transforms, such as torch, by that. All keep single precision and take any strides. ducc0 and
+scipy write results where the caller wants them, so that a block of the size of a cache is read,
+transformed and written without a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bound_transform(
     norm: Norm,
     engine: str = "scipy",
 ) -> Callable[[], object]:
-    """A call that writes the transform of `x` along `axes` to `out`, of what is in `x` then.
+    """A call that writes the transform of `x` along `axes` to `out`, each time it is made.
 
     `out` may for C2C be `x` itself. R2C halves the last of `axes`, C2R makes it as long as `out`
     is, as numpy.fft.rfftn and irfftn do; C2R may overwrite `x`. `norm` None scales neither
@@ -64,7 +64,7 @@ class _Transform(NamedTuple):
         return self._by_copy if half else self._writing() or self._by_copy
 
     def _by_copy(self) -> None:
-        """Transform what is to be widened first, or has to be copied to where it is wanted."""
+        """Transform by way of a copy: of operands that are widened, or of the result."""
         x = self.x
         if self.kind == "R2C" and x.dtype.itemsize == 2:
             self._replace(x=x.astype(np.float32)).bound()()
@@ -74,7 +74,7 @@ class _Transform(NamedTuple):
             np.copyto(self.out, result)
 
     def _writing(self) -> Callable[[], object] | None:
-        """A call of functions that write where they are told; None where there are none."""
+        """A call of functions that write to `out`; None where there are none."""
         inner, x, out = _inner(self.engine), self.x, self.out
         if inner is None or not (x.flags.aligned and out.flags.aligned):
             return None
@@ -95,7 +95,7 @@ class _Transform(NamedTuple):
         return both
 
     def _in_new_memory(self) -> HostArray:
-        """The transform as the public functions return it: in memory of its own, or in `out`."""
+        """The transform by public functions: in new memory, or in `out`."""
         x, axes, sizes = self.x, self.axes, None
         function = "fftn" if self.forward else "ifftn"
         if self.kind == "C2R":
@@ -117,13 +117,13 @@ def keeps_shape(kind: Kind) -> bool:
 
 
 def engine_for(library: str, kind: Kind) -> str:
-    """Which transforms arrays of this library get: its own, "ducc0", "scipy" or "numpy"."""
+    """The engine for arrays of this library: the library itself, "ducc0", "scipy" or "numpy"."""
     has_own = libraries()[library].transforms and kind not in SERIES
     return library if has_own else _installed()
 
 
 def starts_threads(engine: str) -> bool:
-    """Whether these transforms share their work among threads of their own."""
+    """Whether this engine has threads of its own."""
     return engine in libraries() and libraries()[engine].transforms
 
 
@@ -138,8 +138,8 @@ def _installed() -> str:
 def _imported(module: str) -> Any:
     """The module, None where it is not installed or cannot be loaded.
 
-    An exception of a signal handler that strikes while an extension is being loaded may come out of
-    it as an ImportError. One that does not come a second time was no fault of the module.
+    An exception that a signal handler raises while an extension is being loaded may come out of it
+    as an ImportError. Such an error does not come a second time.
     """
     try:
         return _loaded(module)
@@ -154,10 +154,10 @@ def _imported(module: str) -> Any:
 
 
 def _loaded(module: str) -> Any:
-    """The module, after the package that it is in.
+    """The module, imported after its package.
 
-    An extension such as ducc0 lists its inner modules one by one while it is loaded, where another
-    thread would find some of them: to import the package waits until all are there.
+    An extension such as ducc0 adds its inner modules one by one while it is loaded, so that another
+    thread might find only some. Importing the package waits until all are there.
     """
     importlib.import_module(module.partition(".")[0])
     return importlib.import_module(module)
@@ -171,10 +171,9 @@ _INNER = {
 
 @lru_cache(maxsize=4)
 def _inner(engine: str) -> Any:
-    """Functions that write where they are told, ducc0's or those under scipy.fft; None where there
-    are none.
+    """The module of ducc0, or under scipy.fft, with functions that write to an argument; else None.
 
-    scipy's are not public: a scipy that is built in another way falls back on what is.
+    scipy's is not public. Where it is missing, the public functions serve.
     """
     ones, real = np.ones(2, np.complex64), np.ones(2, np.float32)
     for name in _INNER.get(engine, ()):
@@ -196,7 +195,7 @@ def _inner(engine: str) -> Any:
 
 
 def _end_ducc0_threads() -> None:
-    """Leave ducc0's pool of threads the calling one: ours are all that a rank needs.
+    """Leave only the calling thread in ducc0's pool: a rank has threads of its own.
 
     ducc0 joins its threads whenever the process forks, and a join right after another fork may
     never end.

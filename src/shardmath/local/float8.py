@@ -1,7 +1,7 @@
 """Eight-bit floats on one rank: numbers from elements and scales, and elements from numbers.
 
 An element stands for itself times the scale of its block. Blocks are counted from the first element
-of a local part; `Blocks` says how many rows and columns one has.
+of a local part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STRIP = 1 << 20  # elements that are converted at once
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of a block that has one scale; None: all there are."""
+    """The rows and columns of a block, which has one scale; None for all of them."""
 
     rows: int | None
     columns: int | None
@@ -62,7 +62,7 @@ def quantize(x: HostArray, scale: float, out: HostArray) -> None:
 
 
 def _strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with few enough elements."""
+    """Ranges of rows with at most _STRIP elements, but at least one row."""
     step = max(1, _STRIP // max(columns, 1))
     for top in range(0, rows, step):
         yield top, min(top + step, rows)

@@ -1,8 +1,8 @@
 """One rank's matrix product, at BLAS speed for every stride, order and floating type.
 
-What NumPy's BLAS multiplies as it is, is passed as it is; the rest (halves, mixed types,
-conjugates) is converted block by block, so temporaries stay bounded. Sums are taken in at least
-float32, and an element of `out` is rounded once per call.
+Operands that NumPy's BLAS can multiply are passed as they are. Others (halves, mixed types,
+conjugates) are converted block by block, so that temporaries stay bounded. Sums are taken in at
+least float32, and an element of `out` is rounded once per call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardmath.geometry.integers import slices
 # Converting an n x n block costs about 1/n of multiplying it: at 2048, 1 to 5 %. Three such blocks
 # of float32 are alive at once, 48 MB.
 _CONVERTED = 2048
-# Adding needs a temporary for the product. The fewer its rows, the more often BLAS prepares `b`: of
-# the time of 2048^2, 1 to 3 % are lost with 2048 rows, 5 % with 1024 or 512, 14 % with 128.
+# Adding needs a temporary for the product. The fewer rows it has, the more often BLAS packs `b`: at
+# 2048^2 that costs 1 to 3 % of the time with 2048 rows, 5 % with 1024 or 512, 14 % with 128.
 _ADDED_BYTES, _ADDED_ROWS = 64 << 20, 512
 
 
@@ -85,7 +85,7 @@ def accumulator_of(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _holds(holder: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Whether values of `held` fit `holder` but for rounding: no part of them is dropped."""
+    """Whether `holder` can hold values of `held`, but for rounding."""
     order = "buifc"
     return order.find(dtypes.of(held).kind) <= order.find(dtypes.of(holder).kind)
 
@@ -130,7 +130,7 @@ def _multiply_converted(
 
 
 def _converted(x: HostArray, work: np.dtype[Any], conjugate: bool) -> HostArray:
-    """`x` as `work`, in the memory order that it has."""
+    """`x` as `work`, in its own memory order."""
     if not conjugate:
         return x.astype(work, order="K", copy=False)
     y = x.astype(work, order="K")

@@ -1,9 +1,9 @@
 """One rank's dense linear algebra: the BLAS and LAPACK that SciPy brings, on parts of matrices.
 
 Factorisations work on blocks of a matrix in column-major order, whose columns are further apart
-than they are long. SciPy's functions copy such a block; so the routines are called by the
-addresses that scipy.linalg.cython_blas and cython_lapack give to other modules. Each function here
-binds a call: addresses and checks are worked out once, and what is bound does all of the rest.
+than they are long. SciPy's functions would copy such a block. So the routines are called by the
+addresses that scipy.linalg.cython_blas and cython_lapack export. Each function here binds a call:
+it checks and works out addresses once.
 
 Source: LAPACK Users' Guide, third edition, and its reference implementations.
 """
@@ -23,7 +23,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.errors import BackendUnavailable
 
 Call = Callable[[], object]
-Op = Literal["N", "T", "C"]  # of a factor: itself, its transpose, its conjugate transpose
+Op = Literal["N", "T", "C"]  # a factor itself, its transpose, its conjugate transpose
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 DTYPES = tuple(_LETTERS)
 
@@ -53,7 +53,7 @@ def rounded(x: HostArray) -> HostArray:
     """
     copy = np.array(x.T, order="C")
     bits = copy.view(np.uint32)
-    bits += (bits >> 16 & 1) + 0x7FFF  # to the nearest, and to even where two are as near
+    bits += (bits >> 16 & 1) + 0x7FFF  # to the nearest, ties to even
     bits &= 0xFFFF0000
     return copy.T
 
@@ -69,7 +69,7 @@ def solve_triangular(
 ) -> Call:
     """Bind B = op(A)^-1 B for a triangular A, or B = B op(A)^-1 where A is to the `right`.
 
-    The other triangle of A is not read, nor the diagonal where it is taken for ones (`unit`).
+    The other triangle of A is not read, nor, with `unit`, the diagonal, which is taken for ones.
     """
     if not b.size:
         return _nothing
@@ -118,7 +118,7 @@ def _no_mistake() -> int:
 
 
 def _with_info(name: str, a: HostArray, *words: Any) -> Callable[[], int]:
-    """A call of a routine whose last argument says what is wrong with the numbers."""
+    """A call of a routine with an `info` argument, at the end, which it returns."""
     info = np.zeros(1, np.int32)
     call = _bound("lapack", name, a, *words, info)
 
@@ -144,7 +144,7 @@ def _bound(module: str, name: str, like: HostArray, *words: Any) -> Call:
 
 @lru_cache(maxsize=64)
 def _routine(module: str, name: str, words: int) -> Callable[..., None]:
-    """A routine of SciPy's BLAS or LAPACK, which takes so many addresses."""
+    """A routine of SciPy's BLAS or LAPACK, with so many arguments."""
     capsules: Any = importlib.import_module(f"scipy.linalg.cython_{module}").__pyx_capi__
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -165,7 +165,7 @@ def _counts(*numbers: int) -> list[HostArray]:
 
 
 def _matrix(a: HostArray) -> tuple[HostArray, HostArray]:
-    """A matrix and its leading dimension, in elements, for an argument each."""
+    """The two arguments for a matrix: itself, and its leading dimension in elements."""
     rows, columns = a.shape
     assert rows < 2 or a.strides[0] == a.itemsize, "column-major order"
     (leading,) = _counts(a.strides[1] // a.itemsize if columns > 1 else max(1, rows))

@@ -1,8 +1,8 @@
 """A transform of a strided array as calls of one batched plan: the arguments of cufftPlanMany.
 
-cuFFT's advanced data layout has lengths, the extents that rows and planes have in memory (`embed`),
-one stride between elements and one distance between the transforms of a batch. Axes of an array
-that fit are found here, by integers alone; what does not fit takes several calls, or has no plan.
+cuFFT's advanced data layout has lengths, the extents of rows and planes in memory (`embed`), one
+stride between elements and one distance between the transforms of a batch. The axes of an array
+that fit are found here, by integers alone. Others take several calls, or there is no plan.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DataLayout(Immutable):
 class PlanMany(Immutable):
     """A plan for a batch of `batch` transforms of `lengths`, and its calls.
 
-    `lengths` are those of the real side where there is one. Each call starts at a pair of `offsets`
+    `lengths` are those of the real side, if there is one. Each call starts at a pair of `offsets`
     in bytes, from the elements with index 0 of source and target.
     """
 
@@ -56,7 +56,7 @@ class PlanMany(Immutable):
 
     @cached_property
     def without_calls(self) -> PlanMany:
-        """The plan alone, the same for any `offsets`."""
+        """The plan without its `offsets`."""
         return replace(self, offsets=())
 
 
@@ -83,7 +83,7 @@ def plan_many(
     if (
         None in embeds
         or len(ordered) > _MAX_AXES
-        # cuFFT leaves an axis of length 1 away, and takes another for the real one.
+        # cuFFT ignores an axis of length 1, and would take another for the real one.
         or (kind == "C2R" and len(ordered) > 1 and lengths[axes[-1]] == 1)
         or math.prod(dim[0] for dim in others) > _MAX_CALLS
         or any(
@@ -123,7 +123,7 @@ def _ordered(
 
 
 def _embed(side: StridedArray, axes: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-    """`embed` and `stride` of a DataLayout that reaches the elements along `axes`; None if none."""
+    """`embed` and `stride` of a DataLayout for the elements along `axes`; None if there is none."""
     steps = [
         side.strides[axis] if side.shape[axis] > 1 else side.itemsize * (axis == axes[-1])
         for axis in axes

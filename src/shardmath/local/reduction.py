@@ -1,9 +1,8 @@
-"""How elements of several ranks become one: operations, the types they compute in, and the local
-reduction.
+"""Reductions of several ranks' elements to one: operations, their types, and the local arithmetic.
 
-Ranks are combined in their order, by the operation's NumPy function; floats narrower than float32
-in float32, and rounded once at the end. Each element of a result is reduced by one rank, or by all
-in the same way, so that every rank holds the same bits.
+Elements are combined in rank order by NumPy's functions: floats narrower than float32 in float32,
+rounded once at the end. One rank reduces an element of a result, or all do so in the same way, so
+that every rank holds the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ OPERATIONS: dict[str, np.ufunc] = {
     "mean": np.add,
 }
 
-# Elements combined at a time: their partial results stay in a core's nearest cache.
+# Combined at a time, so that partial results stay in a core's nearest cache.
 _CHUNK_BYTES = 128 << 10
 
 
@@ -82,7 +81,7 @@ def bind_reduction(
 
 
 def in_rows(arrays: Sequence[HostArray]) -> list[HostArray] | None:
-    """Arrays of one shape as matrices of as few rows as can be, on their memory; None if none."""
+    """Arrays of one shape as matrices on their memory, with as few rows as possible; else None."""
     shape = arrays[0].shape
     for split in range(len(shape) + 1):
         rows, columns = shape[:split], shape[split:]
@@ -152,8 +151,8 @@ def _reduce_piece(
     outputs: Sequence[HostArray],
     partial: HostArray,
 ) -> None:
-    """Combine one piece, as `reduce_local` does. `partial` is memory for partial results: an output
-    may be an input that is still to be read.
+    """Combine one piece, as `reduce_local` does, with partial results in `partial`: an output may
+    be an input that is still to be read.
     """
     combine = OPERATIONS[reduction.op]
     first, *rest = inputs

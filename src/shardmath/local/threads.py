@@ -1,8 +1,8 @@
-"""How many threads one rank's arithmetic uses: products by BLAS, and Fourier transforms.
+"""The number of threads of one rank's arithmetic: of BLAS, and of Fourier transforms.
 
-What the user has said counts: SHARDMATH_THREADS, which `run --threads` sets, else OMP_NUM_THREADS.
-Otherwise ranks that may run on the same cores share them. Libraries of BLAS and OpenMP that use
-more are limited while a context is open; one whose number the user has set is left alone.
+The user sets it by SHARDMATH_THREADS, as `run --threads` does, or by OMP_NUM_THREADS. Otherwise
+ranks that may run on the same cores share them. Libraries of BLAS and OpenMP that use more are
+limited while a context is open, unless the user has set their number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from shardmath.base import config
 
 _COMMON = "OMP_NUM_THREADS"
-_VARIABLES = {  # what a library reads before it reads the common one
+_VARIABLES = {  # a library reads its own before the common one
     "openblas": "OPENBLAS_NUM_THREADS",
     "mkl": "MKL_NUM_THREADS",
     "blis": "BLIS_NUM_THREADS",
@@ -39,18 +39,18 @@ def threads_per_rank(setting: int, pids: Iterable[int]) -> int:
 
 
 class ThreadLimit:
-    """Lowers the threads of the libraries that are loaded, from `__init__` to `end`.
+    """Lowers the number of threads of loaded libraries, from `__init__` to `end`.
 
-    Of several at a time each only lowers, and the last to end restores what was before the first.
-    Without threadpoolctl it does nothing. It takes milliseconds, but where there is a thread for
-    each core: a library uses no more unless the user has told it to.
+    Several limits at a time only lower it further, and the last to end restores what was before the
+    first. Without threadpoolctl a limit does nothing. It takes milliseconds, unless there is a
+    thread for each core: libraries use no more by themselves.
     """
 
     _open: ClassVar[list[ThreadLimit]] = []
     _changed: ClassVar[dict[str, tuple[int, int]]] = {}  # by library: before the first, and now
 
     def __init__(self, threads: int, setting: int) -> None:
-        """`setting` as for `threads_per_rank`: what variables say beside it is the user's."""
+        """`setting` as for `threads_per_rank`: other values of variables are the user's."""
         self._open.append(self)
         if threads >= len(os.sched_getaffinity(0)):
             return
@@ -62,7 +62,7 @@ class ThreadLimit:
             self._changed[library.filepath] = before, threads
 
     def end(self) -> None:
-        """Undo it. What the user has set since then stays; a second call does nothing."""
+        """Undo the limit, but for what the user has set since. A second call does nothing."""
         if self not in self._open:
             return
         self._open.remove(self)
@@ -85,7 +85,7 @@ def _libraries() -> list[Any]:
 
 
 def _set_by_user(kind: str, setting: int) -> bool:
-    """Whether a variable says how many threads such a library has, other than our launcher's."""
+    """Whether the user, and not our launcher, has set a variable for such a library."""
     said = [config.environment().get(name) for name in (_VARIABLES.get(kind, _COMMON), _COMMON)]
     return any(value is not None and value != str(setting) for value in said)
 

@@ -1,14 +1,14 @@
 """One rank's cosine and sine transforms of types I to IV, along axes that it holds whole.
 
-ducc0's where it is installed, else scipy's; where neither is, and on GPUs, they are made of Fourier
-transforms, by `turns`. Definitions, scaling and `orthogonalize` are those of scipy.fft: type I of a
-cosine has n - 1 intervals, of a sine n + 1, and all others n.
+They are done by ducc0 where it is installed, else by scipy. Without both, and on GPUs, they are
+made of Fourier transforms and `turns`. Definitions, scaling and `orthogonalize` are those of
+scipy.fft; m is n - 1 for type I of a cosine, n + 1 for type I of a sine, and else n.
 
     DCT   y[k] = 2 sum over j of w[j] x[j] cos(pi (j + a) (k + b) / m)      DST: sin
     type      I         II        III       IV
     a, b      0, 0      1/2, 0    0, 1/2    1/2, 1/2                        DST: 1 in place of 0
 
-w[j] is 1/2 where the series is its own mirror image, at an end that lies on a whole place, else 1.
+w[j] is 1/2 at ends about which the series is symmetric, if an element lies there, else 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Series(NamedTuple):
         return f"{'orthogonal ' * self.orthogonal}{self.function.upper()}{self.type}"
 
     def period(self, extent: int) -> int:
-        """The length of the Fourier transform that stands behind one of `extent` numbers."""
+        """The length of the Fourier transform behind a transform of `extent` numbers."""
         return 2 * (extent + {"dct": -1, "dst": 1}[self.function] * (self.type == 1))
 
 
@@ -76,10 +76,10 @@ Turn = npt.NDArray[np.complex128]
 
 
 def turns(series: Series, extent: int) -> tuple[Turn, Turn]:
-    """What `extent` numbers are multiplied by before their Fourier transform, and after it.
+    """The factors of `extent` numbers before their Fourier transform, and after it.
 
-    The sum over j is a Fourier transform of as many places as the period has, the rest of them 0,
-    between two turns by the halves of places. The real part of what is then there is the result.
+    The sum over j is a Fourier transform of the length of the period, padded with zeros, between
+    two multiplications for the shifts by a half. The result is the real part.
     """
     function, number, orthogonal = series
     period, sine, places = series.period(extent), function == "dst", np.arange(extent)
@@ -103,7 +103,7 @@ def turns(series: Series, extent: int) -> tuple[Turn, Turn]:
 def _by_ducc0(
     x: HostArray, axes: tuple[int, ...], out: HostArray, series: Series, scale: str
 ) -> Callable[[], object]:
-    """ducc0 takes real numbers, and orthogonalizes just where it scales by the root."""
+    """By ducc0, which takes real numbers, and orthogonalizes only if it divides by the root."""
     transform = getattr(importlib.import_module("ducc0.fft"), series.function)
     root = math.sqrt(math.prod(series.period(x.shape[axis]) for axis in axes))
     divisor = 1 if series.orthogonal else 2 if scale == "forward" else 0
@@ -128,7 +128,7 @@ def _aligned(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) ->
 
 
 def _by_scipy(x: HostArray, axes: tuple[int, ...], series: Series, scale: str) -> HostArray:
-    if x.dtype.kind == "c":  # which scipy does not orthogonalize when it is told to
+    if x.dtype.kind == "c":  # scipy ignores orthogonalize=True for these
         return _of_both(_by_scipy, x, axes, series, scale)
     transform = getattr(importlib.import_module("scipy.fft"), f"{series.function}n")
     words = {"type": series.type, "axes": axes, "norm": scale, "orthogonalize": series.orthogonal}

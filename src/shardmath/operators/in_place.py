@@ -1,6 +1,6 @@
 """Results in the memory of an operand, which may differ from the result in shape and type.
 
-Only an operand that was allocated with room of its own is extended beyond its elements.
+A result may be larger than the operand only if `allocate_operand` has made room for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shardmath.transport.base import DeviceBytes
 def array_in_place(
     context: Context, operand: Any, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> Any:
-    """The operand, or another array in its memory: packed, of that shape, dtype and memory order.
+    """An array in the operand's memory: packed, of that shape, dtype and memory order; the operand
+    itself if it has that shape and dtype.
 
     Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
     """
@@ -62,7 +63,7 @@ def room_for_operand(context: Context, nbytes: int, *, on_heap: bool) -> Buffer 
         buffer = context.heap.allocate(nbytes)
         _operand_blocks(context).add(buffer.block)
         return buffer
-    memory = np.empty(max(nbytes, 1), np.uint8)  # a byte at least has an address of its own
+    memory = np.empty(max(nbytes, 1), np.uint8)  # one byte at least, for an address of its own
     _operands_on_host(context)[memory.ctypes.data] = memory
     return memory
 
@@ -70,7 +71,7 @@ def room_for_operand(context: Context, nbytes: int, *, on_heap: bool) -> Buffer 
 def _memory_of(
     context: Context, library: Library, operand: Any, spec: ArraySpec
 ) -> tuple[object, int]:
-    """The memory that was made for the operand, if it starts there, and its bytes; else (None, 0).
+    """The memory that `room_for_operand` made for the operand, and its bytes; else (None, 0).
 
     Raises UseAfterFree.
     """
@@ -87,13 +88,14 @@ def _memory_of(
 
 
 def _operand_blocks(context: Context) -> weakref.WeakSet[Block]:
-    """The blocks of operands from `allocate_operand`, of one operand each."""
+    """The heap blocks of operands from `allocate_operand`, one for each operand."""
     return context.cache("fft operands", weakref.WeakSet)
 
 
 def _operands_on_host(context: Context) -> weakref.WeakValueDictionary[int, HostArray]:
-    """The ordinary memory of operands from `allocate_operand`, by address: what has died has none,
-    so whatever starts at an address that is here lies in that memory.
+    """The ordinary memory of operands from `allocate_operand`, by address.
+
+    Freed memory drops out, so an array that starts at one of these addresses lies in that memory.
     """
     known: weakref.WeakValueDictionary[int, HostArray]
     known = context.cache("fft operands on the host", weakref.WeakValueDictionary)

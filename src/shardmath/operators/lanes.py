@@ -1,13 +1,12 @@
 """Lanes of a context of GPUs: operations in one lane follow each other, those in others need not.
 
-A lane has a workspace, which its operations share, and a channel of barriers. What peers reach of
-the workspace is on the heap; the rest may be elsewhere. An operation takes the lane of its stream:
-streams are numbered as they are first used, and ranks whose numbers differ take the last lane, in
-which an operation waits for the one before it on whichever stream that was. So a workspace is never
-in two hands, and there is one for all operations of a stream; the barrier at the end of each says
-that no peer reads it any more. What is captured into one CUDA graph follows each other in a lane,
-too. Graphs are ordered by whoever replays them: those captured on one stream, and operations on
-that stream, are to run one at a time.
+A lane has a workspace, which its operations share, and a channel of barriers. Workspace that peers
+reach is on the heap; the rest may be elsewhere. An operation takes the lane of its stream. Streams
+are numbered as they are first used; where the ranks' numbers differ, all take the last lane, in
+which an operation waits for the one before it on any stream. So only one operation at a time uses a
+workspace, and the barrier at the end of each says that no peer reads it any more. Operations that
+are captured into one CUDA graph follow each other in a lane, too. Whoever replays graphs orders
+them: those captured on one stream, and operations on that stream, must run one at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from shardmath.handles.device_array import Copy
 from shardmath.symmetric.heap import Block, Buffer
 
 LANES = 16
-NEW_RESULT = "new result"  # of the buffers
-_FIRST_CHANNEL = 32  # of the team's; the others are those of collectives and of the user
+NEW_RESULT = "new result"  # the name of a buffer
+_FIRST_CHANNEL = 32  # of the team; those below are for collectives and the user
 
 
 class Lane:
@@ -41,16 +40,16 @@ class Lane:
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
-        self._allocations: dict[str, Allocation] = {}  # no name of a buffer
+        self._allocations: dict[str, Allocation] = {}  # under other names than buffers
         self.version = 0  # rises when a buffer comes or goes
-        self._kept: list[object] = []  # what graphs refer to
+        self._kept: list[object] = []  # that graphs refer to
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
         self._order = StreamOrder(self.team.device)
 
     @classmethod
     def of(cls, context: Context, stream: int) -> Lane:
-        """The lane of a stream, on this rank: the peers' may have another number."""
+        """The lane of a stream on this rank. Peers may number theirs differently."""
         known: dict[int, int] = context.cache("streams of lanes", dict)
         return cls.numbered(context, known.setdefault(stream, len(known)) % (LANES - 1))
 
@@ -60,14 +59,14 @@ class Lane:
         return context.cache(f"lane {number}", lambda: cls(context, number))
 
     def section(self, stream: int) -> OrderedSection:
-        """Around what one operation launches on `stream`: after all earlier ones of the lane."""
+        """A context for the launches of one operation on `stream`, after all earlier operations."""
         return self._order.section(stream)
 
     def stream(self, name: str) -> Any:
-        """A stream of the lane's own, by name, for what runs beside the user's.
+        """A stream of the lane's own, by name, for work beside the user's.
 
-        Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
-        may be kernels, and would come after a product that they are to run beside.
+        It has priority: copies within a GPU may be kernels, which would otherwise wait for the
+        product that they are to run beside.
         """
         if name not in self._streams:
             self._streams[name] = new_stream(self, self.team.device, first=True)
@@ -92,7 +91,7 @@ class Lane:
     def buffer(self, name: str, nbytes: int) -> Buffer:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted.
 
-        One that grows waits for the lane's last operation: its memory may go to anyone.
+        To grow one waits for the lane's last operation, since the old memory is given back.
         """
         held = self._buffers.get(name)
         if held is None or held.block.nbytes < nbytes:
@@ -104,14 +103,14 @@ class Lane:
         return self._buffers[name]
 
     def room(self, nbytes: int) -> Block | None:
-        """Memory for a new result of so many bytes, which is then copied to its place; None where
-        nobody has made it so far, or nothing is to be copied.
+        """Memory for a new result of so many bytes, which is copied to its place at the end; None
+        where `make_room` has not made it, or for no bytes.
         """
         held = self._buffers.get(NEW_RESULT) if nbytes else None
         return None if held is None or held.block.nbytes < nbytes else held.block
 
     def make_room(self, nbytes: int) -> None:
-        """Let the next operation have that, if there is memory for it."""
+        """Make `room` for the next operation, if there is memory."""
         if nbytes and self.room(nbytes) is None:
             with suppress(HeapExhausted), beside_captures():
                 self.buffer(NEW_RESULT, nbytes)
@@ -119,7 +118,7 @@ class Lane:
     def private(self, name: str, nbytes: int) -> int:
         """The address of at least `nbytes` under that name, which no peer reaches. Local.
 
-        Ordinary memory of the GPU where the heap cannot grow. As `buffer` in all else.
+        As `buffer`, but ordinary memory of the GPU where the heap cannot grow.
         """
         if self._context.heap.transport.grows:
             return self.buffer(name, nbytes).block.address
@@ -143,17 +142,17 @@ class Lane:
         return name in self._allocations and self._allocations[name].nbytes >= nbytes
 
     def address(self, name: str) -> int:
-        """Where memory that has been asked for lies."""
+        """The address of memory that has been asked for."""
         if name in self._allocations:
             return self._allocations[name].address
         return self._buffers[name].block.address
 
     def memory(self) -> dict[str, object]:
-        """An object by name that tells memory from other memory, of all asked for. Keeps none."""
+        """An object for each name that identifies its present memory, and does not keep it."""
         return {name: self._identity(name) for name in (*self._buffers, *self._allocations)}
 
     def holds(self, memory: Mapping[str, object]) -> bool:
-        """Whether what has these names is still that memory."""
+        """Whether these names still stand for that `memory`."""
         return all(self._identity(name) is kept for name, kept in memory.items())
 
     def _identity(self, name: str) -> object:
@@ -164,9 +163,9 @@ class Lane:
         return None if allocation is None else allocation.identity
 
     def graph(self, launches: Callable[[int], None]) -> Graph:
-        """What `launches(stream)` puts on a stream, as a graph of ours.
+        """The work that `launches(stream)` puts on a stream, as a graph.
 
-        It is launched only while the buffers are as they are now, and does not keep them.
+        It may be launched only while the buffers are as they are now, and does not keep them.
         """
         captured = self._order.captured
         try:
@@ -175,9 +174,7 @@ class Lane:
             self._order.captured = captured
 
     def launch(self, graph: Graph, copy: Copy | None, stream: int) -> None:
-        """Put a graph of ours on `stream`, which is not being captured, and the copy after it, as
-        one operation.
-        """
+        """Put a `graph` and then a copy on `stream`, as one operation. It is not being captured."""
         self.team.check()
         if self._order.continues(stream):
             self.team.device.activate()
@@ -195,7 +192,7 @@ class Lane:
             call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
     def keep(self, used: object) -> None:
-        """Let what a graph refers to, captured in this lane, live as long as the lane does."""
+        """Keep an object that a captured graph refers to as long as the lane."""
         if not any(kept is used for kept in self._kept):
             self._kept.append(used)
 

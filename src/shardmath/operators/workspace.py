@@ -1,8 +1,8 @@
-"""Heap memory that operations of one context pass data through, kept from one to the next.
+"""Heap memory through which operations of one context pass data, kept from one to the next.
 
-Operations of a context follow one another, and each ends with a barrier of its own: whoever takes
-a buffer of the workspace may write into it, since no peer reads it any more. For what is
-`kept_for_readers` the exchange of the next operation is that barrier.
+Operations of a context follow one another, and each ends with a barrier. So an operation may write
+into the buffers that it takes: no peer reads them any more. For memory that is `kept_for_readers`
+the exchange of the next operation takes the place of that barrier.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Buffer
 
-KEPT_STAGING = 64 << 20  # bytes that redistributions without an object leave to the next
+KEPT_STAGING = 64 << 20  # the most bytes that a redistribution leaves to the next one
 
 
 class Workspace:
@@ -23,7 +23,7 @@ class Workspace:
 
     @classmethod
     def of(cls, context: Context) -> Workspace:
-        """The one of a context."""
+        """The workspace of a context."""
         return context.cache("workspace", lambda: cls(context))
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
@@ -31,7 +31,7 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.block.nbytes < nbytes:
             self.version += 1
-            self._buffers.pop(name, None)  # its memory first, then more
+            self._buffers.pop(name, None)  # give its memory back before more is taken
             del buffer
             buffer = self._buffers[name] = self._context.heap.allocate(nbytes)
         return buffer
@@ -43,10 +43,10 @@ class Workspace:
 
 
 def kept_for_readers(context: Context, name: str, nbytes: int) -> Buffer:
-    """The memory of that name and so many bytes, which stays while the context does. Local.
+    """The memory of that name and size, which stays as long as the context. Local.
 
-    No operation waits at its end for the peers that read it: what they may still be reading is
-    written only when the ranks have met in another exchange. Raises HeapExhausted.
+    No operation waits at its end for peers that read it. It is written again only after the ranks
+    have met in another exchange. Raises HeapExhausted.
     """
     buffers: dict[tuple[str, int], Buffer] = context.cache("kept for readers", dict)
     buffer = buffers.get((name, nbytes))
@@ -57,7 +57,7 @@ def kept_for_readers(context: Context, name: str, nbytes: int) -> Buffer:
 
 
 def give_back(context: Context) -> None:
-    """Give back the memory that a context, of cores or GPUs, keeps for operations. Local."""
+    """Give back the memory that a context keeps for operations, on cores or GPUs. Local."""
     if context.team is None:
         Workspace.of(context).release()
         return

@@ -1,9 +1,8 @@
 """cuBLASLt as this package uses it: one product of column-major matrices, described once.
 
-A `Product` owns the library's descriptors and the algorithm that its heuristics chose; it is kept,
-by what it was made from, for the next product that looks the same. Addresses are arguments of
-`run`. The bindings are those of nvmath-python, of which nothing else is used here, or where it is
-missing our own, `cublaslt`, of the library that torch brings.
+A `Product` owns the library's descriptors and the algorithms that its heuristics chose. It is kept
+for the next product of the same `MatmulProblem`; addresses are arguments of `run`. The bindings are
+those of nvmath-python or, where that is missing, `cublaslt`, for the library that torch brings.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _OPERATIONS = {"N": 0, "T": 1, "C": 2}
 
 
 class MatrixLayout(NamedTuple):
-    """A matrix as cuBLASLt is told of it. `rows` x `columns` as stored by columns."""
+    """A matrix as cuBLASLt describes it: `rows` x `columns`, stored by columns."""
 
     dtype: str
     rows: int
     columns: int
     leading: int
-    alignment: int  # bytes by which its address is a multiple, at most 256
+    alignment: int  # its address is a multiple of so many bytes, at most 256
     operation: str = "N"  # of an operand: N, T or C
 
 
@@ -65,7 +64,7 @@ class ScaleModes(NamedTuple):
 
 
 class MatmulProblem(NamedTuple):
-    """All that a product's algorithm depends on: D = F(alpha op(A) op(B) + beta C)."""
+    """Everything that the algorithm for D = F(alpha op(A) op(B) + beta C) depends on."""
 
     m: int
     n: int
@@ -76,7 +75,7 @@ class MatmulProblem(NamedTuple):
     d: MatrixLayout
     compute: int | None = None  # a MatmulComputeType; None for the usual one
     extras: EpilogAttributes = EpilogAttributes()
-    processors: int = 0  # leave the others to whoever runs beside; 0 for all
+    processors: int = 0  # that it may use, 0 for all: the others are for work beside it
     scaled: ScaleModes | None = None
 
 
@@ -141,7 +140,7 @@ class Product:
         """Put it on `stream`. `workspace` has WORKSPACE bytes. D may be C.
 
         `scales` are addresses, or 0: of the scales of A, of B, of D, and of D's greatest value.
-        `algorithm` counts those that the heuristics named, which they say is fastest first.
+        `algorithm` is the number of one that the heuristics named, in their order, fastest first.
         """
         self._device.activate()
         if bias:
@@ -203,7 +202,7 @@ class Product:
         if shape.scaled is not None:
             self._set("A_SCALE_MODE", shape.scaled.a)
             self._set("B_SCALE_MODE", shape.scaled.b)
-            # What is chosen depends on which there are: not on where they lie.
+            # The choice depends on which pointers are set, not on their values.
             there = (bool(shape.scaled.a), bool(shape.scaled.b), shape.scaled.d, shape.scaled.amax)
             for name, is_there in zip(_SCALE_POINTERS, there, strict=True):
                 if is_there:

@@ -1,8 +1,8 @@
 """cuBLASLt by its C interface, with the names of `nvmath.bindings.cublasLt` that `blaslt` uses.
 
-It serves where nvmath-python is not installed: torch brings the library, and nothing that calls it.
-Numbers and types are those of cublasLt.h, of CUDA 12 and 13. A status that is none of success is
-raised as RuntimeError, with its name.
+It serves where nvmath-python is not installed: torch brings the library, but no bindings. Numbers
+and types are those of cublasLt.h of CUDA 12 and 13. A status other than success is raised as
+RuntimeError, with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATUS = {
 
 
 class MatmulDescAttribute(IntEnum):
-    """What a product is told of."""
+    """Attributes of the description of a product."""
 
     TRANSA = 3
     TRANSB = 4
@@ -49,7 +49,7 @@ class MatmulDescAttribute(IntEnum):
 
 
 class MatmulPreferenceAttribute(IntEnum):
-    """What heuristics are told of."""
+    """Attributes of preferences for the heuristics."""
 
     MAX_WORKSPACE_BYTES = 1
     REDUCTION_SCHEME_MASK = 3
@@ -92,7 +92,7 @@ def get_matmul_preference_attribute_dtype(which: MatmulPreferenceAttribute) -> t
 
 
 def get_version() -> int:
-    """The library's. Raises OSError where it is not found."""
+    """The library's version. Raises OSError where the library is not found."""
     version = _library().cublasLtGetVersion
     version.restype = ctypes.c_size_t
     return int(version())
@@ -119,7 +119,7 @@ def matmul_desc_set_attribute(desc: int, which: int, value: int, nbytes: int) ->
 
 
 def matrix_layout_create(dtype: int, rows: int, columns: int, leading: int) -> int:
-    """How a matrix lies, by columns."""
+    """The layout of a matrix, by columns."""
     extents = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading)
     return _made("cublasLtMatrixLayoutCreate", ctypes.c_int(dtype), *extents)
 
@@ -130,7 +130,7 @@ def matrix_layout_destroy(layout: int) -> None:
 
 
 def matmul_preference_create() -> int:
-    """What heuristics are to prefer."""
+    """Preferences for the heuristics."""
     return _made("cublasLtMatmulPreferenceCreate")
 
 
@@ -156,7 +156,7 @@ def matmul_algo_get_heuristic(
     results: int,
     count: int,
 ) -> None:
-    """Write at most so many algorithms to the address `results`, and how many to `count`."""
+    """Write at most `wanted` algorithms to address `results`, and their number to `count`."""
     given = [_pointer(x) for x in (handle, desc, a, b, c, d, preference)]
     last = ctypes.c_int(wanted), _pointer(results), _pointer(count)
     _call("cublasLtMatmulAlgoGetHeuristic", *given, *last)
@@ -191,7 +191,7 @@ _pointer = ctypes.c_void_p
 
 @cache
 def _library() -> ctypes.CDLL:
-    """What the process has loaded, or packages and the system have. Raises OSError."""
+    """The library: of the process, the system, or an installed package. Raises OSError."""
     reasons = []
     for path in _paths():
         try:

@@ -17,10 +17,10 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
 _THREADS, _COLUMNS, _ROWS = 256, 4, 8
-_WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
+_WAVES = 16  # the most blocks for each multiprocessor; a block then does several tiles
 _SIDE = 32
 _RUN = 8  # kRun
-_NONE = "identity"  # what the kernel calls the function that does nothing
+_NONE = "identity"  # the kernel's function that does nothing
 
 
 def combine(
@@ -101,7 +101,7 @@ def row_sums(device: Device, stream: int, x: Matrix, sums: int, *, conjugate: bo
 def _is_plain(
     parts: Sequence[Matrix], alpha: complex, beta: complex, c: Matrix | None, *, conjugate: bool
 ) -> bool:
-    """Whether the first part is all that an epilog is of."""
+    """Whether the sum is just the first part."""
     return len(parts) == 1 and alpha == 1 and (c is None or beta == 0) and not conjugate
 
 

@@ -1,7 +1,7 @@
 """One rank's Fourier transforms on its GPU: cuFFT, on addresses and a stream.
 
-Plans are kept, and share a work area for each stream: calls on one stream follow each other. What
-takes memory or time is done by `prepare`; `run` only launches, and can be captured in a CUDA graph.
+Plans are kept. Those on one stream share a work area, since their calls follow each other.
+`prepare` does what takes memory or time; `run` only launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class CuFFT:
         self.device = device
         self._plans = _Plans(device)
         self._work_areas: dict[int, Allocation] = {}  # by stream
-        self._outgrown: list[Allocation] = []  # a graph may still work there
+        self._outgrown: list[Allocation] = []  # graphs may still use these
 
     @staticmethod
     @cache
     def of(device: Device) -> CuFFT:
-        """The one of a device."""
+        """The plans of a device."""
         return CuFFT(device)
 
     def prepare(self, kind: Kind, *, double: bool, plan: PlanMany, stream: int) -> None:
@@ -77,7 +77,7 @@ class CuFFT:
     ) -> None:
         """Launch the transforms from `source` to `target`, addresses of the first elements.
 
-        They have been prepared, for this stream or for the stream `work_area`, on which a graph
+        They have been prepared for this stream, or for the stream `work_area`, on which a graph
         will be launched. C2R overwrites its source.
         """
         self.device.activate()
@@ -98,7 +98,7 @@ class CuFFT:
 
 
 class _Plans(LRUCache[_Key, "_Plan"]):
-    """The plans of one device; those that a graph was captured with stay."""
+    """The plans of one device. Those that captured graphs use are never dropped."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(_MAX_PLANS)
@@ -202,9 +202,9 @@ def turn(
     """Launch: multiply the numbers at `source` along an axis by complex factors, and write to
     `target`, of this shape, complex numbers if the source is real, and else their real parts.
 
-    Of the source there are `length` numbers along the axis, and of the factors, which are at an
-    address; beyond these the target becomes 0. `strides` are bytes, and `dtypes` those of source
-    and target, one of them complex and the other its parts' or, of a source, narrower.
+    The source has `length` numbers along the axis, as have the factors at address `factors`; the
+    rest of the target becomes 0. `strides` are bytes. `dtypes` are those of source and target: one
+    is complex, the other the type of its parts, or a narrower one for a source.
     """
     dims = list(zip(shape, *strides, strict=True))
     along = dims.pop(axis)
@@ -219,7 +219,7 @@ def turn(
 
 
 def _speed(dim: Dimension) -> int:
-    """How near neighbours are in the target."""
+    """The distance of neighbours in the target."""
     return abs(dim[2])
 
 

@@ -16,7 +16,7 @@ from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 MOST_RANKS = 64  # kRanks
 _THREADS = 256
 _RUN = 4  # kRun
-_WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
+_WAVES = 16  # the most blocks for each multiprocessor; a block then does several parts
 
 
 def dequantize(
@@ -33,8 +33,8 @@ def dequantize(
 ) -> None:
     """Put out = elements x scales x factor on `stream`, in float32, and the same in `also`.
 
-    Without `elements`, of ones; without `scales`, of `factor` alone. Rows from `known_rows` on
-    become zeros; there are none by default.
+    Without `elements` these are ones, as are `scales`. Rows from `known_rows` on become zeros; by
+    default there are none.
     """
     if not out.size:
         return

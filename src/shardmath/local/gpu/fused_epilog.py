@@ -1,8 +1,8 @@
-"""Epilogs within a product of cuBLASLt: what it is to be told, for epilogs that it does as we do.
+"""Epilogs within a product of cuBLASLt, where it computes them as we do. Pure.
 
-Our semantics are cuBLASLt's for a result by columns. Of a result by rows it writes the transpose,
-whose rows are our columns: so a bias and an auxiliary matrix, which follow our rows, cannot be had
-there. Pure: whether there is an algorithm, cuBLASLt's heuristics are asked.
+Our semantics are cuBLASLt's for a result by columns. For a result by rows it writes the transpose,
+whose rows are our columns: so a bias and an auxiliary matrix, which follow our rows, are impossible
+there. Whether there is an algorithm, only cuBLASLt's heuristics know.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardmath.local.gpu.blaslt import EpilogAttributes
 from shardmath.local.gpu.matrix import Matrix
 
 _FLOATS = names(lambda row: row.kind == "f" and row.itemsize > 1)
-# For which types of D its epilogs are ours, and faster than our kernel. Its masks have a bit where
-# the input of ReLU is 0, ours have none; its ReLU makes NaN 0 by some algorithms; its GELU is off
-# by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16; and where
-# a mask is read our kernel is faster. Sums of rows are added across ranks before they are rounded.
+# The types of D for which its epilogs equal ours, and are faster than our kernel. Its masks have a
+# bit where the input of ReLU is 0, ours have none; its ReLU makes NaN 0 in some algorithms. Its GELU
+# is off by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16.
+# Where a mask is read our kernel is faster. Sums of rows are added across ranks before rounding.
 _ALIKE = {
     MatmulEpilog.BIAS: _FLOATS,
     MatmulEpilog.GELU: HALVES,
@@ -26,8 +26,9 @@ _ALIKE = {
     MatmulEpilog.GELU_AUX: HALVES,
     MatmulEpilog.GELU_AUX_BIAS: HALVES,
 }
-# What the product does, and what our kernel then does to D in place: ReLU and its derivative have
-# the same bits before rounding and after. DGELU is rounded twice, which may not make it infinite.
+# The part that the product does, and the part that our kernel then does to D in place. ReLU and its
+# derivative have the same bits before rounding and after. DGELU is rounded twice: D must not become
+# infinite in between.
 _SPLIT = {
     MatmulEpilog.RELU: (MatmulEpilog.DEFAULT, MatmulEpilog.RELU),
     MatmulEpilog.RELU_BIAS: (MatmulEpilog.BIAS, MatmulEpilog.RELU),
@@ -40,14 +41,14 @@ _AUX_ROWS = 8  # of which the distance of columns of GELU's inputs is a multiple
 
 
 def split(epilog: MatmulEpilog, dtype: str) -> tuple[MatmulEpilog, MatmulEpilog]:
-    """The part of an epilog that a product does, and the rest, done in place, for a D of a type."""
+    """The part of an epilog that a product can do, and the rest, done in place, for D's `dtype`."""
     if _TWICE.get(epilog, dtype) == dtype and epilog in _SPLIT:
         return _SPLIT[epilog]
     return epilog, MatmulEpilog.DEFAULT
 
 
 class FusedEpilog(NamedTuple):
-    """An epilog as a product takes it: the addresses of its vector and its auxiliary matrix."""
+    """An epilog for a product: attributes, and addresses of its bias and its auxiliary matrix."""
 
     extras: EpilogAttributes
     bias: int = 0
@@ -61,7 +62,7 @@ def fused_epilog(
     bias: tuple[int, int] | None = None,
     aux: Matrix | None = None,
 ) -> FusedEpilog | None:
-    """How a product that writes `d` does `epilog` too, or None where cuBLASLt cannot.
+    """The `epilog` for a product that writes `d`, or None where cuBLASLt cannot do it.
 
     `bias` and `aux` are as for `epilog.combine`.
     """

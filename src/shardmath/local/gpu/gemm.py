@@ -1,8 +1,8 @@
-"""One rank's matrix product on its GPU, for every stride that a BLAS can be told of.
+"""One rank's matrix product on its GPU, for every stride that BLAS can describe.
 
-cuBLASLt thinks in columns: where D lies by rows, D^T = B^T A^T is asked for. What it cannot take as
-it lies, a conjugate without a transpose or strides with gaps both ways, `fits` says, and the caller
-packs it first. 16-bit floats are summed in float32; D may be float32 for them.
+cuBLASLt works by columns: where D lies by rows, it computes D^T = B^T A^T. Operands that it cannot
+take, which are conjugates without a transpose and matrices with gaps both ways, `fits` tells, and
+the caller packs them first. 16-bit floats are summed in float32; D may be float32 for them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _DEFAULT = EpilogAttributes()
 
 @dataclass
 class Algorithms:
-    """Which of cuBLASLt's algorithms products are to use, by their signature; the first if none.
+    """The numbers of the cuBLASLt algorithms that products use, by signature; by default the first.
 
-    Where `timings` is a dictionary, a product times all of its own instead: their median seconds
-    are put there. It leaves anything in D, and waits for the stream.
+    If `timings` is a dictionary, a product puts there the median seconds of all its algorithms,
+    instead of computing. It leaves D undefined, and waits for the stream.
     """
 
     chosen: dict[bytes, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ _Four = tuple[Matrix, Matrix, Matrix, Matrix]  # A, B, C and D
 
 
 def _problem(matrices: _Four, conjugate: tuple[bool, bool]) -> MatmulProblem:
-    """The product as cuBLASLt is told of it."""
+    """The product as cuBLASLt describes it."""
     a, b, c, d = matrices
     conj_a, conj_b = conjugate
     if _swaps(d):
@@ -141,7 +141,7 @@ def _places(matrices: _Four) -> tuple[int, int, int, int]:
 
 
 def _found(device: Device, shape: MatmulProblem) -> Product | None:
-    """The product; where a faster way to sum is not there for these operands, the usual one."""
+    """The product; without a faster compute type where there is no algorithm for that."""
     planned = product(device, shape)
     if planned is None and shape.compute is not None:
         planned = product(device, shape._replace(compute=None))
@@ -160,7 +160,7 @@ def _operand_layout(x: Matrix, conjugate: bool) -> MatrixLayout:
 
 
 def layout(x: Matrix) -> MatrixLayout:
-    """A matrix as cuBLASLt is told of it, by columns, which are contiguous."""
+    """A matrix with contiguous columns as cuBLASLt describes it."""
     leading = x.leading
     assert leading is not None, f"{x} was to be packed first"
     return MatrixLayout(

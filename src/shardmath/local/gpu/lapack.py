@@ -1,8 +1,8 @@
 """One rank's dense linear algebra on its GPU: cuSOLVER, cuBLAS, and kernels/factors.cu.
 
-Matrices are in column-major order. All is put on a stream, and nothing waits for it: what is wrong
-with numbers goes to `status`, the address of a word that becomes the least of all that is noted.
-The host's `local/lapack.py` is the oracle. The bindings are nvmath-python's base package.
+Matrices are in column-major order. Everything is put on a stream, and nothing waits for it: faults
+of numbers are noted in `status`, the address of a word that becomes the least of all codes. The
+host's `local/lapack.py` is the oracle. The bindings are those of nvmath-python's base package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bindings() -> tuple[Any, Any]:
 
 
 def load(device: Device, dtype: str) -> None:
-    """Load what is used: to load it later may wait for all that runs."""
+    """Load libraries and kernels: to load them later may wait for all running kernels."""
     _solver(device)
     for beside in (False, True):
         _blas(device, beside)
@@ -103,7 +103,7 @@ def lu(
 
 
 def _room_of_rows(a: Matrix) -> int:
-    """The bytes of workspace before what a routine takes for itself."""
+    """The bytes at the beginning of the workspace that are ours and not the routine's."""
     return _ALIGNMENT + up(4 * a.columns, _ALIGNMENT)
 
 

@@ -1,7 +1,7 @@
 """A matrix in memory that this rank's GPU can address: its own, or a peer's.
 
-Strides are counted in elements and may be anything, negative too. What a BLAS can take as it is,
-`leading` says.
+Strides are counted in elements and may be any numbers. `leading` tells whether BLAS can take a
+matrix as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
 
     @property
     def argument(self) -> bytes:
-        """The struct `Matrix` of the kernels: they are told rows and columns otherwise."""
+        """The struct `Matrix` of the kernels, which get rows and columns separately."""
         return _MATRIX.pack(self.address, self.row_stride, self.column_stride)
 
     @property
@@ -51,7 +51,7 @@ class Matrix(NamedTuple):
 
     @property
     def by_columns(self) -> bool:
-        """Whether neighbours in memory are rather neighbours in a column than in a row."""
+        """Whether neighbours in a column are closer in memory than neighbours in a row."""
         if self.rows == 1 or self.columns == 1:
             return self.columns == 1 and self.rows > 1
         return abs(self.row_stride) < abs(self.column_stride)
@@ -70,7 +70,7 @@ class Matrix(NamedTuple):
         return Matrix(address, columns, rows, column_stride, row_stride, dtype)
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Matrix:
-        """The rows and columns from a first to behind a last."""
+        """The rows and columns in these ranges, each (first, behind the last)."""
         start = rows[0] * self.row_stride + columns[0] * self.column_stride
         return self._replace(
             address=self.address + start * self.itemsize,

@@ -1,7 +1,7 @@
-"""One rank's product of eight-bit floats on its GPU, as cuBLASLt has it on Hopper.
+"""One rank's product of eight-bit floats on its GPU, by cuBLASLt on Hopper.
 
-Both operands lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
-the caller pads and packs. Scales are at addresses, in the layouts that cuBLASLt gives for a mode:
+Operands are contiguous along k and aligned to 16 bytes; see `fits` and `takes_result`. The caller
+pads and packs others. Scales are at addresses, in the layout of their mode:
 
     tensor    one number, or none for 1
     outer     one for each line: a row of A, a column of B
@@ -20,19 +20,19 @@ from shardmath.local.gpu.blaslt import MatmulProblem, ScaleModes, product
 from shardmath.local.gpu.gemm import Algorithms, layout
 from shardmath.local.gpu.matrix import Matrix
 
-GRAIN = 16  # bytes to which everything is aligned, and k is a multiple of
+GRAIN = 16  # bytes: everything is aligned to it, and k is a multiple of it
 _MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
 
 
 class Scale(NamedTuple):
-    """The scales of an operand, of a mode, at an address."""
+    """The scales of an operand: their mode, and their address."""
 
     mode: str = "tensor"
     address: int = 0
 
 
 class Quantized(NamedTuple):
-    """How an eight-bit D is made: addresses of its scale and of its greatest value, or 0."""
+    """For an eight-bit D, the addresses of its scale and of its greatest value, or 0."""
 
     scale: int
     amax: int
@@ -104,7 +104,7 @@ def _problem(
     scales: tuple[Scale, Scale],
     quantized: Quantized | None,
 ) -> MatmulProblem:
-    """The product as cuBLASLt is told of it."""
+    """The product as cuBLASLt describes it."""
     first, second, c, d = matrices
     # Beside an eight-bit D it wants a C of 16 bits, which is not read as beta is 0.
     addend = layout(c) if quantized is None else layout(d)._replace(dtype="bfloat16")

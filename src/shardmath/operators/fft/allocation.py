@@ -2,8 +2,8 @@
 
 A real operand and its complex result differ in size, and so do the parts of different
 distributions. An operand from `allocate_operand` has memory of its own, as large as the larger of
-the two: a block of the symmetric heap, or ordinary memory of the host for what ranks with GPUs
-carry there and back. Only such an operand is extended beyond its own elements.
+the two: a block of the symmetric heap, or ordinary memory of the host for an operand that ranks
+carry to their GPUs and back.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def allocate_operand(
     written there. `package` is the module numpy, torch or cupy; `input_dtype` None means complex64
     for C2C and C2R, otherwise what the package defaults to: float64, or torch's default type.
     `memory_space` is "cpu", "cuda", or None: where the ranks compute, if the package has arrays
-    there, otherwise where it has some. What lies where the ranks compute is on the symmetric heap;
-    what lies in host memory while they compute on GPUs is carried there and back by each transform.
+    there, otherwise where it has some. An operand where the ranks compute is on the symmetric heap;
+    one in host memory, of ranks that compute on GPUs, is carried there and back by each transform.
 
     Raises on all ranks ValueError for another package or memory space, a dtype that `fft_type`
     rules out, or shapes that do not fit the distribution; HeapExhausted or MemoryError when a rank
@@ -103,7 +103,7 @@ def _requested(
     fft_type: Any,
     device: str,
 ) -> tuple[Any, ...]:
-    """The calls that the operand may be for, each described."""
+    """The descriptions of the calls that the operand may be for."""
     library = library_of_package(package)
     default = "complex64" if fft_type in ("C2C", "C2R") else library.default_dtype()
     dtype = dtypes.of(default if input_dtype is None else input_dtype)
@@ -121,8 +121,8 @@ def _requested(
 
 
 def _problems(specs: list[tuple[Any, ...]]) -> list[Problem]:
-    """What may be asked of the operand: there may be no transposed slab, and no even or no odd
-    result. Raises ValueError, as the default transform does, where nothing may be.
+    """The problems of the calls that are possible: there may be no transposed slab, or no result of
+    even or odd extent. Raises the error of the default transform where no call is possible.
     """
     problems: list[Problem] = []
     refused: list[ValueError] = []

@@ -40,17 +40,17 @@ def fft(
         y = fft(x, distribution=Slab.X)
 
     `operand` is this rank's part: complex64, complex128 or torch's complex32, any strides, in
-    ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part,
-    or is a pair that says it of operand and result: boxes (each rank's own) or any others. Of a
-    DistributedArray, whose transform is one, it says how the result is split. `axes` are
-    transformed, by default all; the others are batches. A single axis of an array that has no other
-    is transformed on one rank. `norm` None scales neither direction; "backward", "ortho" and
-    "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
-    nvmath.distributed: agreement orders the ranks anyway.
+    ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part
+    that is, or is a pair of distributions, of operand and result: boxes (each rank's own) or any
+    others. A DistributedArray gives one, and `distribution` is then that of the result. `axes` are
+    transformed, by default all; the others are batches. The axis of a vector is transformed on one
+    rank. `norm` None scales neither direction; "backward", "ortho" and "forward" are NumPy's.
+    `sync_symmetric_memory` is accepted for programs written for nvmath.distributed: agreement
+    orders the ranks anyway.
 
-    On GPUs the work is put on `stream`, by default the array library's current one, and the call
-    returns when it is there; for an operand in host memory it returns when all is done. It can be
-    captured in a CUDA graph, whose replays need the workspace that the context had then.
+    On GPUs the call puts its work on `stream`, by default the array library's current one, and
+    returns; for an operand in host memory it returns when the work is done. It can be captured in a
+    CUDA graph, whose replays need the workspace that the context had then.
 
     Returns this rank's part of the result: `out` if given, which may be the operand, and otherwise
     a new array of the operand's library, in its memory order, and on the heap if the operand is
@@ -253,7 +253,7 @@ class FFT(Planned, Generic[Array]):
         if self.context.team is None:  # on GPUs it is the workspace of all transforms
             super()._release()
 
-    # -- what executions agree on: each time all of it, since the operand may lie otherwise --------
+    # -- executions agree on the whole description: the operand may lie differently each time ------
 
     def _execution_spec(self, arguments: Arguments) -> HashedSpec:
         (operand,) = arguments.operands

@@ -1,9 +1,8 @@
-"""Transforms on the ranks' GPUs: what performs their programs there.
+"""Performing transforms on GPUs.
 
-Which memory peers reach depends on where all ranks' results lie. Transforms of a context have one
-lane, and follow each other on any streams. What takes memory or time before a launch, memory, plans
-of cuFFT and the first launch of each kernel, is done while the ranks agree: what fails on one rank
-is raised on all, before an element is touched.
+All transforms of a context are in one lane, and follow each other on any streams. Memory, plans of
+cuFFT and the first launch of each kernel are prepared while the ranks agree, so that a failure on
+one rank is raised on all before an element is touched.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from shardmath.symmetric.team import Team
 _SIGNALS, _BARRIER = 59, 58  # channels
 _COUNTERS = 16 + 4 * 62  # bytes of struct Counters
 _COPY_BYTES, _STAGES, _PREFETCH = 16 << 10, 12, 10
-_BLOCKS = 32  # about so many, and as many for each peer
-_FEW_BLOCKS = 16  # where that is a multiple of 4 or more ranks, and there is one exchange
+_BLOCKS = 32  # about as many blocks push, the same number to each peer
+_FEW_BLOCKS = 16  # for one exchange of 4 or more ranks, where these divide it
 _CLUSTER_SIZES = (16, 8)  # see docs/notebook/chunked-exchanges.md
 
 
 class PushTables:
-    """The tables of what is pushed, on a device. Keep it while a launch or a graph may use it."""
+    """The tables of the kernel that pushes, on a device. Keep it while a launch may use it."""
 
     def __init__(self, device: Device, start: Start) -> None:
         chunks, rows = tables(start, _COPY_BYTES)
@@ -56,8 +55,8 @@ class PushTables:
 def push_blocks(size: int, *, two_exchanges: bool) -> int:
     """How many blocks push to so many ranks.
 
-    One exchange hides behind transforms, from which more blocks take more multiprocessors. Of two
-    exchanges the second has nothing to hide behind at its end.
+    One exchange hides behind transforms, and more blocks would take multiprocessors from these. The
+    second of two exchanges has nothing to hide behind at its end.
     """
     few = not two_exchanges and size >= 4 and _FEW_BLOCKS % size == 0
     return _FEW_BLOCKS if few else max(1, _BLOCKS // size) * size
@@ -67,8 +66,8 @@ def cluster_size(blocks: int, holds: Callable[[int, int], bool]) -> int:
     """The largest cluster size for so many blocks that the device can hold, or 1.
 
     `holds(count, size)` says whether it can hold so many clusters of that size. Exchanges beside
-    transforms are faster from blocks of one cluster. These run on neighbouring multiprocessors,
-    whose way to memory and to the links, we take it, they then have for themselves.
+    transforms are faster from blocks of one cluster, which run on neighbouring multiprocessors, and
+    probably have their path to memory and to the links for themselves.
     """
     sizes = (size for size in _CLUSTER_SIZES if blocks % size == 0)
     return next((size for size in sizes if holds(blocks // size, size)), 1)
@@ -77,10 +76,10 @@ def cluster_size(blocks: int, holds: Callable[[int, int], bool]) -> int:
 class PushStream:
     """The push stream of one context, and its kernels. Get it with `PushStream.of`.
 
-    It is a second stream, where one kernel pushes chunks while the user's one transforms, and holds
-    few multiprocessors for as long as the exchanges last. The streams synchronise by counters in
-    the GPU's memory, ranks by signals; all of these count up, and can be replayed in a graph. A
-    wait that expires leaves the counters in no known state: then the context's transforms end here.
+    On this stream one kernel pushes chunks while the user's stream transforms; it holds a few
+    multiprocessors as long as the exchanges last. The streams synchronise by counters in the GPU's
+    memory, ranks by signals. All of these count up, and can be replayed in a graph. A wait that
+    expires leaves the counters in an unknown state: then the context can do no more transforms.
 
         user's stream    transform 0, ready | transform 1, ready | wait, transform a | ...
         push stream      barrier |  push 0           | push 1, signal | ...
@@ -96,7 +95,7 @@ class PushStream:
         self._counters = counters.block.address
         self.stream = new_stream(self, device, first=True)
         self._fork, self._join = new_event(self), new_event(self)
-        # None is loaded while another waits for it.
+        # Loaded now: to load one later could wait for a kernel that waits for it.
         for name in ("push", "signal_ready", "wait_for_chunk"):
             self._kernel(name).load()
         self._cluster_sizes: dict[int, int] = {}
@@ -105,11 +104,11 @@ class PushStream:
 
     @classmethod
     def of(cls, context: Context) -> PushStream:
-        """The one of a context. Local; raises HeapExhausted when it is made."""
+        """The push stream of a context. Local; raises HeapExhausted when it is made."""
         return context.cache("fft push stream", lambda: cls(context))
 
     def require_usable(self) -> None:
-        """Raise what kernels have noted, and RankFailure after an operation that was given up."""
+        """Raise the error that kernels have noted, and RankFailure after one was given up."""
         self._team.require_usable()
 
     def bind(
@@ -117,8 +116,8 @@ class PushStream:
     ) -> Callable[[int], None]:
         """A function that forks the push stream from a stream, and launches the kernel that pushes.
 
-        `sources[i]` is where exchange i begins in this rank's memory, `targets[i][rank]` in the
-        ranks'. All ranks wait for each other first: before reusing what its owner may still use.
+        Exchange i begins at `sources[i]` in this rank's memory, and at `targets[i][rank]` in that
+        of each rank. All ranks synchronise first: owners may still use these targets.
         """
         team, kernel = self._team, self._kernel("push")
         cluster = self._cluster_size(tables.blocks)
@@ -139,7 +138,7 @@ class PushStream:
         return start
 
     def signal_ready(self, stream: int) -> None:
-        """Launch: chunks that need only what `stream` has done so far can be pushed."""
+        """Launch: the next chunks can be pushed, after all that is on `stream` so far."""
         self._kernel("signal_ready").launch(stream, 1, 1, self._argument, early=True)
 
     def wait_for_chunk(self, stream: int) -> None:
@@ -171,7 +170,7 @@ _DECISIONS = {Results(False, False): 1, Results(True, False): 2, Results(True, T
 
 
 class GPUTransforms(GPUPerformer):
-    """Performs programs of transforms on GPUs. Workspace is the lane's, not an object's."""
+    """Performs programs of transforms on GPUs. Workspace belongs to the lane, also for objects."""
 
     @property
     def replays(self) -> bool:
@@ -181,7 +180,7 @@ class GPUTransforms(GPUPerformer):
         return Lane.numbered(self._context, LANES - 1)
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
-        wanted = ("b", plan.program.results["out"].order)  # both, where the array has no other
+        wanted = ("b", plan.program.results["out"].order)  # "b" for arrays in both orders at once
         reachable = all(rank.result for rank in facts)
         packed = all(rank.packed and rank.order in wanted for rank in facts)
         return _DECISIONS[Results(reachable, reachable and packed)]
@@ -208,12 +207,12 @@ class GPUTransforms(GPUPerformer):
         return self._programs.made((execution.plan, arrays, results, chunking), make)
 
     def release(self) -> None:
-        """Give back the workspace, which is that of all operations of the context. Local."""
+        """Give back the workspace of all operations of the context. Local."""
         give_back(self._context)
 
 
 class TransformProgram(GPUProgram):
-    """The program of a transform: local transforms, and what is pushed beside them."""
+    """The program of a transform: local transforms, and pushes beside them."""
 
     def __init__(
         self, context: Context, lane: Lane, program: RankProgram, *, forward: bool
@@ -233,7 +232,7 @@ class TransformProgram(GPUProgram):
 
     @property
     def local(self) -> list[LocalStep]:
-        """The steps that this rank does alone."""
+        """The steps of this rank alone."""
         return [step for _, step in self.steps if isinstance(step, LocalStep)]
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
@@ -253,8 +252,8 @@ class TransformProgram(GPUProgram):
     def _warm_up(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """Launch each local step once, into a result that nobody reads.
 
-        The first launch of a kernel loads it, and loading may wait for all that runs: it must not
-        happen while the push stream's kernel runs, which waits for this stream.
+        The first launch of a kernel loads it, and loading may wait for all running kernels. It must
+        not happen while the push stream's kernel runs, which waits for this stream.
         """
         PushStream.of(self.context)
         low, high = span

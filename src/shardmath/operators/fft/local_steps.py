@@ -1,7 +1,7 @@
-"""One rank's transforms on a GPU as steps: copies, conversions, and batched FFTs.
+"""One rank's transforms on a GPU as steps: copies, conversions, and batched FFTs. Pure.
 
-A GPU transforms whole arrays at once, in place or out of place. Which axes one plan transforms
-together is found by counting bytes and calls. Pure: memories are names, and strides are bytes.
+A GPU transforms whole arrays at once, in place or out of place. Bytes and calls are counted to find
+the axes that one plan transforms together. Memories are names, and strides are bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardmath.program.rank_program import Copy, View, packed
 
 
 class Scale(Immutable):
-    """The numbers of `source`, times `factor`, in the type of `target`, which may be `source`.
+    """The numbers of `source`, times `factor`, go to `target`, which may be `source`.
 
-    Types differ where one is of half precision, and the other float32.
+    Types differ where one is of half precision and the other float32.
     """
 
     source: View
@@ -39,7 +39,7 @@ class Scale(Immutable):
 
 
 class LocalFFT(Immutable):
-    """Transform along `axes`, by cuFFT; C2R overwrites its source."""
+    """A transform along `axes`, by cuFFT. C2R overwrites its source."""
 
     kind: Kind
     axes: tuple[int, ...]
@@ -67,11 +67,11 @@ class LocalFFT(Immutable):
 
 
 class Turn(Immutable):
-    """The numbers of `source` along `axis` times complex factors, before or after the Fourier
-    transform that stands behind a series.
+    """The numbers of `source` along `axis`, times complex factors, before or after the Fourier
+    transform behind a cosine or sine transform.
 
-    Before it `source` is real and `target` complex, of the length of the period: what is beyond the
-    numbers becomes 0. After it `source` is complex, and `target` the real parts, times `factor`.
+    Before it `source` is real and `target` complex, and as long as the period: the rest becomes 0.
+    After it `source` is complex, and `target` has the real parts, times `factor`.
     """
 
     kind: Kind
@@ -82,7 +82,7 @@ class Turn(Immutable):
 
     @cached_property
     def factors(self) -> npt.NDArray[np.complexfloating]:
-        """What the numbers are multiplied by, in the precision of the complex ones."""
+        """The complex factors, in the precision of the complex numbers."""
         extent = min(view.shape[self.axis] for view in (self.source, self.target))
         before, after = turns(SERIES[self.kind], extent)
         if self.target.dtype.startswith("complex"):
@@ -105,11 +105,11 @@ def local_steps(
     preserve_input: bool,
     factor: float = 1.0,
 ) -> list[LocalStep]:
-    """The transform of `source` along `axes`, of which a real one is the last, into `target`.
+    """The steps of the transform of `source` along `axes`, a real axis last, into `target`.
 
-    They are one array, or do not overlap. `preserve_input`: the source must not be overwritten. The
-    output is multiplied by `factor`. Half precision is transformed in float32, and scaled before it
-    is rounded. Extra memories that the steps use have names that begin with "pack".
+    These are one array, or do not overlap. `preserve_input`: the source must not be overwritten.
+    The output is multiplied by `factor`. Half precision is transformed in float32, and scaled
+    before it is rounded. The names of extra memories begin with "pack".
     """
     if source.size == 0 or target.size == 0:
         return []
@@ -150,7 +150,7 @@ def strided(view: View) -> StridedArray:
 
 
 def _like(memory: str, view: View, dtype: str) -> View:
-    """A packed view whose axes lie in memory in the order that those of `view` have."""
+    """A packed view whose axes have the same order in memory as those of `view`."""
     axes = sorted(range(len(view.shape)), key=lambda axis: -abs(view.strides[axis]))
     return packed(memory, view.shape, dtype, axes)
 
@@ -158,14 +158,14 @@ def _like(memory: str, view: View, dtype: str) -> View:
 def _series_steps(
     kind: Kind, axes: Sequence[int], source: View, target: View, factor: float
 ) -> list[LocalStep]:
-    """A series along one axis after the other: turned, transformed, and turned back."""
+    """Cosine or sine transforms, one axis after the other: turn, transform, and turn back."""
     steps: list[LocalStep] = []
     one, two = real_numbers(source), real_numbers(target)
     for axis in axes:
         shape = [*two.shape]
         shape[axis] = SERIES[kind].period(shape[axis])
         order = sorted(range(len(shape)), key=lambda axis: -abs(two.strides[axis]))
-        if order[-1] != axis:  # between others it would take many calls
+        if order[-1] != axis:  # an axis between others would take many calls
             order.remove(axis)
             order.insert(0, axis)
         turned = packed("pack turned", shape, dtypes.of(two.dtype).complex, order)
@@ -182,12 +182,12 @@ def _series_steps(
 def _c2r_steps(
     axes: Sequence[int], source: View, target: View, *, preserve_input: bool
 ) -> list[LocalStep]:
-    """C2R: the real axis last, perhaps together with others, after a C2C along the rest."""
+    """C2R: along the real axis at the end, perhaps with others; before it C2C along the rest."""
     own = packed("pack kept", source.shape, source.dtype) if preserve_input else source
     ways = []
     for last in _candidates(frozenset(axes), axes[-1], source):
         if len(last) > 1 and target.shape[axes[-1]] == 1:
-            continue  # which no plan can do
+            continue  # no plan can do this
         before = frozenset(axes) - set(last)
         seconds, make = _plan("C2R", last, own, target)
         more, groups = _groups("C2C", before, None, source, own)
@@ -203,7 +203,7 @@ _Group = tuple[int, ...]
 def _group_steps(
     kind: Kind, groups: Sequence[_Group], source: View, target: View
 ) -> list[LocalStep]:
-    """The first group goes from the source to the target, the others are in place there."""
+    """The steps of all groups: the first from source to target, the others in place there."""
     steps: list[LocalStep] = []
     for group in groups:
         _, make = _plan(kind, group, source, target)
@@ -215,7 +215,7 @@ def _group_steps(
 def _groups(
     kind: Kind, axes: frozenset[int], real: int | None, source: View, target: View
 ) -> tuple[float, list[_Group]]:
-    """The axes in groups of one plan each that take the least time together; and that time."""
+    """The least time for all axes, and the groups of axes, with one plan each, that take it."""
     known: dict[tuple[frozenset[int], bool], tuple[float, list[_Group]]] = {}
 
     def best(left: frozenset[int], first: bool) -> tuple[float, list[_Group]]:
@@ -235,7 +235,7 @@ def _groups(
 
 
 def _candidates(left: frozenset[int], real: int | None, target: View) -> Iterator[_Group]:
-    """Groups that hold the real axis, last, or else the fastest in memory."""
+    """Groups with the real axis at the end, or else with the fastest one in memory."""
     fast = real if real is not None else min(left, key=lambda a: (abs(target.strides[a]), -a))
     others = sorted(left - {fast})
     for count in (2, 1, 0):
@@ -249,7 +249,7 @@ def _plan(
     """One plan: its predicted time, and a function that makes its steps."""
     plan = plan_many(kind, group, strided(source), strided(target))
     nbytes = source.size * source.itemsize + target.size * target.itemsize
-    # In packed buffers the transform is dense, at the price of two copies.
+    # In packed buffers one call transforms everything, but there are two copies.
     packed_seconds = 3 * nbytes / h200.H200.memory + 3 * h200.PLAN_CALL
     if plan is not None:
         direct = max(len(plan.offsets) * h200.PLAN_CALL, nbytes / h200.H200.memory)

@@ -1,10 +1,10 @@
-"""A strategy as what one rank's GPU does: a program of steps, in the order of its stages. Pure.
+"""Lowering a strategy: one rank's program of steps on its GPU, in the order of the stages. Pure.
 
 Stages follow each other whole, or slabs go in parts, as `chunking` says, so that exchanges overlap
-with transforms. A part of an exchange is sent when it is ready, and awaited where it is needed: on
-one host a kernel pushes it, as `pushes` says; between hosts it is packed, and two more streams
-bring it. Of those one synchronises and fetches, the other unpacks, so that the wire does not wait
-for what unpacks. A buffer that is fetched into is filled again when what it held has been unpacked.
+with transforms. A part of an exchange is sent when it is ready, and awaited where it is needed. On
+one host a kernel pushes it: see `pushes`. Between hosts it is packed, and two more streams bring
+it: one synchronises and fetches, the other unpacks, so that the wire does not wait for unpacking. A
+fetch buffer is filled again when its contents have been unpacked.
 
     user's      transform 0, pack 0 | transform 1, pack 1 |          await 0 | transform a | ...
     fetch                    synchronise, get 0 | synchronise, get 1 | ...
@@ -38,9 +38,9 @@ from shardmath.operators.fft.stages import (
     Stage,
     chunking_for,
     first_parts,
-    second_parts,
     split_axes,
     stages,
+    weighted_ranges,
 )
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.program.hosts import delivered
@@ -53,13 +53,13 @@ from shardmath.redistribution.delivery import Delivery
 USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can and that pays
 
 _FETCH, _UNPACK = "fetch", "unpack"  # streams of the lane
-_FETCH_BUFFERS = 2  # into which parts of peers' outboxes are fetched, in turn
+_FETCH_BUFFERS = 2  # for parts of peers' outboxes, in turn
 
-_Ranges = tuple[tuple[int, int], ...]  # of every rank: indices of its local array along an axis
+_Ranges = tuple[tuple[int, int], ...]  # by rank: indices of its local array along an axis
 
 
 class Results(NamedTuple):
-    """Whether peers reach the results of all ranks, and find them packed in the problem's order."""
+    """Whether peers reach the results of all ranks, and all are packed in the problem's order."""
 
     reachable: bool
     packed: bool
@@ -79,7 +79,7 @@ class UserArrays(Immutable):
 
 
 class GPUPlan(OnHosts, Immutable):
-    """A strategy, on ranks of which the hosts have these numbers."""
+    """A strategy, for ranks on hosts of these numbers."""
 
     problem: Problem
     strategy: Strategy
@@ -87,7 +87,7 @@ class GPUPlan(OnHosts, Immutable):
 
     @property
     def chunking(self) -> Chunking | None:
-        """How exchanges overlap with transforms; None where they come one after the other."""
+        """How exchanges overlap with transforms; None where they do not."""
         if not USE_CHUNKS:
             return None
         return chunking_for(
@@ -102,7 +102,7 @@ class GPUPlan(OnHosts, Immutable):
     def part(
         self, whole: TransferPlan, u: int, sources: _Ranges, v: int, targets: _Ranges
     ) -> PartOfTransfer:
-        """A part of the transfer of an exchange, the same for all ranks and arrays."""
+        """A part of the transfer of an exchange: one object for all executions."""
         ends, order = (whole.src, whole.dst, whole.itemsize), self.problem.order
         part = PartOfTransfer(*ends, whole, u, sources, v, targets, order)
         return self._parts.setdefault(part, part)
@@ -123,7 +123,7 @@ class GPUPlan(OnHosts, Immutable):
         lines = [str(self.strategy), "rank 0:", *map(str, steps)]
         if self.multi_host:
             lines.append(
-                f"{self.host_count} hosts: what each rank packs its peers read, in place on "
+                f"{self.host_count} hosts: each rank packs what its peers read, in place on "
                 "the same host, by `get` from another"
             )
         if self.chunking is not None:
@@ -144,7 +144,7 @@ def lowered(
     if chunking is not None:
         lowering, parts, last = kind(plan, rank, arrays, results), sequence, list[Copy]()
         if len(sequence) == 4 and not (plan.multi_host or results.packed):
-            # Through one more receive buffer, which is then copied to the result.
+            # Peers push into one more receive buffer, which is then copied to the result.
             parts = (*sequence[:3], replace(sequence[3], target="receive 1"))
             received = packed("receive 1", arrays.out.shape, arrays.out.dtype, plan.problem.order)
             last += [Copy(received, arrays.out)] if received.size else []
@@ -172,7 +172,7 @@ class PartOfTransfer(TransferPlan):
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the kernel that pushes can move the rows of all ranks, and is worth it."""
+        """Whether the kernel can push the rows of all ranks, and is worth it."""
         ranks = range(self.src.size)
         return all(row.fits for rank in ranks for row in pushed_rows(self, rank, self.order))
 
@@ -202,7 +202,7 @@ class PartOfTransfer(TransferPlan):
 
 
 class _Lowering:
-    """The steps of one rank, as far as they have been put together. `array` holds its part."""
+    """The unfinished steps of one rank. `array` names the one that the last stage has written."""
 
     def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
         self.plan, self.problem, self.rank, self.hosts = plan, plan.problem, rank, plan.hosts
@@ -213,27 +213,27 @@ class _Lowering:
         self.shared: list[str] = []  # memories that peers reach
         self.buffers: dict[str, int] = {}  # memories without an array, which peers reach
         self.exchanges = 0
-        self.possible = True  # in parts, on all ranks
-        self.arrivals: list[str] = []  # events after which a part has come, that nobody awaited
+        self.possible = True  # whether all ranks can do it in parts
+        self.arrivals: list[str] = []  # the events of parts that nobody has awaited yet
 
     # -- what depends on where ranks are -----------------------------------------------------------
 
     def send(
         self, source: str, target: str, parts: Sequence[PartOfTransfer], *, signals: bool
     ) -> None:
-        """Let these parts of an exchange go; `arrive` waits for them if this `signals`."""
+        """Send these parts of an exchange. With `signals`, `arrive` can wait for each."""
         raise NotImplementedError
 
     def arrive(self) -> None:
-        """Wait, before what follows, until the next part that signals has come from all ranks."""
+        """Wait until the next part that signals has come from all ranks."""
         raise NotImplementedError
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
-        """Do all of an exchange before what follows."""
+        """Do all of an exchange, and wait for it."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Wait until all that was begun beside the user's stream has ended."""
+        """Wait until all other streams are done."""
         raise NotImplementedError
 
     # -- stages ------------------------------------------------------------------------------------
@@ -251,10 +251,9 @@ class _Lowering:
         self.end()
 
     def in_parts(self, sequence: Sequence[Stage], chunking: Chunking) -> bool:
-        """Slabs in parts; False, on all ranks, for stages that cannot be cut.
+        """Lower stages of slabs in parts; False, on all ranks, for stages that cannot be cut.
 
-        The result may overlap the operand: nothing is written to it before all of the operand has
-        been read.
+        The result may overlap the operand: it is not written before all of the operand was read.
         """
         axes = split_axes(sequence)
         if axes is None:
@@ -265,15 +264,16 @@ class _Lowering:
         transfer = _transfer(exchange)
         part = self.plan.part
         firsts = _first_ranges(exchange.layout, u, chunking.first)
-        seconds = _second_ranges(exchange.result, v, chunking.second)
-        tail = len(firsts) - min(chunking.tail, len(firsts))  # the first part of it
+        seconds = _ranges(exchange.result, v, chunking.second)
+        tail = len(firsts) - min(chunking.tail, len(firsts))  # the first part of the tail
         ends = zip(firsts[tail], firsts[-1], strict=True)
         rest = tuple((lo, hi) for (lo, _), (_, hi) in ends)
         for number, ranges in enumerate(firsts):
             self._transform(first_fft, self.arrays["operand"], self.arrays[work], u, ranges)
             parts, signals = list[PartOfTransfer](), number + 1 == len(firsts)
             if number < tail:
-                parts = [part(transfer, u, ranges, v, _full_ranges(exchange.result, v))]
+                (everything,) = _ranges(exchange.result, v, 1)
+                parts = [part(transfer, u, ranges, v, everything)]
             elif signals:
                 parts = [part(transfer, u, rest, v, needed) for needed in seconds]
             self.send(work, received, parts, signals=signals)
@@ -282,7 +282,7 @@ class _Lowering:
             self.arrive()
             self._transform(second_fft, self.arrays[received], self.arrays[transformed], v, ranges)
             for stage, target in zip(second_exchange, last, strict=True):
-                everything = _full_ranges(stage.result, axes[2])
+                (everything,) = _ranges(stage.result, axes[2], 1)
                 parts = [part(_transfer(stage), v, ranges, axes[2], everything)]
                 self.send(transformed, target, parts, signals=number == len(seconds))
         if last:
@@ -305,7 +305,7 @@ class _Lowering:
         return RankProgram(tuple(self.steps), self.arrays, memories, shared, self.problem.order)
 
     def _target(self, stage: Stage) -> str:
-        """The name of the array after a stage."""
+        """The name of the array that a stage writes."""
         if stage.target == "out":
             return stage.target
         shape = stage.result.local_shape(self.rank)
@@ -317,7 +317,7 @@ class _Lowering:
         return name
 
     def _source(self, target: str) -> View:
-        """The array to be transformed into `target`: a copy of an operand that would be lost."""
+        """The array to be transformed into `target`, or a copy of an operand that overlaps it."""
         source = self.arrays[self.array]
         if (self.array, target) != ("operand", "out") or not self.user.overlap:
             return source
@@ -346,9 +346,7 @@ class _Lowering:
 
 
 class _Pushes(_Lowering):
-    """Lowering on one host: one kernel pushes parts, and each rank pushes or pulls its moves of a
-    whole exchange.
-    """
+    """Lowering on one host: a kernel pushes parts, and moves push or pull whole exchanges."""
 
     def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays, results: Results) -> None:
         super().__init__(plan, rank, arrays, results)
@@ -377,7 +375,7 @@ class _Pushes(_Lowering):
         self.steps.append(arrived(self.arrivals.pop(0)))
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
-        """See _Lowering. Owners may still use what is pushed into first."""
+        """See _Lowering. The first push waits for owners, which may still use its target."""
         transfer = _transfer(stage)
         pulls = target == "out" and not self.results.reachable
         if pulls:
@@ -407,8 +405,8 @@ class _Deliveries(_Lowering):
     def send(
         self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
     ) -> None:
-        """See _Lowering. Each part has an outbox, and whole exchanges have two in turn: all ranks
-        have synchronised in between, after they read it.
+        """See _Lowering. Each part has an outbox of its own. Whole exchanges use two in turn: all
+        ranks synchronise between them, after reading.
         """
         for part in parts:
             number = self.sent
@@ -456,8 +454,8 @@ def _transfer(stage: Stage) -> TransferPlan:
 
 
 def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
-    """The ranges of all ranks, for each part of the first transform. There are as many parts as the
-    shortest extent has.
+    """The ranges of all ranks for each part of the first transform: as many parts as the shortest
+    extent has.
     """
     extents = [part.length for part in layout.column(axis)]
     ranges = [first_parts(extent, weights) for extent in extents]
@@ -467,12 +465,7 @@ def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ra
     return list(zip(*ranges, strict=True))
 
 
-def _second_ranges(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
-    """The ranges of all ranks, for each part of the second transform."""
-    ranges = (second_parts(part.length, parts) for part in layout.column(axis))
+def _ranges(layout: Layout, axis: int, count: int) -> list[_Ranges]:
+    """The ranges of all ranks for each of `count` equal parts."""
+    ranges = (weighted_ranges(own.length, [1] * count) for own in layout.column(axis))
     return list(zip(*ranges, strict=True))
-
-
-def _full_ranges(layout: Layout, axis: int) -> _Ranges:
-    """All indices of every rank."""
-    return tuple((0, part.length) for part in layout.column(axis))

@@ -1,7 +1,4 @@
-"""A Fourier transform as an operation: what ranks compare, its problem, and the program of that.
-
-All of it is pure: nothing here touches an element, or knows where one lies.
-"""
+"""A Fourier transform as an operation: description, check, program and explanation. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from shardmath.program.steps import Fused, Program, SplitArray
 
 
 class FourierTransform:
-    """The operation of a function, or of objects, whose `kind` is that of the operand.
+    """The operation of a function, or of objects, where the operand's type decides on the `kind`.
 
     Its words are (distribution or pair of them, axes, norm, direction or None).
     """
@@ -62,9 +59,8 @@ class FourierTransform:
         return {"operand": problem.source}
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """Passes over memory on cores; on GPUs stages of whole arrays, which one launcher performs.
-
-        All ranks do the same.
+        """On cores, passes over memory; on GPUs, one fused step for all stages. The same on all
+        ranks.
         """
         if machine.kind == "cpu":
             return cores_program(choose(problem.widened), problem)
@@ -114,9 +110,8 @@ class FourierTransform:
 class TrigonometricTransform(FourierTransform):
     """The operation of `dct`, `dst` or an inverse, also along several axes.
 
-    Its words are (distribution or pair of them, axes, norm, type, orthogonalize, extents). An
-    inverse is the transform of type III where the type is II, and the other way round, that is
-    scaled where this is not.
+    Its words are (distribution or pair of them, axes, norm, type, orthogonalize, extents). The
+    inverse of type II is type III, and the other way round, with the scale of the other direction.
     """
 
     def describe(

@@ -1,6 +1,6 @@
-"""What a caller may ask of a Fourier transform, checked once, here.
+"""The options of a Fourier transform, and where they are checked.
 
-Options are frozen and never written to; a dictionary is accepted in their place.
+Options are frozen; a dictionary is accepted in their place.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class FFTOptions:
     """How a transform is done.
 
     `fft_type`: "C2C", "R2C" or "C2R"; None follows the operand's type. `redistribute`: True gives
-    the result in the operand's distribution; False leaves it as it is before the last exchange: a
-    slab along a transformed axis becomes a slab along the first other axis (X becomes Y, all others
-    X), and what needs no exchange stays. `last_axis_parity`: whether a C2R result is "even" or
-    "odd" along its last transformed axis. `inplace`: the result takes the operand's memory.
-    `halves`: a float16 torch tensor gives complex32, as in torch.fft, and not complex64.
+    the result in the operand's distribution; False leaves out the last exchange: a slab along a
+    transformed axis becomes a slab along the first other axis (X becomes Y, all others X), and an
+    operand that needs no exchange stays as it is. `last_axis_parity`: whether a C2R result is
+    "even" or "odd" along its last transformed axis. `inplace`: the result takes the operand's
+    memory. `halves`: a float16 torch tensor gives complex32, as in torch.fft, and not complex64.
     `logger` is told what each call plans; without one, a logger below "shardmath" is told of each
-    plan once. `blocking`: True or "auto"; host operands always block.
-    `reshape` is the older name of `redistribute`.
+    plan once. `blocking`: True or "auto"; host operands always block. `reshape` is the older name
+    of `redistribute`.
 
     Raises TypeError where `logger` is not a logging.Logger, ValueError for other invalid values.
     Source: nvmath.distributed.fft.FFTOptions; `inplace` and `halves` are ours.

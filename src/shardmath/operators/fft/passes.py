@@ -1,9 +1,9 @@
-"""A strategy as a program for cores: passes over memory, in buffers that take turns. Pure.
+"""A strategy as a program for cores: passes over memory, between two buffers. Pure.
 
-An exchange is fused with the transform that follows. Axes that do not fit in a block of the size of
-a cache together are transformed in several passes. Between passes arrays lie in two buffers, so
-that peers can pull from one while the other is written; passes that need nothing from peers work in
-place, and the last ones of these straight in the result.
+An exchange is fused with the transform that follows. Axes that do not fit together in a block of
+the size of a cache are transformed in several passes. Between passes the array is in one of two
+buffers, so that peers can pull from one while the other is written. Passes that need nothing from
+peers work in place, and the last of these write the result itself.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _WRITTEN_AND_READ = Synchronise(
 
 
 def cores_program(strategy: Strategy, problem: Problem) -> Program:
-    """What every rank does. `strategy` is for what is computed of the `problem`, whose operand and
-    result may be of half precision: these are converted before and after.
+    """The program of every rank. `strategy` is for the `widened` problem: an operand and a result
+    of half precision are converted before and after.
     """
     passes = _passes(strategy)
     computed = strategy.problem
@@ -79,7 +79,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
 
 
 class _Pass(Immutable):
-    """Take the array of `source` to `transfer.dst`, and transform `axes` there.
+    """Move an array by `transfer`, and transform `axes` of what arrives.
 
     `kind` is R2C or C2R where the last of `axes` turns from real to hermitian or back; `result` and
     `dtype` are the layout and the type afterwards.
@@ -93,7 +93,7 @@ class _Pass(Immutable):
 
     @property
     def stays(self) -> bool:
-        """Whether every rank has all that it needs, in the shape in which it needs it."""
+        """Whether nothing moves."""
         return self.transfer.src.same_as(self.transfer.dst)
 
     def step(self, problem: Problem, source: str, target: str) -> Step:
@@ -132,7 +132,7 @@ def _passes(strategy: Strategy) -> list[_Pass]:
 
 
 def _memories(passes: Sequence[_Pass]) -> list[str]:
-    """The memory that each pass writes, of one of two buffers; "" for the result."""
+    """The buffer that each pass writes, one of two; "" for the result."""
     memories: list[str] = []
     for number, one in enumerate(passes):
         if all(later.stays and keeps_shape(later.kind) for later in passes[number + 1 :]):
@@ -145,10 +145,10 @@ def _memories(passes: Sequence[_Pass]) -> list[str]:
 
 
 def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
-    """Axes that are transformed in one pass, since a block of all of them fits in the cache.
+    """The axes by passes: a block of all axes of one pass fits in the cache.
 
     The fastest in memory come first; but a real axis is the first to be halved, and the last to be
-    completed. Within a group the real axis is last, as the transforms of libraries have it.
+    completed. Within a group the real axis is last, as in the transforms of libraries.
     """
     shape = stage.layout.global_shape
     itemsize = max(dtypes.of(name).itemsize for name in (stage.dtype, problem.result))

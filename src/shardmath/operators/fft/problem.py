@@ -1,8 +1,8 @@
-"""What is to be transformed, as every rank sees it.
+"""The transform that all ranks have agreed on, from the description of each rank's call. Pure.
 
-`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
-`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
-what does not fit together. Both are pure: neither touches an element.
+`describe` turns one rank's call into plain data, and raises for what that rank alone can see is
+wrong. `check` turns all ranks' descriptions into one `Problem`, or raises the same error on every
+rank where they do not fit together.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _NORMS = (None, "backward", "ortho", "forward")
 class Problem(Immutable):
     """The transform that all ranks have agreed on.
 
-    `source` and `target` are the layouts of operand and result; `axes` are the transformed axes:
-    R2C and C2R change the length of the last one, and transforms of cosines and sines no axis.
-    `order` is the memory order of results, `device`
-    the memory of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32.
-    `blocking`: a call returns when the result is there.
+    `source` and `target` are the layouts of operand and result. Of the transformed `axes`, R2C and
+    C2R change the length of the last. `order` is the memory order of results, `device` the memory
+    of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32. `blocking`: a
+    call returns when the result is there.
     """
 
     kind: Kind
@@ -66,7 +65,7 @@ class Problem(Immutable):
 
     @property
     def widened(self) -> Problem:
-        """The problem that cores compute: the same, from and to types that their libraries know."""
+        """The same problem in types that the libraries of cores know."""
         if self.kind in SERIES:
             return replace(self, dtype=self.result)
         if "complex32" not in (self.dtype, self.result):
@@ -235,7 +234,7 @@ def _require_complex32(operand: ArraySpec) -> None:
 
 
 def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
-    """The axes to transform, none negative. Raises ValueError for what are no axes."""
+    """The axes to transform, none negative. Raises ValueError for anything else than axes."""
     if ndim == 0:
         raise ValueError("the operand has no axes; a transform needs at least one")
     if axes is None:
@@ -279,7 +278,7 @@ def _result_shape(
 def _default_output(
     inputs: Sequence[Any], source: Layout, axes: Sequence[int], kind: Kind, redistribute: bool
 ) -> Sequence[Any]:
-    """The output's distributions where only the input's are given, encoded."""
+    """The output's distributions, encoded, where only those of the input are given."""
     given = [geometry.decode(distribution) for distribution in inputs]
     if any(distribution.per_rank for distribution in given):
         if not keeps_shape(kind):
@@ -300,7 +299,7 @@ def _default_output(
 
 
 def _slab_axis(layout: Layout) -> int | None:
-    """The axis along which the layout is a slab, if it is one."""
+    """The axis along which the layout is a slab; None if it is no slab."""
     for axis in layout.partitioned_axes:
         if layout.same_as(Layout.slab(layout.global_shape, layout.size, axis=axis)):
             return axis

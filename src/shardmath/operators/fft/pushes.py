@@ -1,8 +1,8 @@
 """Exchanges that one kernel pushes beside the transforms that feed it, in chunks.
 
-A chunk is part of an exchange. It is pushed to its final place when the transforms have been ready
-so often: nothing is packed. What the kernel does, the steps that it replaces say. Pure;
-`kernels/pipeline.cu` reads the tables.
+A chunk is part of an exchange. The transforms say after each of their parts that they are ready; a
+chunk waits for a certain number of these, and is pushed to its final place without packing. The
+steps that the kernel replaces say what it does. Pure; `kernels/pipeline.cu` reads the tables.
 
     user's stream    transform 0, ready | transform 1, ready | await, transform a | ...
     push stream      synchronise | push 0           | push 1, record "arrived 0" | ...
@@ -24,9 +24,9 @@ from shardmath.redistribution import TransferPlan, lowered
 
 MAX_CHUNKS = 62  # kMaxChunks
 _ALIGNMENT = 16  # bytes, of bulk copies
-_MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy
-_MAX_WIDTH = (1 << 32) - 1  # bytes, as the tables count them
-PUSH = "push"  # the stream of what the kernel replaces
+_MIN_WIDTH = 512  # bytes: shorter rows are not worth a bulk copy
+_MAX_WIDTH = (1 << 32) - 1  # bytes: the tables have 32 bits for them
+PUSH = "push"  # the stream of the steps that the kernel replaces
 
 _ROWS = np.dtype(
     [
@@ -80,7 +80,7 @@ class Chunk(Immutable):
     """Rows from memory `source` into memory `target` of the ranks, pushed when the transforms have
     been ready `ready_count` times.
 
-    `exchange` is 0 or 1; of a chunk that `signals` all ranks are told when all of it has arrived.
+    `exchange` is 0 or 1. If the chunk `signals`, all ranks are told when all of it has arrived.
     """
 
     rows: tuple[Rows, ...] = field(repr=False)
@@ -95,11 +95,11 @@ class Chunk(Immutable):
         return f"push {nbytes:,} bytes of {self.source} to {self.target}"
 
 
-# -- what is launched, each in place of these steps ------------------------------------------------
+# -- launches, and the steps that they replace -----------------------------------------------------
 
 
 class Start(Immutable):
-    """The kernel starts. Exchange i goes from memory `sources[i]` to memory `targets[i]` of all."""
+    """Start the kernel. Exchange i is from memory `sources[i]` to `targets[i]` of all ranks."""
 
     size: int
     chunks: tuple[Chunk, ...] = field(repr=False)
@@ -120,14 +120,14 @@ class Signal(Immutable):
 
 
 def started(start: Start) -> Fused:
-    """The kernel starts: owners may still use what it overwrites."""
+    """Start the kernel, when no owner uses any more what it overwrites."""
     all_come = On(PUSH, TAKEN)
     return Fused(start, (Record("begin"), On(PUSH, Await("begin")), all_come))
 
 
 def ready(number: int, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fused:
-    """The transforms are ready for the `number`th time, for these chunks; those that signal arrive
-    by these names.
+    """Say for the `number`th time that transforms are ready, for these chunks. `arrivals` are the
+    events of those that signal.
     """
     events, event = iter(arrivals), f"ready {number}"
     replaced: list[Any] = [Record(event), On(PUSH, Await(event))]
@@ -139,17 +139,17 @@ def ready(number: int, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fuse
 
 
 def arrived(event: str) -> Fused:
-    """A wait for one more chunk of all ranks, whose arrival is the event of that name."""
+    """Wait for one more chunk of all ranks, whose arrival is the event of that name."""
     return Fused(Signal("wait_for_chunk"), (Await(event, everywhere=True),))
 
 
 def joined() -> Fused:
-    """A wait for all pushes."""
+    """Wait for all pushes."""
     return Fused(Signal("join"), (On(PUSH, Record("pushed")), Await("pushed")))
 
 
 def tables(start: Start, copy_bytes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """(chunks, rows) for the kernel, which cuts rows into copies of so many bytes."""
+    """The tables (chunks, rows) of the kernel, which cuts rows into copies of so many bytes."""
     chunks = np.zeros(len(start.chunks), _CHUNK)
     table = np.zeros(sum(len(chunk.rows) for chunk in start.chunks), _ROWS)
     first = 0

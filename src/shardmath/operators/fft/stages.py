@@ -1,11 +1,11 @@
-"""A strategy as work for GPUs: transforms of whole arrays, and exchanges, from memory to memory.
+"""A strategy as stages: transforms of whole arrays, and exchanges, from memory to memory. Pure.
 
     operand --transform--> work --exchange--> receive 0 --transform--> out        a slab, transposed
                                                         --transform--> receive 0 --exchange--> out
 
-Two receive buffers take turns, so that what is received is not what is still sent. The transforms
-of a slab may be cut into parts, so that exchanges overlap with them: see `Chunking`. Pure, like the
-strategy, and the same on every rank; `lowering` has what each of them does for it.
+Two receive buffers take turns, so that nothing is received into a buffer that is still being sent.
+The transforms of a slab may be cut into parts, so that exchanges overlap with them: see `Chunking`.
+Stages are the same on every rank; `lowering` turns them into one rank's steps.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from shardmath.redistribution import TransferPlan
 class Stage(Immutable):
     """One step of the strategy, into memory `target`.
 
-    Before it, the array has `layout` and `dtype`, after it `result` and `result_dtype`. `kind` is
-    None for an exchange, which is done by `transfer`. A transform's output is multiplied by
-    `factor`.
+    The array has `layout` and `dtype` before it, `result` and `result_dtype` after it. `kind` is
+    None for an exchange, which `transfer` does. A transform's output is multiplied by `factor`.
     """
 
     kind: Kind | None
@@ -71,7 +70,7 @@ def stages(strategy: Strategy) -> tuple[Stage, ...]:
 
 
 def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
-    """The kind of one step of the transform, and the type that it makes."""
+    """The kind of one step of the transform, and the type of its result."""
     if problem.kind == "R2C" and dtype == problem.dtype:
         return "R2C", problem.result
     if problem.kind == "C2R" and problem.axes[-1] in step.axes:
@@ -82,15 +81,15 @@ def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
 
 
 def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
-    """The real axis last, as in NumPy's functions."""
+    """The axes in order, the real one last, as in NumPy's functions."""
     return (*(a for a in sorted(axes) if a != real), *([real] if real in axes else []))
 
 
 def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
     """The factor of a transform along some of the axes, the first one or a later one.
 
-    The first does it for all: its output is still in the cache, and an exchange that follows goes
-    on meanwhile. But float16 is scaled by each: unscaled sums may be too large for it.
+    The first one scales for all: its output is still in the cache, and an exchange may go on
+    meanwhile. But float16 is scaled by each transform: unscaled sums may be too large for it.
     """
     if "complex32" not in (problem.dtype, problem.result):
         axes = problem.axes if first else ()
@@ -105,12 +104,12 @@ def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
 
 
 class Chunking(Immutable):
-    """The weights of the parts of the first transform, and the number of parts of the second.
+    """The weights of the parts of the `first` transform, and the number of parts of the `second`.
 
     The first transform is cut along the axis along which the operand is split, the second along the
-    axis along which the array is split after the exchange. Most parts of the first go to the peers
-    whole; the last ones, the `tail`, go in as many parts as the second transform has, so that this
-    can begin with the first of them.
+    axis along which the array is split after the exchange. Most parts of the first are sent whole.
+    The last ones, the `tail`, are sent in as many parts as the second transform has, so that it can
+    begin with the first of them.
 
         transforms   0 | 1 | 2 | 3 |                 a | b | c | d      numbers: the first axis
         links            0   | 1   | 2   | 3a 3b 3c 3d                  letters: the second
@@ -123,8 +122,8 @@ class Chunking(Immutable):
 
 _BySize = tuple[tuple[int, Chunking], ...]
 
-# By bytes of a rank's result, from so many on: docs/notebook/chunked-exchanges.md. Of many
-# parts the first are smaller: the links begin early, and are busy during the next transforms.
+# By the least bytes of a rank's result: see docs/notebook/chunked-exchanges.md. Of many parts the
+# first are smaller, so that the links begin early, and are busy during the next transforms.
 _ONE_EXCHANGE: _BySize = (
     (6 << 30, Chunking((2, 3, *[4] * 14), 8, 4)),
     (2 << 30, Chunking((2, 3, *[4] * 6), 8, 3)),
@@ -150,10 +149,9 @@ _MULTI_HOST: _BySize = ((64 << 20, Chunking((1, 1, 1), 2)),)
 def chunking_for(
     problem: Problem, *, two_exchanges: bool, multi_host: bool = False
 ) -> Chunking | None:
-    """The chunking of arrays of that size; None where they are so small that parts do not pay.
+    """The chunking for arrays of that size; None where they are so small that parts do not pay.
 
-    `two_exchanges`: another exchange follows the second transform. `multi_host`: ranks are on
-    several hosts.
+    `two_exchanges`: another exchange follows the second transform.
     """
     size = problem.source.size
     nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
@@ -164,10 +162,10 @@ def chunking_for(
 
 
 def split_axes(stages: Sequence[Stage]) -> tuple[int, ...] | None:
-    """The axes along which an array is split before, between and after the exchanges.
+    """The axes along which the array is split before, between and after the exchanges.
 
-    None for stages that cannot be cut. Those that can are a transform, an exchange, a transform and
-    perhaps another exchange, of slabs.
+    None for stages that cannot be cut. Those of slabs can be: a transform, an exchange, a transform
+    and perhaps another exchange.
     """
     if len(stages) not in (3, 4) or [stage.kind is None for stage in stages[:3]] != [0, 1, 0]:
         return None
@@ -186,7 +184,7 @@ def split_axes(stages: Sequence[Stage]) -> tuple[int, ...] | None:
 
 
 def _split_axis(layout: Layout) -> int | None:
-    """The axis of a slab: the only one that is split, into a range for each rank."""
+    """The axis along which a slab is split, into a range for each rank; None for other layouts."""
     axes = layout.partitioned_axes
     if len(axes) != 1 or not layout.disjoint():
         return None
@@ -195,22 +193,19 @@ def _split_axis(layout: Layout) -> int | None:
 
 
 def first_parts(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of these weights that cover range(extent): one at least, and none empty among several.
-
-    Fewer and even ones where there are not so many indices.
+    """Ranges of these weights that cover range(extent): fewer, and equal ones, where there are too
+    few indices for them. None is empty, unless it is the only one.
     """
     if extent >= 2 * sum(weights):
-        return _ranges(extent, weights)
-    return _ranges(extent, [1] * max(1, min(extent // 2, len(weights))))
+        return weighted_ranges(extent, weights)
+    return weighted_ranges(extent, [1] * max(1, min(extent // 2, len(weights))))
 
 
-def second_parts(extent: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges, `parts` of them, that cover range(extent); some may be empty."""
-    return _ranges(extent, [1] * parts)
+def weighted_ranges(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges that cover range(extent) in proportion to the weights; some may be empty.
 
-
-def _ranges(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges in proportion to the weights, at even bounds where there are many indices."""
+    Their bounds are even where there are many indices.
+    """
     grain = 2 if extent >= 2 * len(weights) else 1
     total = sum(weights) * grain
     before = itertools.accumulate(weights[:-1], initial=0)

@@ -1,7 +1,7 @@
-"""How an array is transformed: local transforms where axes are whole, and exchanges in between.
+"""Strategies: local transforms where axes are whole, and exchanges in between. Pure.
 
 A strategy is a list of steps between layouts, each with a predicted cost; `choose` finds the
-cheapest. Pure.
+cheapest.
 
     slab X            transform y, z    exchange    transform x           exchange
     0 0 0 0    ──►    (whole here)      ──►         0 0 1 1 (whole)       ──►         as at first
@@ -26,11 +26,11 @@ from shardmath.operators.fft.problem import Problem
 
 
 class CostModel(Immutable):
-    """How transforms and exchanges use a machine, which decides between strategies.
+    """The costs of transforms and exchanges on a machine, which decide between strategies.
 
-    As first step an exchange costs `first_exchange_passes` over memory, as last step
-    `last_exchange_passes`; others are fused with the transforms after them. `whole_arrays`:
-    transforms go over all of an array, not block by block through a cache.
+    An exchange costs `first_exchange_passes` over memory as the first step, and
+    `last_exchange_passes` as the last; others are fused with the transforms after them.
+    `whole_arrays`: transforms go over all of an array, not block by block through a cache.
     """
 
     rates: Rates
@@ -39,7 +39,7 @@ class CostModel(Immutable):
     whole_arrays: bool = False
 
     def mirrored(self) -> CostModel:
-        """The costs of a program whose steps are taken from the last to the first."""
+        """The costs of the same steps in reverse order."""
         return replace(
             self,
             first_exchange_passes=self.last_exchange_passes,
@@ -47,7 +47,7 @@ class CostModel(Immutable):
         )
 
     def seconds(self, step: Step, itemsize: int, *, first: bool, last: bool) -> float:
-        """Predicted for a step, of elements of `itemsize` bytes when it begins."""
+        """The predicted time of a step whose source has elements of `itemsize` bytes."""
         seconds = step.seconds(itemsize, self)
         if isinstance(step, Exchange):
             passes = self.first_exchange_passes * first + self.last_exchange_passes * last
@@ -56,20 +56,19 @@ class CostModel(Immutable):
         return seconds
 
 
-# The last exchange has no transform after it and is a pass of its own, reading and writing; before
-# the first, an operand that is not on the heap is copied there.
+# The last exchange has no transform after it: it reads and writes memory by itself. Before the
+# first, an operand that is not on the heap is copied there.
 ON_CORES = CostModel(CORES, 1.0, 2.0)
-# Every exchange is a kernel that the links limit. Transforms that come first hide the exchange
-# after them.
+# Every exchange is a kernel, limited by the links. Transforms before it hide it.
 ON_GPUS = CostModel(replace(h200.H200, link=h200.PUSHED), 0.5, 0.0, whole_arrays=True)
-# An exchange between hosts is packed and unpacked, two passes that nothing hides.
+# An exchange between hosts is packed and unpacked: two passes that nothing hides.
 ON_GPUS_OF_HOSTS = CostModel(h200.H200_MULTI_HOST, 2.0, 2.0, whole_arrays=True)
 
 
 class Transform(Immutable):
     """Local transforms along `axes`, in this order, which are whole on all ranks in `layout`.
 
-    `result` is another layout only where an axis turns from real to hermitian or back.
+    `result` differs from `layout` only where an axis turns from real to hermitian or back.
     """
 
     axes: tuple[int, ...]
@@ -81,7 +80,7 @@ class Transform(Immutable):
         return Transform(self.axes[::-1], self.result, self.layout)
 
     def seconds(self, itemsize: int, model: CostModel) -> float:
-        """Predicted for the rank that does most."""
+        """The predicted time for the busiest rank."""
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
         largest = max(self.layout.local_sizes)
         passes = _passes(self.axes, self.layout.ndim) if model.whole_arrays else 1
@@ -105,7 +104,7 @@ class Exchange(Immutable, words="exchange: {src} -> {dst}"):
         return Exchange(self.dst, self.src)
 
     def seconds(self, itemsize: int, model: CostModel) -> float:
-        """Predicted for the rank that receives most."""
+        """The predicted time for the rank that receives most."""
         received = max(bytes_received(self.src, self.dst, itemsize))
         return received / model.rates.link + model.rates.latency
 
@@ -170,7 +169,7 @@ class Strategy(Immutable):
 
 
 def _passes(axes: tuple[int, ...], ndim: int) -> int:
-    """Over an array in memory: one for axes side by side, three for those with axes around them."""
+    """Passes over memory: one for axes at either end of the order, three for those in between."""
     runs: list[list[int]] = []
     for axis in sorted(axes):
         if runs and runs[-1][-1] == axis - 1:
@@ -186,11 +185,11 @@ _Node = tuple[int, frozenset[int], bool]  # see _Search
 
 
 def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
-    """The strategy with the smallest predicted time. Pure: every rank finds the same.
+    """The strategy with the smallest predicted time, the same on every rank.
 
-    It is a shortest path from the operand's layout to the result's, over slabs, grids and these
-    two layouts, until every axis has been whole on all ranks once; each step costs its predicted
-    time. C2R is the path of R2C, reversed.
+    It is a shortest path from the operand's layout to the result's, through slabs and grids, on
+    which every axis is whole on all ranks once; a step costs its predicted time. The path of C2R is
+    that of R2C, reversed.
     """
     real = not keeps_shape(problem.kind)
     if problem.kind == "C2R":
@@ -204,9 +203,9 @@ def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
 
 
 class _Candidate(Immutable):
-    """A layout that the array may have between steps, before and after the real axis was halved.
+    """A layout that the array may have between steps, before and after the real axis is halved.
 
-    None where there is no such layout: it splits the real axis, which is then not halved there.
+    One of them is None where the layout splits the real axis.
     """
 
     before: Layout | None
@@ -260,7 +259,7 @@ class _Search:
         raise AssertionError("some candidate has each axis whole")
 
     def _seconds(self, step: Step | None, done: frozenset[int], first: bool) -> float:
-        """Predicted in single precision for a step, when the axes `done` have been transformed."""
+        """The predicted time of a step in single precision, after the axes in `done`."""
         if step is None:
             return 0.0
         # On GPUs real elements count in full: transforms before an exchange hide it.
@@ -269,7 +268,7 @@ class _Search:
         return self._model.seconds(step, 4 if real else 8, first=first, last=last)
 
     def _edges(self, node: _Node) -> Iterator[tuple[_Node, Step | None]]:
-        """The nodes after this one, and the steps that lead there; None where nothing moves."""
+        """The next nodes, and the steps to them, None where nothing moves."""
         number, done, exchanged = node
         here = self._layout(number, done)
         assert here is not None, "a path leads only to layouts that exist"
@@ -294,7 +293,7 @@ class _Search:
         return self._candidates[number].after if halved else self._candidates[number].before
 
     def _ready(self, layout: Layout, done: frozenset[int]) -> tuple[int, ...]:
-        """The axes that can be transformed there, the real one first."""
+        """The axes that can be transformed in this layout, the real one first."""
         whole = {axis for axis in self._axes if axis not in done and layout.is_whole(axis)}
         if self._real is not None and self._real not in done:
             if self._real not in whole:
@@ -303,7 +302,7 @@ class _Search:
         return tuple(sorted(whole, reverse=True))
 
     def _resized(self, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-        """`layout` of an array of `shape`, other along the real axis; None if it splits that."""
+        """`layout` for `shape`, which differs along the real axis; None if that is split."""
         if self._real is None:
             return layout
         if not layout.is_whole(self._real):
@@ -340,7 +339,7 @@ class _Search:
 def _columns(
     shape: tuple[int, ...], split: dict[int, int], size: int
 ) -> list[tuple[Spans, ...] | None]:
-    """The columns of a layout whose axes are split into so many even parts."""
+    """The columns of a layout whose axes are `split` into so many even parts."""
     columns: list[tuple[Spans, ...] | None] = [None] * len(shape)
     step = size
     for axis, parts in split.items():

@@ -1,7 +1,7 @@
 """Cosine and sine transforms of types I to IV, by the names and arguments of scipy.fft.
 
-Each goes the way of a Fourier transform: through layouts in which its axes are whole. As in scipy,
-and other than in `fft`, `norm` None is "backward".
+They use the strategies of Fourier transforms. As in scipy, and unlike in `fft`, `norm` None is
+"backward".
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ _ABOUT = """
 
     `x` is a DistributedArray, which is padded with zeros or cut where `n` or `s` give its axes
     other extents; or this rank's part of an array, real or complex, with any strides, which is left
-    as it was. `distribution` says which part, or is a pair that says it of operand and result; of a
-    DistributedArray it says how the result is split. `type` is 1 to 4, `norm` and `orthogonalize`
-    are scipy's: None is "backward", and True where the norm is "ortho". Half precision gives
-    float32, integers of a DistributedArray float64.
+    as it was. `distribution` says which part that is, or is a pair of distributions, of operand and
+    result; with a DistributedArray it is that of the result. `type` is 1 to 4; `norm` and
+    `orthogonalize` are scipy's, where None means "backward", and True if the norm is "ortho". Half
+    precision gives float32, integers of a DistributedArray float64.
 
     Returns a DistributedArray, or this rank's part: `out`, or a new array of the operand's library.
 

@@ -34,7 +34,7 @@ def redistribute(
     `operand` is this rank's local array: any number of axes, any element type and strides. A `Box`
     is this rank's own; any other distribution is the same on all ranks. The result is `out` if
     given; otherwise a new array of the operand's library, in its memory order, and on the symmetric
-    heap if the operand is there. Of a DistributedArray x, redistribute(x, Slab.Y) is one.
+    heap if the operand is there. For a DistributedArray x, redistribute(x, Slab.Y) returns one.
     `sync_symmetric_memory` is accepted for programs written for nvmath.distributed: agreement
     orders the ranks anyway.
 

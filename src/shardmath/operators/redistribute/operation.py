@@ -1,7 +1,4 @@
-"""Redistribution as an operation: what ranks compare, what moves, and the program of that.
-
-All of it is pure: nothing here touches an element, or knows where one lies.
-"""
+"""Redistribution as an operation: description, check, program and explanation. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +93,7 @@ class Redistribution:
         return ArrayFacts.of(operand), source, target, options.blocking, facts
 
     def encoded(self, words: tuple[Any, ...]) -> tuple[Any, Any]:
-        """What a rank says of the layouts of operand and result, as plain data."""
+        """The layouts of operand and result as a rank describes them, in plain data."""
         for name, given in zip(("input_distribution", "output_distribution"), words, strict=True):
             if not isinstance(given, Distribution):
                 raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
@@ -106,7 +103,7 @@ class Redistribution:
     def layouts(
         self, sources: Sequence[Any], targets: Sequence[Any], shapes: Sequence[Sequence[int]]
     ) -> tuple[Layout, Layout]:
-        """The layouts of operand and result that all ranks' `encoded` mean; `shapes` are the
+        """The layouts of operand and result, from what all ranks have `encoded`; `shapes` are the
         operand's parts. Raises ValueError where these do not fit together.
         """
         src = infer_layout("input_distribution", sources, shapes)
@@ -119,7 +116,7 @@ class Redistribution:
         shapes: Sequence[Sequence[int]],
         itemsize: int,
     ) -> Transfer:
-        """What moves, of elements of `itemsize` bytes. Arguments and errors as `layouts`."""
+        """The transfer of elements of `itemsize` bytes. Other arguments and errors as `layouts`."""
         return TransferPlan(*self.layouts(sources, targets, shapes), itemsize)
 
     def check(self, specs: Sequence[Any]) -> Problem:
@@ -141,7 +138,7 @@ class Redistribution:
         return {"operand": transfer.src} if isinstance(transfer, TransferPlan) else {}
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """One move, which peers take part in only where something changes its rank."""
+        """One move. Ranks synchronise only if an element changes its rank."""
         transfer = problem.transfer
         steps: tuple[Step, ...] = (Move(transfer, "operand", "out"),)
         if transfer.crosses:
