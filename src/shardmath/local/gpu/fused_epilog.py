@@ -16,9 +16,10 @@ from shardmath.local.gpu.matrix import Matrix
 
 _FLOATS = names(lambda row: row.kind == "f" and row.itemsize > 1)
 # The types of D for which its epilogs equal ours, and are faster than our kernel. Its masks have a
-# bit where the input of ReLU is 0, ours have none; its ReLU makes NaN 0 in some algorithms. Its GELU
-# is off by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16.
-# Where a mask is read our kernel is faster. Sums of rows are added across ranks before rounding.
+# bit where the input of ReLU is 0, ours have none. Its ReLU makes NaN 0 in some algorithms. Its
+# GELU is off by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in
+# float16. Where a mask is read our kernel is faster. Sums of rows are added across ranks before
+# rounding.
 _ALIKE = {
     MatmulEpilog.BIAS: _FLOATS,
     MatmulEpilog.GELU: HALVES,
