@@ -38,11 +38,12 @@ from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix, lapack
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.gemm import multiply
+from shardmath.local.lapack import LETTERS
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.performing import Arguments, Plan, Turn
-from shardmath.program.rank_program import Copy, RankProgram, View, packed
+from shardmath.program.rank_program import Copy, RankProgram, View, lane_memories, packed
 from shardmath.program.steps import (
     Arrive,
     Await,
@@ -102,12 +103,7 @@ def lowered(
         else:
             steps.append(step)
     shared = {arrays[name].memory for name in program.published}
-    memories: dict[str, Memory] = {}
-    for view in arrays.values():
-        name = view.memory
-        if name not in users:
-            nbytes = max(_bytes(view), memories.get(name, Memory(0)).nbytes)
-            memories[name] = Memory(nbytes, name in shared)
+    memories = lane_memories(arrays.values(), users, shared)
     return RankProgram(
         tuple(_on_streams(steps)), arrays, memories, tuple(sorted(shared)), "F", pulls=True
     )
@@ -132,14 +128,6 @@ def _workspace(program: Program, rank: int) -> dict[str, View]:
             turns[memory] += 1
         found[name] = view
     return found
-
-
-def _bytes(view: View) -> int:
-    """The bytes that an array needs of a memory of the lane."""
-    if not view.size:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
-    return view.offset + last + view.itemsize
 
 
 def _part(view: View, cut: Cut) -> View:
@@ -265,9 +253,6 @@ class FactorisationsOnGPUs(GPUPerformer):
 
         return self._programs.made((lane.number, plan, decision, *users.values()), make)
 
-    def release(self) -> None:
-        """See Performer. Workspace belongs to the lane, which all operations share."""
-
 
 def _are_reached(operands: Mapping[str, Operand]) -> bool:
     """Whether peers reach what they may read."""
@@ -293,7 +278,7 @@ class FactorisationProgram(GPUProgram):
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
         super().prepare(own, stream, span)
-        for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
+        for dtype in {view.dtype for view in self.program.arrays.values()} & LETTERS.keys():
             lapack.load(self.device, dtype)
 
     # -- where things lie --------------------------------------------------------------------------

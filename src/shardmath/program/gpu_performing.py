@@ -254,9 +254,8 @@ class GPUPerformer(ABC):
         """What the program is performed on. Local. Raises HeapExhausted."""
         return Given({"operand": execution.operand, "out": execution.result.array})
 
-    @abstractmethod
-    def release(self) -> None:
-        """See Performer."""
+    def release(self) -> None:  # noqa: B027
+        """See Performer. By default all workspace is the lanes', which other operations share."""
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
         """Prepare an execution. Local. None where it would have to `allocate`, and may not.

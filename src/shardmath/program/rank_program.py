@@ -9,7 +9,7 @@ where they lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -73,8 +73,11 @@ class View(Immutable, words="{memory} {dtype} {shape}"):
 
     @property
     def end(self) -> int:
-        """The bytes of a memory of the lane that this array, which has no gaps, needs."""
-        return self.offset + self.size * self.itemsize
+        """The bytes that this array, whose strides are not negative, needs of its memory."""
+        if not self.size:
+            return self.offset
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return self.offset + last + self.itemsize
 
 
 def packed(
@@ -84,6 +87,19 @@ def packed(
     fastest_first = axes if isinstance(axes, str) else axes[::-1]
     strides = packed_strides(shape, dtypes.of(dtype).itemsize, fastest_first)
     return View(memory, tuple(shape), strides, dtype)
+
+
+def lane_memories(
+    views: Iterable[View], users: Collection[str], shared: Collection[str]
+) -> dict[str, Memory]:
+    """The memories of the lane that hold these views; those of `users` are not the lane's."""
+    memories: dict[str, Memory] = {}
+    for view in views:
+        name = view.memory
+        if name not in users:
+            nbytes = max(view.end, memories.get(name, Memory(0)).nbytes)
+            memories[name] = Memory(nbytes, name in shared)
+    return memories
 
 
 class Copy(Immutable, words="copy {source} to {target.memory}"):

@@ -44,7 +44,7 @@ from shardmath.operators.fft.stages import (
 )
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.program.hosts import delivered
-from shardmath.program.rank_program import USERS, Copy, RankProgram, View, packed
+from shardmath.program.rank_program import USERS, Copy, RankProgram, View, lane_memories, packed
 from shardmath.program.steps import READ, TAKEN, Await, Memory, On, Record
 from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution import TransferPlan
@@ -293,15 +293,12 @@ class _Lowering:
     def program(self) -> RankProgram:
         """The program of these steps."""
         shared = tuple(dict.fromkeys(self.shared))
-        memories = {name: Memory(nbytes, shared=True) for name, nbytes in self.buffers.items()}
+        buffers = {name: Memory(nbytes, shared=True) for name, nbytes in self.buffers.items()}
         views = [*self.arrays.values()]
         for step in self.steps:
             if isinstance(step, LocalStep):
                 views += [step.target] if isinstance(step, Scale) else [step.source, step.target]
-        for view in views:
-            if view.memory not in USERS:
-                nbytes, _ = memories.get(view.memory, Memory(0))
-                memories[view.memory] = Memory(max(nbytes, view.end), view.memory in shared)
+        memories = {**buffers, **lane_memories(views, USERS, shared)}
         return RankProgram(tuple(self.steps), self.arrays, memories, shared, self.problem.order)
 
     def _target(self, stage: Stage) -> str:

@@ -98,10 +98,11 @@ class _Matmul:
 MATMUL = _Matmul()
 
 
+@lru_cache(maxsize=64)
 def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
     """The strategy of a product, and all candidates with their costs, fastest first."""
     if machine.kind == "cpu":
-        return _chosen_on_cores(problem)
+        return choose(problem.widened(), CORES)
     from shardmath.operators.matmul import gpu
 
     return gpu.choose_strategy(problem, machine)
@@ -114,8 +115,3 @@ def _strategy(problem: Problem, machine: Machine) -> Strategy:
             if candidate.label == problem.strategy:
                 return candidate
     return chosen(problem, machine)[0]
-
-
-@lru_cache(maxsize=64)
-def _chosen_on_cores(problem: Problem) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
-    return choose(problem.widened(), CORES)

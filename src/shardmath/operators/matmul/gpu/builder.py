@@ -5,7 +5,8 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from shardmath.arrays import dtypes
@@ -71,6 +72,15 @@ class ProgramBuilder:
     def emit(self, *steps: Any, stream: str = "") -> None:
         """Add steps, on a stream of the lane's or, by default, the user's."""
         self.steps += [On(stream, step) for step in steps] if stream else steps
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Any]]:
+        """A list for the steps that are added within, in place of the program's."""
+        before, self.steps = self.steps, []
+        try:
+            yield self.steps
+        finally:
+            self.steps = before
 
     def matrix(self, name: Name) -> Matrix:
         """The matrix of an array in memory of this rank."""

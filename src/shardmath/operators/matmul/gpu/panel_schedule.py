@@ -121,7 +121,9 @@ class OperandSteps(Immutable, eq=False):
         if self.in_order:
             lo, hi = int(chosen[0]) * step, (int(chosen[-1]) + 1) * step
             cut = [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
-            whole = [move.with_run(self.axis, _shifted(move.runs[self.axis], lo)) for move in cut]
+            runs = [move.runs[self.axis] for move in cut]
+            runs = [replace(run, dst_start=run.dst_start + lo) for run in runs]
+            whole = [move.with_run(self.axis, run) for move, run in zip(cut, runs, strict=True)]
         else:
             lines = {(move.src, move.runs[1 - self.axis]): move for move in self.moves}
             whole = [
@@ -259,11 +261,6 @@ def _ring_distance(steps: OperandSteps) -> Integers:
     """The distance of each step's source from this rank: no two begin with the same peer."""
     size = max(int(steps.sources.max()), steps.rank, 0) + 1
     return (steps.sources - steps.rank) % size
-
-
-def _shifted(run: Run, distance: int) -> Run:
-    """`run` with a destination that is `distance` further along."""
-    return replace(run, dst_start=run.dst_start + distance)
 
 
 TILE_ROWS = 128

@@ -102,9 +102,6 @@ class Products(GPUPerformer):
         if order and not is_fused:
             collectives_of(self._context, lane)
 
-    def release(self) -> None:
-        """See Performer. Workspace belongs to the lanes, which all operations share."""
-
     def _given(self, execution: Execution) -> Given:
         """The arrays and numbers of an execution, by the names of programs. They keep no memory,
         but for copies made for this execution alone.

@@ -147,30 +147,25 @@ class ProductLowering(ProgramBuilder):
         target, epilog = self.sums, self.problem.epilog
         writes_d = not target and self._can_write_d()
         in_panels = self._may_come_in_panels()
-        before = self.steps
         if not (target or (writes_d and not epilog.changes_d)):
             x = Matrix.packed(0, (self.out.rows, self.out.columns), self.wide, self.order)
             self.take("product", x.size * x.itemsize)
             target = self.lay("product", "product", x)
             writes_d = writes_d and self._does_epilog()
-        fused: tuple[Any, ...] = ()
-        if writes_d and epilog.changes_d:  # an epilog in the product, if there is an algorithm
-            self.steps = []
-            first, rest = split(epilog, self.out.dtype)
-            self._multiply_into("d", first, ends=True)
-            if rest is not MatmulEpilog.DEFAULT:
-                self.emit(AddUp(("d",), "d", epilog=rest, aux=self._aux(rest)))
-            fused = tuple(self.steps)
-        self.steps = []
-        self._multiply_into(target or "d", ends=not target)
-        if target and (fused or in_panels):
-            self._finish_sums((target,))
-        if fused:
-            self.steps = [Fused(EpilogProduct(fused), tuple(self.steps))]
-        elif in_panels:
-            self.steps = [Fused(PanelProduct(), tuple(self.steps))]
-        self.steps = before + self.steps
-        return None if fused or in_panels or not target else (target,)
+        plan: EpilogProduct | PanelProduct | None = PanelProduct() if in_panels else None
+        if writes_d and epilog.changes_d:  # in the product, where there is an algorithm
+            with self.apart() as steps:
+                first, rest = split(epilog, self.out.dtype)
+                self._multiply_into("d", first, ends=True)
+                if rest is not MatmulEpilog.DEFAULT:
+                    self.emit(AddUp(("d",), "d", epilog=rest, aux=self._aux(rest)))
+            plan = EpilogProduct(tuple(steps))
+        with self.apart() as steps:
+            self._multiply_into(target or "d", ends=not target)
+            if plan is not None and target:
+                self._finish_sums((target,))
+        self.emit(*(steps if plan is None else [Fused(plan, tuple(steps))]))
+        return None if plan is not None or not target else (target,)
 
     def _may_come_in_panels(self) -> bool:
         """Whether the kernel that multiplies panels as they come can do this product: it writes D,
@@ -409,20 +404,22 @@ class ProductLowering(ProgramBuilder):
             total = "d"
         elif total == "total":
             self.new("total", shape, dtype, self.addition_order)
-        before, self.steps = self.steps, [READ]
-        if counts:
-            parts = self._collected(self.rank_plan.added("sums"), "sums", shape, "pieces")
-        else:
-            parts = tuple(f"sums of {rank}" for rank in range(self.problem.size))
-            box = (0, out.rows), (0, out.columns)
-            self.peers |= {name: Peer("sums", r, dtype, box) for r, name in enumerate(parts)}
-        if total == "sums":  # which peers read until all have
-            x = self.matrix("sums")
-            self.take("added", x.size * x.itemsize)
-            self.emit(AddUp(parts, self.lay("added", "added", x)), TAKEN, Convert("added", "sums"))
-        else:
-            self.emit(AddUp(parts, total), TAKEN)
-        self.steps = [*before, Fused(Collective("sums", total, counts), tuple(self.steps))]
+        with self.apart() as steps:
+            self.emit(READ)
+            if counts:
+                parts = self._collected(self.rank_plan.added("sums"), "sums", shape, "pieces")
+            else:
+                parts = tuple(f"sums of {rank}" for rank in range(self.problem.size))
+                box = (0, out.rows), (0, out.columns)
+                self.peers |= {name: Peer("sums", r, dtype, box) for r, name in enumerate(parts)}
+            if total == "sums":  # peers read these until all are done
+                x = self.matrix("sums")
+                self.take("added", x.size * x.itemsize)
+                added = self.lay("added", "added", x)
+                self.emit(AddUp(parts, added), TAKEN, Convert(added, "sums"))
+            else:
+                self.emit(AddUp(parts, total), TAKEN)
+        self.emit(Fused(Collective("sums", total, counts), tuple(steps)))
         return None if is_last else (total,)
 
     def _collected(
