@@ -218,7 +218,7 @@ class ProgramBuilder:
     @property
     def words(self) -> int:
         """How many greatest values this rank has of its part of D: one for each of its products."""
-        return self.problem.size if self.rank_plan.rounds is not None else 1
+        return 1
 
     # -- order -------------------------------------------------------------------------------------
 

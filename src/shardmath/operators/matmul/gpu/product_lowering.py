@@ -111,7 +111,7 @@ class ProductLowering(ProgramBuilder):
         """
         name, factor = "ab"[index], self.factors[index]
         read = self.strategy.transfers[index].read_by_peers(self.rank)
-        if read is None or self.rank_plan.rounds is not None:
+        if read is None:
             return
         if self.rank_plan.multi_host or self.placement.on_heap[index] or factor != name:
             self.share(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from shardmath.arrays.dtypes import FLOAT8
 from shardmath.geometry import Move, shared_part
@@ -15,7 +16,7 @@ from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.product_lowering import ProductLowering
 from shardmath.operators.matmul.gpu.rank_plan import Placement, RankPlan
-from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
+from shardmath.operators.matmul.gpu.rounds import Stage
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
     blocks_in_layout,
@@ -29,7 +30,7 @@ from shardmath.program.steps import READ, TAKEN, Await, Convert, Record
 from shardmath.program.steps import Move as MoveStep
 from shardmath.redistribution.plan import SomeMoves
 
-_SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
+_SPARE_PROCESSORS = 4  # multiprocessors for the barriers of the rounds, which run beside products
 _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
 
 
@@ -40,12 +41,6 @@ class ScaledLowering(ProductLowering):
     Operands that lie so are used in place; others are gathered or copied into memory that is padded
     along k with zeros. A result that does not suit is computed in padded memory, too, whose last
     lines nobody reads. Scales travel as the elements do, and are laid out for each interval of k.
-
-    Lines of an operand that all ranks need are sent to all, beside the products of those lines that
-    have come: see `rounds`. Peers write them, and their scales, into memory that every rank has for
-    them. A barrier before the first round says that nobody reads what was there, and one behind a
-    round that its lines have come. Copies follow each other on one stream, barriers on another, so
-    that neither waits for a product, and no copy for a barrier.
     """
 
     @property
@@ -110,15 +105,17 @@ class ScaledLowering(ProductLowering):
     # -- begin -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Publish this rank's scales, and send the lines that all ranks need."""
-        self._publish_scales()
-        rounds = self.rank_plan.rounds
-        if rounds is None:
-            return
-        self._prepare_lines(rounds)
-        self._send_lines(rounds)
-        if not self.rank_plan.multiplies:
-            self._await_round(rounds.count)
+        """Put this rank's scales where peers read them after the first barrier."""
+        for index, moves in enumerate(self.rank_plan.scale_moves):
+            if moves is None or self._stays(index):
+                continue
+            name = f"scales {'ab'[index]}"
+            rows, columns = moves.transfer.src.local_shape(self.rank)
+            self.new(name, (rows, columns), "float32", "F", shared=True)
+            blocks = Blocks(1 if moves.given == moves.blocks else moves.given.rows, 1)
+            given = self._given_scales(index, moves)
+            self.emit(LayOut(given, "", blocks, (name,), rows))
+            self.publish(name)
 
     def _multiply(self) -> tuple[Name, ...] | None:
         target, ends = self._target, self._ends
@@ -128,10 +125,7 @@ class ScaledLowering(ProductLowering):
         quantized = None
         if ends and self.quantizes:
             quantized = self._scale_of_result(), "amax" if self._scaling.amax else ""
-        if self.rank_plan.rounds is None:
-            self._multiply_into(target, ends=ends, quantized=quantized)
-        else:
-            self._multiply_lines(self.rank_plan.rounds, target, quantized)
+        self._multiply_into(target, ends=ends, quantized=quantized)
         if self._is_direct:
             return None if ends else (target,)
         wanted = self.matrix(self._target)
@@ -163,44 +157,6 @@ class ScaledLowering(ProductLowering):
     def _end(self, index: int, interval: Interval, held: Matrix) -> int:
         hi = interval.hi
         return min(up(hi, GRAIN) if hi == self.k else hi, self._columns(index, held).rows)
-
-    def _multiply_lines(
-        self, rounds: Rounds, target: Name, quantized: tuple[Name, Name] | None
-    ) -> None:
-        """Multiply the lines that have come, while the next rounds bring others."""
-        index, addend = rounds.index, self.addend if self._ends else ""
-        other, scale = self._dense(1 - index, target), self._lay_out(1 - index)[0]
-        assert other, "one operand is exchanged, the other is here"
-        stages = rounds.stages(self.rank)
-        if not rounds.cuts:
-            stages = [Stage(0, 0, self._lines(index))]  # with padding
-        for number, stage in enumerate(stages):
-            self._await_round(stage.round)
-            is_own = bool(rounds.cuts) and not stage.round
-            lines = self._sent if is_own else self._received_lines(index, stage)
-            is_known = is_own or self.rank_plan.modes[index] == "tensor"
-            laid = self._lay_out(index)[0] if is_known else self._received_scale(index, stage)
-            words = quantized
-            if quantized is not None and quantized[1]:
-                word = self.part(f"amax {number}", "amax", (0, 1), (number, number + 1))
-                words = quantized[0], word
-            self._gemm(
-                (lines, other) if index == 0 else (other, lines),
-                self._of_lines(target, index, stage),
-                self._of_lines(addend, index, stage) if addend else "",
-                ends=self._ends,
-                scales=(laid, scale) if index == 0 else (scale, laid),
-                quantized=words,
-                spare=_SPARE_PROCESSORS if stage.round < rounds.count else 0,
-            )
-        self._await_round(rounds.count)
-
-    def _of_lines(self, name: Name, index: int, stage: Stage) -> Name:
-        """The part of a product's matrix that a stage's lines of an operand give."""
-        x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
-        if index == 0:
-            return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
-        return self.part(part, name, (0, x.rows), (stage.lo, stage.hi))
 
     # -- operands ----------------------------------------------------------------------------------
 
@@ -250,26 +206,17 @@ class ScaledLowering(ProductLowering):
         part = x.part((0, k), (0, width))
         return self.lay(f"filled {name}", memory, self._columns(index, part))
 
-    # -- scales ------------------------------------------------------------------------------------
+    @property
+    def _deep(self) -> int:
+        """The elements of a line in memory, with padding."""
+        return up(self.k, GRAIN)
 
-    def _publish_scales(self) -> None:
-        """Put this rank's scales where peers read them after the first barrier."""
-        for index, moves in enumerate(self.rank_plan.scale_moves):
-            if moves is None or self._stays(index):
-                continue
-            name = f"scales {'ab'[index]}"
-            rows, columns = moves.transfer.src.local_shape(self.rank)
-            self.new(name, (rows, columns), "float32", "F", shared=True)
-            blocks = Blocks(1 if moves.given == moves.blocks else moves.given.rows, 1)
-            given = self._given_scales(index, moves)
-            self.emit(LayOut(given, "", blocks, (name,), rows))
-            self.publish(name)
+    # -- scales ------------------------------------------------------------------------------------
 
     def _stays(self, index: int) -> bool:
         """Whether no rank reads published scales of an operand."""
         moves = self.rank_plan.scale_moves[index]
-        rounds = self.rank_plan.rounds
-        return moves is None or moves.stay or (rounds is not None and rounds.index == index)
+        return moves is None or moves.stay
 
     def _given_scales(self, index: int, moves: ScaleMoves) -> Name:
         """This rank's scales of an operand, lines first."""
@@ -299,14 +246,13 @@ class ScaledLowering(ProductLowering):
             self.gather(name, self.rank_plan.moves(name), come)
         return come, moves.blocks
 
+    def _laid_lines(self, index: int) -> tuple[int, int]:
+        """The lines for which scales are laid out, and how many of these are not padding."""
+        return self._lines(index), self.rank_plan.operand_plans[index].width
+
     def _lay_out(self, index: int) -> list[ScaleOf]:
-        """The scales of each interval, laid out for its product. Where lines are sent, those of
-        this rank's own lines.
-        """
-        lines, known = self._lines(index), self.rank_plan.operand_plans[index].width
-        rounds = self.rank_plan.rounds
-        if rounds is not None and rounds.index == index:
-            lines = known = rounds.lines[self.rank]
+        """The scales of each interval, laid out for its product."""
+        lines, known = self._laid_lines(index)
         mode, name = self.rank_plan.modes[index], f"laid scales {'ab'[index]}"
         if mode == "tensor":
             given = SCALES[index] if SCALES[index] in self.arrays else ""
@@ -340,15 +286,95 @@ class ScaledLowering(ProductLowering):
         self.take(name, used)
         return scales
 
-    # -- lines that all ranks need -----------------------------------------------------------------
 
-    def _prepare_lines(self, rounds: Rounds) -> None:
+class SentLinesLowering(ScaledLowering):
+    """Lowers a product of float8 operands, one of which all ranks need whole: see `rounds`.
+
+    Every rank sends its lines of that operand, and their scales, to all others, which have memory
+    for them, beside the products of those lines that have come. A barrier before the first round
+    says that nobody reads what was there, and one behind a round that its lines have come. Copies
+    follow each other on one stream, barriers on another, so that neither waits for a product, and
+    no copy for a barrier.
+    """
+
+    def __init__(self, rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> None:
+        super().__init__(rank_plan, placement, addition_order)
+        assert rank_plan.rounds is not None
+        self.rounds, self.index = rank_plan.rounds, rank_plan.rounds.index
+        self.mode = rank_plan.modes[self.index]
+
+    @property
+    def words(self) -> int:
+        return self.problem.size  # one for each stage
+
+    def _publish_factor(self, index: int) -> None:
+        """See ProductLowering. Lines are sent, and peers read none."""
+
+    def _stays(self, index: int) -> bool:
+        return index == self.index or super()._stays(index)
+
+    def _laid_lines(self, index: int) -> tuple[int, int]:
+        own = self.rounds.lines[self.rank]
+        return (own, own) if index == self.index else super()._laid_lines(index)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._prepare_lines()
+        self._send_lines()
+        if not self.rank_plan.multiplies:
+            self._await_round(self.rounds.count)
+
+    def _multiply_into(
+        self,
+        target: Name,
+        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
+        *,
+        ends: bool,
+        quantized: tuple[Name, Name] | None = None,
+        **how: Any,
+    ) -> None:
+        """Multiply the lines that have come, while the next rounds bring others."""
+        rounds, index, addend = self.rounds, self.index, self.addend if ends else ""
+        other, scale = self._dense(1 - index, target), self._lay_out(1 - index)[0]
+        assert other, "one operand is exchanged, the other is here"
+        stages = rounds.stages(self.rank)
+        if not rounds.cuts:
+            stages = [Stage(0, 0, self._lines(index))]  # with padding
+        for number, stage in enumerate(stages):
+            self._await_round(stage.round)
+            is_own = bool(rounds.cuts) and not stage.round
+            lines = self._sent if is_own else self._received_lines(stage)
+            is_known = is_own or self.mode == "tensor"
+            laid = self._lay_out(index)[0] if is_known else self._received_scale(stage)
+            words = quantized
+            if quantized is not None and quantized[1]:
+                word = self.part(f"amax {number}", "amax", (0, 1), (number, number + 1))
+                words = quantized[0], word
+            self._gemm(
+                (lines, other) if index == 0 else (other, lines),
+                self._of_lines(target, stage),
+                self._of_lines(addend, stage) if addend else "",
+                ends=ends,
+                scales=(laid, scale) if index == 0 else (scale, laid),
+                quantized=words,
+                spare=_SPARE_PROCESSORS if stage.round < rounds.count else 0,
+            )
+        self._await_round(rounds.count)
+
+    def _of_lines(self, name: Name, stage: Stage) -> Name:
+        """The part of a product's matrix that a stage's lines of an operand give."""
+        x, part = self.matrix(name), f"{name}, lines from {stage.lo}"
+        if self.index == 0:
+            return self.part(part, name, (stage.lo, stage.hi), (0, x.columns))
+        return self.part(part, name, (0, x.rows), (stage.lo, stage.hi))
+
+    def _prepare_lines(self) -> None:
         """Take memory for all lines and their scales, where peers write; and lay out this rank's
         own lines without gaps, as they are sent and multiplied.
         """
-        index = rounds.index
-        lines = self._lines(index) if self.rank_plan.multiplies else rounds.starts[-1]
-        dtype, mode = self._scaling.given[index], self.rank_plan.modes[index]
+        index, mode = self.index, self.mode
+        lines = self._lines(index) if self.rank_plan.multiplies else self.rounds.starts[-1]
+        dtype = self._scaling.given[index]
         self.new(_LINES, (self._deep, lines), dtype, "F", shared=True)
         if mode != "tensor":
             layout = scale_layout(mode, lines, self.k)
@@ -365,75 +391,68 @@ class ScaledLowering(ProductLowering):
         moves = shared_part(layout_of, layout_of, src=self.rank, dst=self.rank)
         self._copy_own(index, moves, into)
 
-    @property
-    def _deep(self) -> int:
-        """The elements of a line in memory, with padding."""
-        return up(self.k, GRAIN)
-
-    def _send_lines(self, rounds: Rounds) -> None:
+    def _send_lines(self) -> None:
         """Send this rank's lines and their scales to all ranks."""
-        ranks = range(len(rounds.lines))
-        places = [self._place(rounds, rank) for rank in ranks]
+        rounds, ranks = self.rounds, range(self.problem.size)
+        places = [self._place(rank) for rank in ranks]
         if not rounds.cuts:
             self.emit(TAKEN)
-            self._send_scales(rounds, ranks)
+            self._send_scales(ranks)
             self.emit(Push(self._sent, tuple(places)), READ)
             return
         self.follow("side", "", "begun")
         self.emit(TAKEN, stream="side")
         self.follow("copies", "side", "free")
-        self._send_scales(rounds, [rank for rank in ranks if rank != self.rank], stream="side")
+        self._send_scales([rank for rank in ranks if rank != self.rank], stream="side")
         for number in range(1, rounds.count + 1):
             to = places[rounds.target(self.rank, number)]
             if self.matrix(self._sent).size:
-                self.emit(Convert(self._columns_of_sent(rounds.index), to), stream="copies")
+                self.emit(Convert(self._columns_of_sent(), to), stream="copies")
             if number in rounds.cuts:
                 self.follow("side", "copies", f"sent {number}")
                 self.emit(READ, Record(f"come {number}"), stream="side")
 
-    def _columns_of_sent(self, index: int) -> Name:
+    def _columns_of_sent(self) -> Name:
         """The lines that are sent, as columns."""
         view = self.arrays[self._sent]
-        return self.lay("sent lines", view.memory, self._columns(index, view.matrix))
+        return self.lay("sent lines", view.memory, self._columns(self.index, view.matrix))
 
     def _await_round(self, number: int) -> None:
         """Let products wait for the lines of a round; 0 stands for this rank's own lines."""
         if number:
             self.emit(Await(f"come {number}"))
 
-    def _place(self, rounds: Rounds, rank: int) -> Name:
+    def _place(self, rank: int) -> Name:
         """The place of this rank's lines in the memory of another."""
-        lines = rounds.starts[self.rank], rounds.starts[self.rank + 1]
+        lines = self.rounds.starts[self.rank], self.rounds.starts[self.rank + 1]
         name, box = f"lines at {rank}", ((0, self._deep), lines)
-        dtype = self._scaling.given[rounds.index]
+        dtype = self._scaling.given[self.index]
         self.peers[name] = Peer(_LINES, rank, dtype, box)
         return name
 
-    def _received_lines(self, index: int, stage: Stage) -> Name:
+    def _received_lines(self, stage: Stage) -> Name:
         """The lines of a stage."""
         x, name = self.matrix(_LINES), f"lines from {stage.lo}"
         part = x.part((0, x.rows), (stage.lo, stage.hi))
-        return self.lay(name, _LINES, self._columns(index, part))
+        return self.lay(name, _LINES, self._columns(self.index, part))
 
-    def _received_scale(self, index: int, stage: Stage) -> ScaleOf:
+    def _received_scale(self, stage: Stage) -> ScaleOf:
         """The scales of a stage's lines."""
-        mode, name = self.rank_plan.modes[index], f"line scales from {stage.lo}"
-        layout = scale_layout(mode, stage.hi - stage.lo, self.k)
-        x = layout._replace(address=4 * self._offset(index, stage.lo))
-        return ScaleOf(mode, self.lay(name, _LINE_SCALES, x))
+        layout = scale_layout(self.mode, stage.hi - stage.lo, self.k)
+        x = layout._replace(address=4 * self._offset(stage.lo))
+        return ScaleOf(self.mode, self.lay(f"line scales from {stage.lo}", _LINE_SCALES, x))
 
-    def _offset(self, index: int, line: int) -> int:
+    def _offset(self, line: int) -> int:
         """The element at which the scales of a stage begin whose first line this is."""
-        mode = self.rank_plan.modes[index]
-        if mode == "outer":
+        if self.mode == "outer":
             return line
-        layout = scale_layout(mode, BLOCK, self.k)
-        return line * layout.columns if mode == "vectors" else line // BLOCK * layout.row_stride
+        layout = scale_layout(self.mode, BLOCK, self.k)
+        is_vectors = self.mode == "vectors"
+        return line * layout.columns if is_vectors else line // BLOCK * layout.row_stride
 
-    def _send_scales(self, rounds: Rounds, ranks: Sequence[int], *, stream: str = "") -> None:
+    def _send_scales(self, ranks: Sequence[int], *, stream: str = "") -> None:
         """Send this rank's own scales of the lines to these ranks, laid out for their products."""
-        index = rounds.index
-        mode, lines = self.rank_plan.modes[index], rounds.lines[self.rank]
+        index, mode, lines = self.index, self.mode, self.rounds.lines[self.rank]
         if mode == "tensor" or not lines or not ranks:
             return
         layout = scale_layout(mode, lines, self.k)
@@ -442,22 +461,22 @@ class ScaledLowering(ProductLowering):
         (source, blocks), targets = self._source(index), []
         for rank in ranks:
             place = f"line scales at {rank}"
-            self.peers[place] = self._scales_place(rounds, rank, rows, columns)
+            self.peers[place] = self._scales_place(rank, rows, columns)
             targets.append(place)
         blocks = blocks_in_layout(mode, blocks)
         self.emit(LayOut(source, SCALES[index], blocks, tuple(targets), rows), stream=stream)
 
-    def _scales_place(self, rounds: Rounds, rank: int, rows: int, columns: int) -> Peer:
+    def _scales_place(self, rank: int, rows: int, columns: int) -> Peer:
         """The place of the scales of this rank's lines at another, within those of their stage."""
-        index, first = rounds.index, rounds.starts[self.rank]
-        if self.rank_plan.modes[index] == "squares":
+        rounds, first = self.rounds, self.rounds.starts[self.rank]
+        if self.mode == "squares":
             layout = scale_layout("squares", BLOCK, self.k)
-            parcel = 4 * self._offset(index, first), (4 * layout.row_stride, 4)
+            parcel = 4 * self._offset(first), (4 * layout.row_stride, 4)
             return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
         if not rounds.cuts:
             return Peer(_LINE_SCALES, rank, "float32", ((first, first + rows), (0, columns)))
         stage = next(x for x in rounds.stages(rank) if x.lo <= first < x.hi)
-        start = self._offset(index, stage.lo) + first - stage.lo
+        start = self._offset(stage.lo) + first - stage.lo
         parcel = 4 * start, (4, 4 * (stage.hi - stage.lo))  # stages lie one behind the other
         return Peer(_LINE_SCALES, rank, "float32", ((0, rows), (0, columns)), parcel)
 
@@ -466,5 +485,7 @@ def lowered(rank_plan: RankPlan, placement: Placement, addition_order: str = "")
     """The program of a rank. `addition_order` is the memory order of products that one collective
     adds up, the same on all ranks, or "" where peers read them.
     """
-    kind = ScaledLowering if rank_plan.multiplies_elements else ProductLowering
+    kind = ProductLowering
+    if rank_plan.multiplies_elements:
+        kind = ScaledLowering if rank_plan.rounds is None else SentLinesLowering
     return kind(rank_plan, placement, addition_order).program()
