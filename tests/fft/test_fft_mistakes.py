@@ -98,7 +98,7 @@ MISTAKES = {
     "complex halves in numpy": (
         lambda r: {"options": {"halves": True}},
         ValueError,
-        "complex32, which numpy has not",
+        "complex32, which numpy does not have",
     ),
     "option redistribute": (lambda r: {"options": {"redistribute": 2}}, ValueError, "redistribute"),
     "option parity": (

@@ -86,7 +86,7 @@ class DirectSolution(Factorisation):
         """As Factorisation, and which operands are overwritten."""
         given, flags = words
         if not isinstance(given, Sequence) or len(given) != 2:
-            raise ValueError(f"distributions are those of a and b: two, not {given!r}")
+            raise ValueError(f"distributions holds two, of a and of b, not {given!r}")
         described = super().describe(arrays, (tuple(given), flags), options)
         return described, (options.inplace_a, options.inplace_b)
 

@@ -27,35 +27,35 @@ def require_type(operation: str, name: str, dtype: str) -> None:
     """Raise TypeError for elements of a type that LAPACK does not have."""
     if dtype not in lapack.DTYPES:
         raise TypeError(
-            f"{operation} is of {', '.join(lapack.DTYPES)}, and {name} has {dtype}: convert it"
+            f"{operation} takes {', '.join(lapack.DTYPES)}, and {name} has {dtype}: convert it"
         )
 
 
 def require_matrix(name: str, shape: Shape) -> None:
     """Raise LinAlgError unless the shape is that of a matrix."""
     if len(shape) != 2:
-        raise LinAlgError(f"{name} is a matrix, not an array of shape {tuple(shape)}")
+        raise LinAlgError(f"{name} must be a matrix, not an array of shape {tuple(shape)}")
 
 
 def require_matrices(name: str, shape: Shape) -> None:
     """Raise LinAlgError unless the shape is that of a matrix or a stack of matrices."""
     if len(shape) < 2:
         raise LinAlgError(
-            f"{name} is a matrix or a stack of matrices, not an array of shape {tuple(shape)}"
+            f"{name} must be a matrix or a stack of matrices, not an array of shape {tuple(shape)}"
         )
 
 
 def require_right_sides(name: str, shape: Shape) -> None:
     """Raise LinAlgError unless the shape is that of a vector or a matrix."""
     if len(shape) not in (1, 2):
-        raise LinAlgError(f"{name} is a vector or a matrix, not an array of shape {tuple(shape)}")
+        raise LinAlgError(f"{name} must be a vector or a matrix, not of shape {tuple(shape)}")
 
 
 def require_square(name: str, shape: Shape) -> None:
     """Raise LinAlgError unless matrices, of the last two axes, are square."""
     rows, columns = shape[-2:]
     if rows != columns:
-        raise LinAlgError(f"{name} is {rows} x {columns}, and not square")
+        raise LinAlgError(f"{name} is {rows} x {columns}; it must be square")
 
 
 def require_equations(a: Shape, b: Shape) -> None:
@@ -63,7 +63,7 @@ def require_equations(a: Shape, b: Shape) -> None:
     require_matrix("a", a)
     require_right_sides("b", b)
     if a[0] != b[0]:
-        raise LinAlgError(f"a is {a[0]} x {a[1]}, and b has {b[0]} rows")
+        raise LinAlgError(f"a is {a[0]} x {a[1]}, and b has {b[0]} rows: they must be as many")
 
 
 def not_finite(name: str) -> ValueError:

@@ -80,7 +80,7 @@ class Factorisation:
             facts.append(_facts(self.names.operation, name, spec))
             if self.rounded and spec.dtype not in _ROUNDED:
                 raise TypeError(
-                    f"products of bfloat16 are of a matrix of {' or '.join(_ROUNDED)}, "
+                    f"products of bfloat16 take a matrix of {' or '.join(_ROUNDED)}, "
                     f"and {name} has {spec.dtype}: convert it"
                 )
         distributions = self._distributions(given)
@@ -169,7 +169,7 @@ def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
     """What ranks compare of an operand. Raises what is wrong with it."""
     if name == "pivots":
         if spec.dtype != "int32":
-            raise TypeError(f"pivots are int32, as lu_factor returns them, not {spec.dtype}")
+            raise TypeError(f"pivots must be int32, as lu_factor returns them, not {spec.dtype}")
         if spec.ndim != 1:
             raise ValueError(f"pivots are a vector, not an array of shape {spec.shape}")
     else:

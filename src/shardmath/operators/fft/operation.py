@@ -130,11 +130,11 @@ class TrigonometricTransform(FourierTransform):
             raise ValueError(f"orthogonalize is None, True or False, not {orthogonalize!r}")
         if extents is not None:
             raise NotImplementedError(
-                f"{name} of parts that are padded or cut: make an array of them, "
-                "shardmath.array(part, distribution), of which it takes n and s"
+                f"{name} pads and cuts, by n or s, only a DistributedArray: make one of the parts, "
+                "shardmath.array(part, distribution)"
             )
         if options.fft_type or options.halves:
-            raise ValueError(f"options.fft_type and options.halves are not of {name}")
+            raise ValueError(f"{name} takes no options.fft_type and options.halves: leave them out")
         require_transformed(operand.dtype)
         orthogonal = norm == "ortho" if orthogonalize is None else bool(orthogonalize)
         scale: Any = "backward" if norm is None else norm

@@ -109,7 +109,9 @@ def describe(
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
     if options.inplace and out is not None:
-        raise ValueError("options.inplace=True writes to the operand: leave out= away")
+        raise ValueError(
+            "options.inplace=True writes to the operand: pass no out, or inplace=False"
+        )
     if options.halves:
         _require_complex32(operand)
     return (
@@ -223,8 +225,8 @@ def _require_complex32(operand: ArraySpec) -> None:
     """Raise ValueError for an operand whose transform cannot be complex32."""
     if not library_named(operand.library).offers("complex32"):
         raise ValueError(
-            f"options.halves=True asks for complex32, which {operand.library} has not: use torch "
-            "tensors, or leave it away for complex64"
+            f"options.halves=True asks for complex32, which {operand.library} does not have: use "
+            "torch tensors, or leave it out for complex64"
         )
     if operand.dtype not in ("float16", "complex32"):
         raise ValueError(

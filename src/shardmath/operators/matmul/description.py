@@ -150,14 +150,16 @@ def describe(
         dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
     for name, spec in inputs:
         if spec is not None and spec.library != a.library:
-            raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
+            raise TypeError(
+                f"{name} is a {spec.library} array and a is of {a.library}: convert one"
+            )
     _check_scalars(words, options, a.dtype, b.dtype, None if c is None else c.dtype)
     options.check(a.dtype)
     result = result_dtype(options, a.dtype, None if c is None else c.dtype)
     if options.result_amax and result not in FLOAT8:
-        raise ValueError(f"result_amax wants a float8 result, and this one is {result}")
+        raise ValueError(f"result_amax wants a float8 result, not {result}: leave it out")
     if options.inplace and c is None:
-        raise ValueError("options.inplace=True overwrites c, and no c is given")
+        raise ValueError("options.inplace=True overwrites c: pass c, or inplace=False")
     scales = [
         arrays[name] if kind == "array" else kind
         for name, kind in zip(SCALES, words.scales, strict=True)
@@ -190,7 +192,9 @@ def _readings(
     a, b, c = operands
     if a.dtype not in FLOAT8:
         if any(scales):
-            raise ValueError(f"quantization_scales want float8 operands, not {a.dtype}")
+            raise ValueError(
+                f"quantization_scales want float8 operands, not {a.dtype}: leave them out"
+            )
         return ()
     narrow_c = c is not None and c.dtype in FLOAT8
     check_scales(scales, {"a": True, "b": True, "c": narrow_c, "d": result in FLOAT8}, a)
@@ -216,7 +220,7 @@ def _check_operand(name: str, spec: ArraySpec, a: ArraySpec) -> None:
         raise ValueError(f"{name} has shape {spec.shape}; matmul takes matrices{column}")
     on_gpu = spec.space == "cuda" and spec.dtype in MULTIPLIED
     if on_gpu and dtypes.of(spec.dtype).number is None:
-        raise ValueError(f"{name} has dtype {spec.dtype}, which GPUs do not multiply")
+        raise ValueError(f"{name} has dtype {spec.dtype}, which GPUs do not multiply: convert it")
     if spec.dtype not in MULTIPLIED:
         raise ValueError(
             f"{name} has dtype {spec.dtype}; supported are {', '.join(MULTIPLIED)}"
@@ -238,7 +242,7 @@ def _check_scalars(
     if other != dtype and not {other, dtype} <= FLOAT8:
         raise ValueError(f"a has dtype {dtype} and b has {other}; they must be equal")
     if other == dtype == "float8_e5m2":
-        raise ValueError("a and b are both float8_e5m2; one of them is to be float8_e4m3fn")
+        raise ValueError("a and b are both float8_e5m2; one of them must be float8_e4m3fn")
     transpose, conjugate = words.qualifiers
     if addend is None and words.has_beta:
         raise ValueError("beta is given without c; pass c, or leave beta out")

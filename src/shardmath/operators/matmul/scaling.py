@@ -191,10 +191,10 @@ def agree_granularities(
 def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
     if scale.library != like.library:
         raise TypeError(
-            f"the scale of {name} is a {scale.library} array, and a is of {like.library}"
+            f"the scale of {name} is a {scale.library} array and a is of {like.library}: convert it"
         )
     if scale.dtype != "float32":
-        raise ValueError(f"the scale of {name} has dtype {scale.dtype}; scales are float32")
+        raise ValueError(f"the scale of {name} has dtype {scale.dtype}; scales must be float32")
     if scale.ndim > 2:
         raise ValueError(
             f"the scale of {name} has shape {scale.shape}; scales have two axes at most"
