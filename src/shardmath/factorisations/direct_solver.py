@@ -5,7 +5,7 @@
                            └ memory   └ writes them
 
 The factors lie on the symmetric heap, in blocks of columns dealt to the ranks, in column-major
-order: what a solution reads of them is copied from there as it is.
+order: a solution copies blocks from there without converting them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SOLUTION: tuple[Any, ...] = ("N", True)  # flags of LU_SOLVE: op, check_finite
 @dataclass(frozen=True)
 class DirectSolverOptions:
     """`logger` is told what is planned; without one, a logger below "shardmath" is. `inplace_a`:
-    `factorize` leaves the factors in a, besides; `inplace_b`: `solve` leaves x in b, and returns b.
+    `factorize` also writes the factors to a; `inplace_b`: `solve` writes x to b, and returns b.
     `block_size` is the number of columns of a panel, as in FactorisationOptions. `blocking`: True,
     or "auto"; a `handle` of a library has no effect.
 
@@ -140,8 +140,8 @@ class DirectSolver(Planned):
     `a` is this rank's part of an n x n matrix of float32, float64, complex64 or complex128, `b` of
     a vector or of a matrix of n rows, of the same type; `distributions` are those of a and b. By
     default `factorize` leaves L and U in a, and `solve` leaves x in b: see DirectSolverOptions. The
-    factors are kept besides, so that what is written into a has an effect in the next `factorize`
-    only; what is written into b, in the next `solve`.
+    object keeps its own copy of the factors: changes to a take effect in the next `factorize`,
+    changes to b in the next `solve`.
 
     All methods but `reset_operands_unchecked`, `release_operands` and `free` are collective: an
     error on one rank is raised on all. RuntimeError: methods in another order, released operands;
@@ -229,8 +229,8 @@ class DirectSolver(Planned):
         """Use other operands, of the same library, dtype and shape, from now on; another a has to
         be factorised first. Collective.
 
-        What is None stays; after `release_operands` both are needed. Raises ValueError on every
-        rank, and nothing is then changed.
+        Operands that are None stay; after `release_operands` both are needed. Raises ValueError on
+        every rank, and then changes nothing.
         """
         given = {name: x for name, x in (("a", a), ("b", b)) if x is not None}
 

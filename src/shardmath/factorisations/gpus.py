@@ -67,7 +67,7 @@ _ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
 class Least(OwnStep, words="the least of {source} to {target}"):
-    """The least number of a buffer, to the one element of another."""
+    """The least number of `source` goes to the one element of `target`."""
 
     source: str
     target: str

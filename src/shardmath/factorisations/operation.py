@@ -1,4 +1,4 @@
-"""Factorisations as operations: what ranks compare, the program, and what is said of it. Pure."""
+"""Factorisations as operations: description, check, program and explanation. Pure."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Factorisation:
     """The base of operations on a square matrix, which say by which steps they are done.
 
     Words are the distributions of operands and of the result, and flags: the arguments of `built`
-    after the first, and whether operands are looked at for NaN and infinity. The operands are a
-    matrix, perhaps one with as many rows, whose shape is then the result's, and perhaps `pivots`,
-    which every rank has whole. `rounded`: products are of factors rounded to bfloat16.
+    after the first, and whether operands are checked for NaN and infinity. The operands are a
+    matrix, in some operations one more with as many rows, which has the shape of the result, and
+    `pivots`, which every rank has whole. `rounded`: products are of factors rounded to bfloat16.
     """
 
     names: Names
@@ -139,7 +139,7 @@ class Factorisation:
         raise NotImplementedError
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What is done, on how many panels, the predicted cost, and the first steps of rank 0."""
+        """The operation, its number of panels, its predicted cost, and the first steps of rank 0."""
         n, size, block = problem.n, problem.a.size, problem.block_on(machine)
         lines = [
             f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
@@ -166,7 +166,7 @@ class Factorisation:
 
 
 def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
-    """What ranks compare of an operand. Raises what is wrong with it."""
+    """What ranks compare of an operand. Raises an error where its type or shape is wrong."""
     if name == "pivots":
         if spec.dtype != "int32":
             raise TypeError(f"pivots must be int32, as lu_factor returns them, not {spec.dtype}")

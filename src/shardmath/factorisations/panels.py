@@ -72,7 +72,7 @@ class Blocks(Immutable):
         return -(-self.n // self.width)
 
     def bounds(self, k: int) -> tuple[int, int]:
-        """The first column of block `k`, and the one behind it; rows of its diagonal block, too."""
+        """The first column of block `k`, and the one behind it; also the rows of its diagonal."""
         return k * self.width, min((k + 1) * self.width, self.n)
 
     def owner(self, k: int) -> int:
@@ -207,7 +207,7 @@ class PanelSteps:
 
     def factorise(self, *, solves: bool = False) -> None:
         """Add the steps that leave the factors in "columns", with look-ahead: see the top of this
-        module. If it `solves`, right-hand sides are solved by the lower factor beside.
+        module. With `solves`, also those that solve with the lower factor, as its panels come.
         """
         blocks = self.blocks
         last = blocks.count if solves else blocks.count - 1

@@ -36,11 +36,11 @@ class FactorisationOptions:
 
 
 class Problem(Immutable):
-    """What all ranks have agreed to do: to an n x n matrix `a`, and with `b` where there is one.
+    """The operation on an n x n matrix `a`, and perhaps on `b`, that all ranks have agreed on.
 
-    `result` is the layout of what is returned. `flags` are the words beside distributions, the last
-    of them whether operands are looked at for NaN and infinity. `block` is the number of columns
-    that the caller wants of a panel, None where the machine's is to be taken.
+    `result` is the layout of the result. `flags` are the words of the call beside distributions;
+    the last one says whether operands are checked for NaN and infinity. `block` is the number of
+    columns of a panel that the caller asks for, None for that of the machine.
     """
 
     a: Layout
@@ -66,7 +66,7 @@ class Problem(Immutable):
 
     @property
     def check_finite(self) -> bool:
-        """Whether operands are looked at for NaN and infinity."""
+        """Whether operands are checked for NaN and infinity."""
         return bool(self.flags[-1])
 
     def block_on(self, machine: Machine) -> int:
@@ -81,5 +81,5 @@ def panel_width(n: int, size: int, machine: Machine) -> int:
 
 
 def dealt_columns(n: int, size: int, width: int) -> BlockCyclic:
-    """Blocks of so many columns, dealt to the ranks in turn: as factors are computed and read."""
+    """Blocks of `width` columns, dealt to the ranks in turn: how factors are computed and read."""
     return BlockCyclic(ProcessGrid(shape=(1, size)), (max(n, 1), width))

@@ -50,7 +50,7 @@ class Panel(NamedTuple):
 
 
 def panels(rows: Sequence[int], columns: int, width: int) -> list[Panel]:
-    """The panels, of `width` columns at most, of a matrix of which each rank has `rows`. Pure.
+    """The panels, of at most `width` columns, of a matrix with `rows[r]` rows on rank r. Pure.
 
     The rank that has the most rows left gives those of R, so that all have about as many.
     """
@@ -108,7 +108,7 @@ class QR:
                     self._apply(stage, a[:, end:], adjoint=True)
 
     def r(self) -> HostArray:
-        """This rank's rows of R, of which it has an even share: those of a slab of axis 0."""
+        """This rank's rows of R, which is split evenly, as a slab of axis 0."""
         a = self._a
         for panel, rows in self._own():
             a[rows, : panel.first] = 0
@@ -156,8 +156,8 @@ class QR:
     def adjoint_times(self, c: HostArray) -> tuple[HostArray, HostArray]:
         """Q^H @ c of this rank's rows of c, which are overwritten.
 
-        Its first rows, as many as R has, of which this rank gets an even share; and those below,
-        of which it has some.
+        Returns this rank's even share of its first rows, as many as R has, and this rank's rows
+        below these.
         """
         for stages in self._stages:
             for stage in stages:

@@ -65,7 +65,7 @@ class SetIdentity(OwnStep, words="fill {target} with the identity from column {f
 
 
 class KeepLower(OwnStep, words="keep the lower triangle of {columns}"):
-    """What is above the diagonal becomes 0 in `columns`, whose diagonal begins in row `first`."""
+    """Elements of `columns` above the diagonal, which begins in row `first`, become 0."""
 
     columns: Cut
     first: int

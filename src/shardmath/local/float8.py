@@ -51,7 +51,7 @@ def dequantize(x: HostArray, scales: HostArray, blocks: Blocks, out: HostArray) 
 def quantize(x: HostArray, scale: float, out: HostArray) -> None:
     """Set `out`, of an eight-bit type, to `x` times `scale`, rounded to the nearest.
 
-    What is too large, infinity included, becomes the greatest finite number of its sign; NaN stays.
+    Too large numbers, and infinities, become the greatest finite number of their sign; NaN stays.
     """
     most: Any = np.float32(dtypes.of(out.dtype).largest)
     rows, columns = x.shape

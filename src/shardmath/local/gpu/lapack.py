@@ -144,8 +144,8 @@ def solve_triangular(
     """Put B = op(A)^-1 B for a triangular A on `stream`, or B = B op(A)^-1 where A is to the
     `right`. See `local.lapack`.
 
-    `workspace` has WORKSPACE bytes. What is `beside` other calls, on another stream at the same
-    time, has another handle.
+    `workspace` has WORKSPACE bytes. A call `beside` others, on another stream at the same time,
+    uses another handle.
     """
     if not b.size:
         return
@@ -180,7 +180,7 @@ def set_identity(device: Device, stream: int, a: Matrix, first: int) -> None:
 
 
 def keep_lower(device: Device, stream: int, a: Matrix, first: int) -> None:
-    """What is above the diagonal becomes 0, which begins in row `first`."""
+    """Elements above the diagonal, which begins in row `first`, become 0."""
     _each(device, stream, "keep_lower", a, first=first)
 
 

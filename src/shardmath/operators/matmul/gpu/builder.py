@@ -30,8 +30,8 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 class ProgramBuilder:
-    """The unfinished program of one rank. What passes from rank to rank is shared by its owner, and
-    reached by moves.
+    """The unfinished program of one rank. A matrix that passes from rank to rank is shared by its
+    owner, and reached by moves.
     """
 
     def __init__(self, rank_plan: RankPlan, placement: Placement, addition_order: str = "") -> None:
