@@ -139,7 +139,7 @@ class Factorisation:
         raise NotImplementedError
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """The operation, its number of panels, its predicted cost, and the first steps of rank 0."""
+        """The operation, how many panels it has, its predicted cost, and first steps of rank 0."""
         n, size, block = problem.n, problem.a.size, problem.block_on(machine)
         lines = [
             f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "

@@ -80,7 +80,7 @@ class SplitKProduct(LocalProduct):
     layouts `a` and `b` may differ.
     """
 
-    most_ranks = 32  # a sender has a bit for each in one word
+    most_ranks = 32  # a sender keeps account of their slots in one word
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:

@@ -213,7 +213,9 @@ class ProductLowering(ProgramBuilder):
             bias=(self.matrix(bias).address, self.matrix(bias).row_stride) if bias else None,
             aux=self.matrix(aux) if aux else None,
         )
-        wider = self.problem.result != self.problem.dtype  # which has not been tried with a bias
+        wider = (
+            self.problem.result != self.problem.dtype
+        )  # no algorithm has been seen for it with a bias
         return fused is not None and not wider and len(self.intervals) == 1
 
     def _aux(self, epilog: MatmulEpilog) -> Name:
