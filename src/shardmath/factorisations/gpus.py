@@ -38,7 +38,6 @@ from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix, lapack
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.gemm import multiply
-from shardmath.local.lapack import LETTERS
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
@@ -278,7 +277,7 @@ class FactorisationProgram(GPUProgram):
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
         """See GPUProgram. Raises BackendUnavailable, and what compiling a kernel does."""
         super().prepare(own, stream, span)
-        for dtype in {view.dtype for view in self.program.arrays.values()} & LETTERS.keys():
+        for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
             lapack.load(self.device, dtype)
 
     # -- where things lie --------------------------------------------------------------------------

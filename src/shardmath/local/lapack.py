@@ -24,8 +24,8 @@ from shardmath.errors import BackendUnavailable
 
 Call = Callable[[], object]
 Op = Literal["N", "T", "C"]  # a factor itself, its transpose, its conjugate transpose
-LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
-DTYPES = tuple(LETTERS)
+_LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+DTYPES = tuple(_LETTERS)
 
 
 def require() -> None:
@@ -133,7 +133,7 @@ def _with_info(name: str, a: HostArray, *words: Any) -> Callable[[], int]:
 
 def _bound(module: str, name: str, like: HostArray, *words: Any) -> Call:
     """A call of the routine for the type of `like`, which keeps its arguments alive."""
-    function = _routine(module, LETTERS[like.dtype.name] + name, len(words))
+    function = _routine(module, _LETTERS[like.dtype.name] + name, len(words))
     places = [word if type(word) is bytes else int(word.ctypes.data) for word in words]
 
     def call(kept: Any = words) -> None:

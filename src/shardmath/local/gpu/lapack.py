@@ -21,8 +21,10 @@ from shardmath.cuda.packages import bindings_of
 from shardmath.geometry.integers import up
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.matrix import Matrix
-from shardmath.local.lapack import LETTERS, Op
+from shardmath.local.lapack import Op
 
+_LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+DTYPES = tuple(_LETTERS)
 _OPS = {"N": 0, "T": 1, "C": 2}
 _THREADS, _WAVES = 256, 16
 _CHUNK = 512  # kChunk
@@ -108,7 +110,7 @@ def _room_of_rows(a: Matrix) -> int:
 def _elements(device: Device, routine: str, a: Matrix) -> int:
     """The elements of workspace that a routine takes, for a matrix that may lie anywhere."""
     shape = (0, a.columns) if routine == "potrf" else (a.rows, a.columns)
-    return _room(device, LETTERS[a.dtype] + routine, shape, a.leading or 1)
+    return _room(device, _LETTERS[a.dtype] + routine, shape, a.leading or 1)
 
 
 @cache
@@ -122,7 +124,7 @@ def _called(device: Device, stream: int, routine: str, dtype: str, *given: Any) 
     device.activate()
     library, handle = bindings()[0], _solver(device)
     library.set_stream(handle, stream)
-    getattr(library, LETTERS[dtype] + routine)(handle, *given)
+    getattr(library, _LETTERS[dtype] + routine)(handle, *given)
 
 
 # -- solutions -------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def solve_triangular(
     one = np.ones(1, to_numpy(b.dtype))
     flags = int(right), int(not lower), _OPS[op], int(unit)
     matrices = one.ctypes.data, a.address, a.leading, b.address, b.leading
-    getattr(library, LETTERS[b.dtype] + "trsm")(handle, *flags, b.rows, b.columns, *matrices)
+    getattr(library, _LETTERS[b.dtype] + "trsm")(handle, *flags, b.rows, b.columns, *matrices)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
