@@ -3,9 +3,8 @@
     side stream        push this rank's rows to every peer, chunk by chunk (`RowPush`)
     product's stream   tiles of own rows, then of each peer's rows as they arrive
 
-A plan has symmetric memory for all ranks' rows, and counters that only increase, so that launches
-follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline.
-A rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
+A plan has symmetric memory for all ranks' rows: see `plan_memory`. A rank whose wait has timed out
+signals nothing, so no peer multiplies rows that have not arrived.
 
 Copy engines write a rank's rows straight into the memory of each peer:
 

@@ -1,7 +1,9 @@
 """Plans of kernels that move data while they multiply, and their symmetric memory.
 
-All ranks allocate together, or none does. When a plan is dropped without `free`, kernels of this
-rank or its peers may still be at work: its memory is then kept until the context has ended.
+All ranks allocate together, or none does. The memory has counters, which only increase, so that
+launches follow each other without the host, also when a CUDA graph replays them. Every wait for a
+counter has a deadline. When a plan is dropped without `free`, kernels of this rank or its peers may
+still be at work: its memory is then kept until the context has ended.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     product blocks, rank 0   multiply tile, send it to its owner's slot, count it as arrived, ...
     reducer blocks, rank 1   wait for all ranks' tiles of a chunk, add them up in rank order
 
-Slots and counters are in symmetric memory. Counters only increase, so that launches follow each
-other without the host, also when a CUDA graph replays them. A slot is written again only after its
-owner has added up what the last launch left there. Product blocks never wait for a peer's tiles.
-Reducer blocks do; they are few, and the last of the same kernel, so that plans on several streams
-cannot deadlock. A second kernel adds up what is left when all tiles have arrived.
+Slots and counters are in symmetric memory: see `plan_memory`. A slot is written again only after
+its owner has added up what the last launch left there. Product blocks never wait for a peer's
+tiles. Reducer blocks do; they are few, and the last of the same kernel, so that plans on several
+streams cannot deadlock. A second kernel adds up what is left when all tiles have arrived.
 
 The parts of a result are rounded to its type before they are added, in the order of the ranks and
 as float32: the sum has the same bits every time, and on all ranks.
