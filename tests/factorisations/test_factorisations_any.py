@@ -412,7 +412,7 @@ def test_mistakes_are_the_same_error_on_all_ranks(contexts):
         "rows of b": "5 rows",
         "integers": "int64",
         "another type of b": "float32",
-        "too many distributions": "of 2 results",
+        "too many distributions": "for 2 results",
         "structure": "banded",
         "singular": "pivot 12",
         "singular, inv": "pivot 12",

@@ -171,7 +171,7 @@ WRONG = {
     "integers": (lambda x: fft.dct(x.astype(int), distribution=Slab.X), "has dtype int64"),
     "a kind of fft": (
         lambda x: fft.dct(x, distribution=Slab.X, options={"fft_type": "R2C"}),
-        "not of dct",
+        "leave them out",
     ),
     "no distribution": (fft.dct, "distribution is one such as"),
     "another axis": (lambda x: fft.dct(x, axis=2, distribution=Slab.X), "are not axes"),

@@ -110,7 +110,7 @@ def describe(
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
     if options.inplace and out is not None:
         raise ValueError(
-            "options.inplace=True writes to the operand: pass no out, or inplace=False"
+            "options.inplace=True writes to the operand: pass no out=, or inplace=False"
         )
     if options.halves:
         _require_complex32(operand)
