@@ -30,13 +30,7 @@ from shardmath.factorisations.problem import FactorisationOptions, Problem, deal
 from shardmath.geometry import Distribution, Layout
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.machine import Machine
-from shardmath.operators.arguments import (
-    check_blocking,
-    check_flags,
-    check_logger,
-    check_stream,
-    options_of,
-)
+from shardmath.operators.arguments import check_common, check_stream, options_of
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import Program
@@ -64,9 +58,7 @@ class DirectSolverOptions:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_logger(self.logger)
-        check_blocking(self.blocking)
-        check_flags(self, ("inplace_a", "inplace_b"))
+        check_common(self, ("inplace_a", "inplace_b"))
         self.of_calls()
 
     def of_calls(self) -> FactorisationOptions:

@@ -9,8 +9,6 @@ from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from shardmath.base.log import LOGGER
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
@@ -34,10 +32,16 @@ def check_stream(stream: Any) -> None:
         )
 
 
-def check_flags(options: Any, names: Sequence[str]) -> None:
-    """Raise ValueError unless the options of these names are True or False."""
-    for name in names:
-        if not isinstance(getattr(options, name), (bool, np.bool_)):
+def check_common(options: Any, flags: Sequence[str] = ()) -> None:
+    """Raise TypeError or ValueError for the options that operators have in common: `logger`,
+    `blocking`, which is True or "auto", and options of these names, which are True or False.
+    """
+    check_logger(options.logger)
+    blocking = options.blocking
+    if blocking is not True and not (isinstance(blocking, str) and blocking == "auto"):
+        raise ValueError(f'blocking is True or "auto", not {blocking!r}')
+    for name in flags:
+        if not isinstance(getattr(options, name), bool):
             raise ValueError(f"{name} is True or False, not {getattr(options, name)!r}")
 
 
@@ -68,12 +72,6 @@ def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
             return
         logged.keep(id(plan), weakref.ref(plan))
     (logger or LOGGER).info("%s", plan.explain())
-
-
-def check_blocking(blocking: Any) -> None:
-    """Raise ValueError unless `blocking` is True or "auto"."""
-    if blocking is not True and not (isinstance(blocking, str) and blocking == "auto"):
-        raise ValueError(f'blocking is True or "auto", not {blocking!r}')
 
 
 def options_of(kind: type[T], value: Any, name: str = "options") -> T:

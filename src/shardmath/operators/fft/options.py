@@ -11,7 +11,7 @@ from logging import Logger
 from typing import Any, Literal
 
 from shardmath.base.untraced import constant_to_compiler
-from shardmath.operators.arguments import check_blocking, check_flags, check_logger
+from shardmath.operators.arguments import check_common
 
 FFTType = Literal["C2C", "C2R", "R2C"]
 
@@ -61,9 +61,7 @@ class FFTOptions:
             raise ValueError(f'fft_type is "C2C", "R2C", "C2R" or None, not {self.fft_type!r}')
         if self.last_axis_parity not in ("even", "odd"):
             raise ValueError(f'last_axis_parity is "even" or "odd", not {self.last_axis_parity!r}')
-        check_flags(self, ("redistribute", "inplace", "halves"))
-        check_logger(self.logger)
-        check_blocking(self.blocking)
+        check_common(self, ("redistribute", "inplace", "halves"))
 
     def compared(self) -> tuple[Any, ...]:
         """The values of `COMPARED`, which must be equal on all ranks."""

@@ -17,7 +17,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.base.untraced import constant_to_compiler
-from shardmath.operators.arguments import check_blocking, check_flags, check_logger, options_of
+from shardmath.operators.arguments import check_common, options_of
 
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
@@ -93,8 +93,10 @@ class MatmulOptions:
         return (*flags, *plain, ("blocking", self.blocking), ("strategy", self.strategy))
 
     def __post_init__(self) -> None:
-        check_blocking(self.blocking)
-        check_flags(self, _FLAGS)
+        check_common(self)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
         for name in _NUMBERS:
             number = getattr(self, name)
             whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
@@ -102,7 +104,6 @@ class MatmulOptions:
                 raise ValueError(f"{name} is a whole number or None, not {number!r}")
         if self.strategy is not None and not isinstance(self.strategy, str):
             raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
-        check_logger(self.logger)
 
     def check(self, dtype: str) -> None:
         """Raise ValueError for a value out of range, or one that does not suit this dtype."""

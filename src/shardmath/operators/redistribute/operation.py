@@ -13,7 +13,7 @@ from shardmath.base.untraced import constant_to_compiler
 from shardmath.context.agreement import require_equal
 from shardmath.geometry import Distribution, Layout
 from shardmath.machine import Machine
-from shardmath.operators.arguments import check_blocking, check_logger
+from shardmath.operators.arguments import check_common
 from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
@@ -46,8 +46,7 @@ class RedistributeOptions:
     blocking: Literal[True, "auto"] = "auto"
 
     def __post_init__(self) -> None:
-        check_logger(self.logger)
-        check_blocking(self.blocking)
+        check_common(self)
 
 
 class Problem(Immutable):
