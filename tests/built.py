@@ -12,8 +12,6 @@ from types import ModuleType
 
 import pytest
 
-from shardmath.base.compiled import library
-
 
 def module_from_c(
     beside: ModuleType, source: str, name: str, folder: Path, *more: str
@@ -31,9 +29,7 @@ def module_from_c(
 
 def built_from_c(module: ModuleType, source: str, folder: Path) -> ctypes.CDLL:
     """The library of `source`, a file beside `module`, made in `folder`."""
-    loaded = library(made_from_c(module, source, folder / "made.so"))
-    assert loaded is not None
-    return loaded
+    return ctypes.CDLL(str(made_from_c(module, source, folder / "made.so")))
 
 
 def made_from_c(module: ModuleType, source: str, made: Path, *more: str) -> Path:

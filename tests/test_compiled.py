@@ -9,7 +9,7 @@ import pytest
 
 import built
 from shardmath.base import compiled
-from shardmath.base.compiled import extension, library, library_beside
+from shardmath.base.compiled import Built, extension, library_beside
 from shardmath.local import compiled_sum
 
 
@@ -24,15 +24,15 @@ def test_beside_a_module(tmp_path):
 
 
 def test_what_is_no_library_is_not_loaded(tmp_path):
-    path = tmp_path / "no.so"
-    path.write_bytes(b"no library")
-    assert library(path) is None
+    (tmp_path / f"_no{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    assert library_beside(str(tmp_path / "module.py"), "_no") is None
 
 
 @pytest.mark.parametrize(("given", "used"), [(2, True), (1, False), (3, False), (None, False)])
 def test_a_module_of_older_sources_is_not_used(monkeypatch, given, used):
     module = SimpleNamespace() if given is None else SimpleNamespace(INTERFACE=given)
-    monkeypatch.setattr(compiled, "_INTERFACES", {"found": 2})
+    built = {"found": Built("this test", 2), "another": Built("this test")}
+    monkeypatch.setattr(compiled, "BUILT", built)
     monkeypatch.setattr(compiled, "import_module", lambda _: module)
     monkeypatch.delenv("SHARDMATH_COMPILED", raising=False)
     assert extension("found") is (module if used else None)

@@ -128,8 +128,8 @@ def _env(*_: object) -> int:
 
     for name, kind, default, sentence in config.table():
         print(f"{name:26} {kind:6} {default:>10}  {sentence}")
-    for name, purpose in compiled.BUILT.items():
-        print(f"{purpose}: {'compiled' if compiled.is_built(name) else 'in Python'} ({name})")
+    for name, built in compiled.BUILT.items():
+        print(f"{built.purpose}: {'compiled' if compiled.is_built(name) else 'in Python'} ({name})")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which line of the user's program called, in which process: for messages, which name them."""
+"""The line of the user's program that called, and the process: messages name both."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import sys
 from pathlib import Path
 
-# The package's folder, and what its context managers run through.
+# How the files of the package begin, and that of the context managers it makes.
 PACKAGE = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 
-# torch's own, through which its compiler and its operators call.
+# Parts of the names of torch's files through which its compiler and its operators call.
 TORCH = ("/torch/_dynamo/", "/torch/_ops.py", "/torch/_library/", "/torch/autograd/function.py")
 
 
 def caller_place() -> tuple[str, int]:
-    """The file and the number of the innermost line on the stack that is not of this package."""
+    """The file and the line number of the innermost frame that is the user's own."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _passed_through(frame.f_code.co_filename):
         frame = frame.f_back
@@ -23,7 +23,7 @@ def caller_place() -> tuple[str, int]:
 
 
 def caller_line() -> str:
-    """The innermost line of the user's, as `file.py:31`."""
+    """The innermost line of the user's own, as `file.py:31`."""
     file, number = caller_place()
     return f"{Path(file).name}:{number}"
 
@@ -34,5 +34,5 @@ def process_name() -> str:
 
 
 def _passed_through(file: str) -> bool:
-    """Whether it is no file of the user's."""
+    """Whether the file is this package's, or one of torch's that calls it."""
     return file.startswith(PACKAGE) or any(part in file for part in TORCH)

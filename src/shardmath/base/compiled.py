@@ -1,49 +1,53 @@
 """Modules built from C when the package was installed, if there was a compiler.
 
-The package is complete without it: whoever asks for a library or an extension has another way,
-which `SHARDMATH_COMPILED=0` takes everywhere.
+The package is complete without them: each caller has another way in Python, which all callers take
+with `SHARDMATH_COMPILED=0`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmath.base import config
 
-# What each is for, by its module.
-BUILT = {
-    "shardmath.redistribution._box": "copies of rows and of few bytes",
-    "shardmath.local._sum": "sums of long arrays",
-    "shardmath.symmetric._board": "rounds of agreement",
-    "shardmath.handles._fingerprint": "fingerprints of arrays",
-    "shardmath.arrays._dlpack": "torch's arrays on the heap",
-    "shardmath.base._record": "the record of operations",
-    "shardmath.call._direct": "calls that come again",
-    "shardmath.cuda._launch": "calls on GPUs that come again",
-}
 
-# The number that a module gives as its INTERFACE, 0 if none: it rises when calls of it change, and
-# what was built from older sources is not used.
-_INTERFACES = {
-    "shardmath.redistribution._box": 1,
-    "shardmath.symmetric._board": 3,
-    "shardmath.call._direct": 10,
-    "shardmath.cuda._launch": 1,
+class Built(NamedTuple):
+    """What a module is for, and the number that it gives as its INTERFACE, 0 if it gives none.
+
+    The number rises when the calls of the module change: one built from older sources is not used.
+    """
+
+    purpose: str
+    interface: int = 0
+
+
+BUILT = {
+    "shardmath.redistribution._box": Built("copies of rows and of few bytes", 1),
+    "shardmath.local._sum": Built("sums of long arrays"),
+    "shardmath.symmetric._board": Built("rounds of agreement", 3),
+    "shardmath.handles._fingerprint": Built("fingerprints of arrays"),
+    "shardmath.arrays._dlpack": Built("torch's arrays on the heap"),
+    "shardmath.base._record": Built("the record of operations"),
+    "shardmath.call._direct": Built("calls that come again", 10),
+    "shardmath.cuda._launch": Built("calls on GPUs that come again", 1),
 }
 
 
 class CompiledStep(partial[Any]):
-    """A call of compiled code in which no line of Python runs, and so no handler of a signal."""
+    """A call of compiled code during which no line of Python runs, so no signal handler either."""
 
 
 def extension(name: str) -> Any:
-    """The extension module of that name; None where it was not built, is for another Python or of
-    other sources, or cannot be read, as in a process that may open no more files.
+    """The extension module `name` of BUILT.
+
+    None where it was not built, was built for another Python or from other sources, or cannot be
+    read, as in a process that may open no more files.
     """
     if not is_wanted():
         return None
@@ -51,32 +55,27 @@ def extension(name: str) -> Any:
         module = import_module(name)
     except (ImportError, OSError):
         return None
-    return module if getattr(module, "INTERFACE", 0) == _INTERFACES.get(name, 0) else None
+    return module if getattr(module, "INTERFACE", 0) == BUILT[name].interface else None
 
 
 def is_built(name: str) -> bool:
-    """Whether the module `name` of BUILT is there, and is used."""
+    """Whether the module `name` of BUILT was built and is used."""
     _, *folders, last = name.split(".")
     return is_wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
 
 
 def is_wanted() -> bool:
-    """Whether what was built is used: SHARDMATH_COMPILED=0 says that it is not."""
+    """Whether built modules are used: not with SHARDMATH_COMPILED=0."""
     return config.environment().get(f"{config.PREFIX}COMPILED", "").strip() != "0"
 
 
 def library_beside(module: str, name: str) -> ctypes.CDLL | None:
-    """The library `name` in the folder of the file `module`; None where it was not built."""
+    """The library `name` beside the file `module`; None where there is none or it is not loaded."""
     path = _path(Path(module).parent, name)
-    return None if path is None or not is_wanted() else library(path)
-
-
-def library(path: Path) -> ctypes.CDLL | None:
-    """The library at `path`; None if it cannot be loaded."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        return None
+    if path is not None and is_wanted():
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
+    return None
 
 
 def _path(folder: Path, name: str) -> Path | None:

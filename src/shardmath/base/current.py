@@ -1,8 +1,7 @@
 """Which context is current: the one piece of module state in the package.
 
-It stands at the bottom so that pure geometry can ask for the number of ranks when a caller leaves
-it out, while everything that a context is made of stays above. The value is per thread and per
-task.
+It stands at the bottom of the layers so that geometry can ask for the number of ranks when a caller
+leaves it out. The value is per thread and per task.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Protocol
 
 
 class CurrentContext(Protocol):
-    """The current context, as the lower layers see it."""
+    """What the lower layers see of a context."""
 
     @property
     def rank(self) -> int:
@@ -36,7 +35,7 @@ def get() -> CurrentContext | None:
 
 
 def places() -> tuple[object, object]:
-    """Where compiled code finds the current context: last in the one, or else in the other."""
+    """Where compiled code finds the current context: last in the first, or else in the second."""
     return _stack, _default
 
 
@@ -56,12 +55,12 @@ def override(context: CurrentContext) -> None:
 
 
 def overridden() -> tuple[CurrentContext, ...]:
-    """The contexts made current by `override`, the innermost last; for `reset`."""
+    """The contexts made current by `override`, the innermost last."""
     return _stack.get()
 
 
 def reset(contexts: tuple[CurrentContext, ...]) -> None:
-    """Make current again what `overridden` gave."""
+    """Make the contexts current again that `overridden` returned."""
     _stack.set(contexts)
 
 

@@ -1,8 +1,8 @@
-"""Faults on purpose, for tests: what ranks send each other is late, lost, cut short, or the last.
+"""Faults on purpose, for tests: messages between ranks come late, twice, cut short, or not at all.
 
 `SHARDMATH_FAULT` says where, how often, and what: `words=0.01:drop,links=0.1:delay,seed=7`. A place
-is a kind of socket, which misbehaves where it sends; a socket of a place that is not named is the
-one that was given, so nothing is slower for it.
+is a kind of socket, which misbehaves when it sends. Sockets of places that are not named are left
+alone, and are no slower.
 
     links     the start: frames of the group through which ranks tell each other who they are
     meeting   the start: proofs between ranks that meet, and descriptors of memory between them
@@ -23,7 +23,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from shardmath.base import config
 
@@ -37,7 +37,7 @@ _LATE = 0.02  # seconds
 def faulty(place: str, connection: socket.socket) -> socket.socket:
     """`connection`, or a socket in its place that misbehaves as SHARDMATH_FAULT says.
 
-    Raises ValueError where that makes no sense.
+    Raises ValueError for a value that it cannot read.
     """
     text = config.environment().get(_VARIABLE, "")
     if not text:
@@ -54,7 +54,7 @@ def faulty(place: str, connection: socket.socket) -> socket.socket:
 
 @cache
 def _read(text: str) -> tuple[Mapping[str, tuple[float, str]], random.Random]:
-    """The probability and the kind of fault of each place, and what is drawn from."""
+    """The probability and the kind of fault of each place, and the source of random numbers."""
     faults: dict[str, tuple[float, str]] = {}
     seed = ""
     for part in text.split(","):
@@ -83,11 +83,11 @@ class FaultySocket(socket.socket):
     _is_silent = False
 
     def be(self, fault: tuple[float, str], drawn: random.Random) -> None:
-        """Misbehave with that probability, and so."""
+        """Misbehave with the probability and in the way that `fault` says."""
         self._fault, self._drawn = fault, drawn
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As a socket's, if nothing goes wrong."""
+        """Send as a socket does, unless a fault strikes."""
         whole = bytes(data)
         kind = self._kind()
         if kind == "drop":
@@ -104,7 +104,7 @@ class FaultySocket(socket.socket):
     def sendmsg(  # type: ignore[override]
         self, buffers: Iterable[Any], ancillary: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """As a socket's, if nothing goes wrong."""
+        """Send as a socket does, unless a fault strikes."""
         whole, rights = b"".join(buffers), list(ancillary)
         kind = self._kind()
         if kind == "drop":
@@ -119,7 +119,7 @@ class FaultySocket(socket.socket):
         return sent
 
     def _kind(self) -> str:
-        """What goes wrong now; "" for nothing that the caller has to see to."""
+        """The fault that strikes now and that the caller has to act out; "" for none."""
         probability, kind = self._fault
         if self._is_silent:
             return "drop"
@@ -130,17 +130,14 @@ class FaultySocket(socket.socket):
         elif kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "error":
-            self._break()
+            self.shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         self._is_silent = kind == "drop"
         return kind
-
-    def _break(self) -> NoReturn:
-        self.shutdown(socket.SHUT_RDWR)
-        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
 
     def _again(self, whole: bytes, flags: int) -> None:
         try:
             while whole:
                 whole = whole[super().send(whole, flags) :]
-        except BlockingIOError:  # a part of a message: whoever reads it is to find that out
+        except BlockingIOError:  # part of a message was sent: the reader is to find that out
             self.shutdown(socket.SHUT_WR)

@@ -18,23 +18,20 @@ LOGGER = logging.getLogger("shardmath")
 
 
 def told(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, whose call is told of at DEBUG."""
+    """`function`, each call of which is logged at DEBUG, with the time that it took."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> R:
-        what, line, start = f"{function.__qualname__}({operands_of(args)})", caller_line(), _now()
-        how = "raised"
+        what, line = f"{function.__qualname__}({operands_of(args)})", caller_line()
+        how, start = "raised", time.perf_counter()
         try:
             result = function(*args, **kwargs)
             how = "took"
             return result
         finally:
+            took = 1e3 * (time.perf_counter() - start)
             context = current.get()
             who = "a rank" if context is None else f"rank {context.rank}"
-            LOGGER.debug("%s: %s, %s, %s %.3f ms", who, what, line, how, 1e3 * (_now() - start))
+            LOGGER.debug("%s: %s, %s, %s %.3f ms", who, what, line, how, took)
 
     return call
-
-
-def _now() -> float:
-    return time.perf_counter()

@@ -1,7 +1,7 @@
-"""A mapping that keeps its latest entries: what calls that come again have worked out before.
+"""A mapping that keeps its latest entries: what earlier calls have worked out.
 
-Which entries stay follows from the order of their uses alone. So mappings of several ranks that are
-used alike hold the same entries.
+Which entries stay depends on the order of their uses alone, so ranks that use their mappings alike
+hold the same entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """At most `most` entries. Before there are more, the quarter goes that was used longest ago."""
+    """At most `most` entries. Before there are more, the quarter used longest ago is dropped."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -31,7 +31,7 @@ class LRUCache(Generic[K, V]):
         return key in self._entries
 
     def find(self, key: K) -> V | None:
-        """The value of that key, or None. This is a use of it."""
+        """The value of `key`, or None. Counts as a use."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -40,7 +40,7 @@ class LRUCache(Generic[K, V]):
         return value
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value of that key, kept from now on if `make()` has to give it. A use of it."""
+        """The value of `key`, which `make()` gives the first time. Counts as a use."""
         entry = self._entries.get(key)
         if entry is None:
             return self.keep(key, make())
@@ -49,7 +49,7 @@ class LRUCache(Generic[K, V]):
         return value
 
     def keep(self, key: K, value: V) -> V:
-        """Let `key` have that value, which is returned. This is a use of it."""
+        """Keep `value` for `key`, and return it. Counts as a use."""
         if len(self._entries) >= self.most and key not in self._entries:
             self._drop(self._oldest()[: max(1, self.most // 4)])
         self._uses += 1
@@ -57,14 +57,14 @@ class LRUCache(Generic[K, V]):
         return value
 
     def entry(self, key: K) -> list[Any]:
-        """The value of a key that is here, and the number of its last use. This is no use of it.
+        """The value of a key that is here, and the number of its last use. Does not count as a use.
 
-        Whoever sets that number to one more than `_uses`, and `_uses` likewise, uses the entry.
+        Compiled code counts one by adding 1 to `_uses` and writing the sum into the entry.
         """
         return self._entries[key]
 
     def values(self) -> list[V]:
-        """The values of all entries. This is no use of them."""
+        """The values of all entries. Does not count as a use."""
         return [entry[0] for entry in self._entries.values()]
 
     def clear(self) -> None:
@@ -72,10 +72,10 @@ class LRUCache(Generic[K, V]):
         self._entries.clear()
 
     def _oldest(self) -> list[K]:
-        """The keys of what may go, the one used longest ago first."""
-        return [key for key, _ in sorted(self._entries.items(), key=lambda item: item[1][1])]
+        """The keys of entries that may be dropped, the one used longest ago first."""
+        return sorted(self._entries, key=lambda key: self._entries[key][1])
 
     def _drop(self, keys: list[K]) -> None:
-        """Let the entries of these keys go."""
+        """Drop the entries of these keys."""
         for key in keys:
             del self._entries[key]

@@ -1,4 +1,4 @@
-"""Methods that outlive their objects, which they do not keep."""
+"""Functions that call a method without keeping its object alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """A function that calls a method, whose object it does not keep but must be there."""
+    """A function that calls `method`, whose object somebody else keeps alive."""
     living = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -23,7 +23,7 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def weakly_or(otherwise: R, method: Callable[P, R]) -> Callable[P, R]:
-    """As `weakly`, of an object that may have gone: the function then returns `otherwise`."""
+    """As `weakly`, where the object may be gone: the function then returns `otherwise`."""
     living = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

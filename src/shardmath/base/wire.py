@@ -1,4 +1,4 @@
-"""Plain data as bytes and back: what ranks say to each other, with nothing executable in it.
+"""Plain data as bytes and back: the messages between ranks, with nothing executable in them.
 
 The form is JSON, with a one-key object for each type that JSON lacks; the elements of larger arrays
 follow the JSON as they lie in memory. Only plain data is accepted: None, bool, int, float, complex,
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 _LENGTH = struct.Struct("<Q")
-_SIGNS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ImportError)
-_KNOWN = frozenset((str, int, float, bool, type(None)))  # to JSON; without classes made of them
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ImportError)
+_KNOWN = frozenset((str, int, float, bool, type(None)))  # to JSON; subclasses are converted first
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)  # _pack has looked
 _INLINE = 256  # bytes; smaller arrays stand in the JSON itself
 
@@ -45,12 +45,12 @@ def decode(data: bytes) -> Any:
         value = json.JSONDecoder(object_hook=blobs.value).decode(text)
         blobs.finish()
         return value
-    except (*_SIGNS, struct.error) as error:
+    except (*_MALFORMED, struct.error) as error:
         raise ValueError(f"malformed message: {error}") from None
 
 
 def _pack(value: Any, blobs: list[bytes]) -> Any:
-    # Most of a message is tuples of what JSON knows: looking at that here saves a call for each.
+    # Most of a message is tuples of plain values: testing these here saves a call for each.
     kind = type(value)
     if kind in _KNOWN:
         return value

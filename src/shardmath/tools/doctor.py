@@ -71,7 +71,7 @@ def main() -> int:
         facts[name] = path or "not found"
     show("This machine", ("what", "is"), list(facts.items()))
     built = {
-        compiled.BUILT.get(name, name): found
+        compiled.BUILT[name].purpose if name in compiled.BUILT else name: found
         for name, found in _in_brief(config["compiled"]).items()
     }
     for title, parts in (
