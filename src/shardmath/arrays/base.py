@@ -26,7 +26,7 @@ class Library(ABC):
     """One array library. Instances have no state; `name` is the name of the module users import.
 
     `spaces` are the kinds of memory that its arrays may lie in. `transforms` says whether it has
-    Fourier transforms of its own, which whoever brings its arrays gets; they start threads.
+    Fourier transforms of its own, which compute on its arrays; they start threads.
     """
 
     name: ClassVar[str]
@@ -38,7 +38,7 @@ class Library(ABC):
         """Whether instances of the class `kind` are arrays of this library."""
 
     def records(self, x: Any) -> bool:
-        """Whether the library would now record what is done with `x`, to differentiate it."""
+        """Whether the library would now record operations on `x` in order to differentiate them."""
         return False
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Library(ABC):
         """
 
     def is_lazy(self, x: Any) -> bool:
-        """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
+        """Whether the values of `x` are those in its memory conjugated or negated."""
         return False
 
     def is_writable(self, x: Any) -> bool:
@@ -68,14 +68,14 @@ class Library(ABC):
         return True
 
     def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
-        """The spec and the pointer of `x`, by which repeated calls recognise it.
+        """The spec and the pointer of `x`, by which repeated calls recognise it. Raises as `spec`.
 
-        None for one that is lazy or may be under a gradient. Raises as `spec`.
+        None for an array that is lazy, or that the library would record operations on.
         """
         return None if self.is_lazy(x) or self.records(x) else (self.spec(x), self.pointer(x))
 
     def on_host(self, x: Any) -> HostArray:
-        """The elements of `x` as NumPy's array: on its memory, or copied from the GPU."""
+        """The elements of `x` as a NumPy array: on its memory, or copied from the GPU."""
         return self.host_view(x)
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Library(ABC):
 
     @abstractmethod
     def anchor(self, x: Any) -> int:
-        """An address in the memory that `x` is a view of, for arrays that have no element there."""
+        """The start of the memory that `x` is a view of, even where `x` has no elements."""
 
     def empty(
         self,
@@ -134,45 +134,49 @@ class Library(ABC):
         order: Literal["C", "F"],
         device: str = "cpu",
     ) -> Callable[[], Any]:
-        """A function that makes such an array as `empty` does, a new one each time."""
+        """A function that makes a new array each time, as `empty` does."""
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
     ) -> Callable[[Any, int], Any]:
-        """A function that makes an array on memory of `device`, given each time the memory's owner,
-        bytes as `from_bytes` or `on_device` takes them, and its address.
+        """A function `view(owner, address)` that makes an array on memory of `device`.
+
+        `owner` is the memory, as `from_bytes` or `on_device` takes it, `address` its address.
         """
         if device == "cpu":
             return lambda owner, _: self.from_bytes(np.asarray(owner), dtype, shape, strides)
         return lambda owner, _: self.on_device(owner, dtype, shape, strides)
 
     def offers(self, dtype: str) -> bool:
-        """Whether there are arrays of the type of that name for users to compute with."""
+        """Whether users can make arrays of the data type of that name."""
         return dtype != "complex32"
 
     def matmul(self, a: HostArray, b: HostArray, out: HostArray) -> bool:
-        """Set `out` to a @ b, summed in float32 and rounded once, where these cores do that faster
-        than they multiply float32. Whether it is done. All are of one type, and not empty.
+        """Set `out` to a @ b, summed in float32 and rounded once, and return True.
+
+        False, with nothing done, where these cores do not do that faster than in float32. All three
+        have one dtype, and are not empty.
         """
         return False
 
     def contiguous(self, x: Any) -> Any:
-        """`x` in C order, its values in its memory: itself, or a copy on the current stream."""
+        """`x` in C order and not lazy: itself, or a copy made on the current stream."""
         return x if self.spec(x).order in ("C", "both") else x.copy("C")
 
     def cast(self, x: Any, dtype: DType) -> Any:
-        """The elements of `x` in another type, in new memory."""
+        """The elements of `x` in another data type, in new memory."""
         return x.astype(dtypes.to_numpy(dtype))
 
     def resolved(self, x: Any) -> Any:
-        """`x`, where it is lazy with its values in new memory."""
+        """`x`, or a copy with its values in memory where it is lazy."""
         return x
 
     def transform(
         self, x: HostArray, axes: Sequence[int], function: str, norm: str, s: Sequence[int] | None
     ) -> HostArray:
-        """What the function of numpy.fft of that name gives of `x`, in new memory: fftn, ifftn,
-        rfftn or irfftn, whose arguments the others are.
+        """The result of a function of numpy.fft on `x`, in new memory.
+
+        `function` is "fftn", "ifftn", "rfftn" or "irfftn"; the others are its arguments.
         """
         raise NotImplementedError(f"{self.name} has no Fourier transforms")
 
@@ -184,11 +188,11 @@ class Library(ABC):
         return 0
 
     def device(self, name: str) -> Any:
-        """A device such as "cuda:0" or "cpu", in the library's own words."""
+        """The library's own object for a device such as "cuda:0" or "cpu"."""
         return name
 
     def default_dtype(self) -> DType:
-        """The type of an array that is made without naming one."""
+        """The data type of an array that is made without naming one."""
         return dtypes.of("float64")
 
 
@@ -210,9 +214,7 @@ _RAW: dict[int, np.dtype[Any]] = {
 
 
 def described_bytes(address: int, nbytes: int) -> dict[str, Any]:
-    """Contiguous bytes as array libraries take them: by `__array_interface__` those of the host, by
-    `__cuda_array_interface__` those of a GPU.
-    """
+    """What `__array_interface__`, or `__cuda_array_interface__` on a GPU, says of these bytes."""
     return {
         "shape": (nbytes,),
         "typestr": "|u1",
@@ -223,7 +225,7 @@ def described_bytes(address: int, nbytes: int) -> dict[str, Any]:
 
 
 class _HostMemory:
-    """Memory as NumPy makes an array of it; the array keeps this, and so what holds the memory."""
+    """An object of which NumPy makes an array. The array keeps it alive, and so its memory."""
 
     __slots__ = ("__array_interface__", "keep")
 
@@ -235,7 +237,7 @@ class _HostMemory:
 def host_array(
     address: int, shape: Sequence[int], strides: Sequence[int], typestr: str, keep: object
 ) -> HostArray:
-    """A NumPy array on memory of the host, of which `keep` holds the memory; strides are bytes."""
+    """A NumPy array on memory of the host, which `keep` keeps alive; strides are in bytes."""
     interface = {
         "shape": tuple(shape),
         "strides": tuple(strides),
@@ -247,7 +249,7 @@ def host_array(
 
 
 def share_memory(one: HostArray, other: HostArray) -> bool:
-    """Whether two arrays have an element in common; where that is too hard to tell, true."""
+    """Whether two arrays share an element; True also where that is too hard to tell."""
     if not np.may_share_memory(one, other):
         return False
     try:
@@ -259,7 +261,7 @@ def share_memory(one: HostArray, other: HostArray) -> bool:
 def in_elements(
     strides: Sequence[int], shape: Sequence[int], dtype: DType, package: str
 ) -> tuple[int, ...]:
-    """Strides of bytes as strides of elements. Raises ValueError where they are no multiples."""
+    """Strides in bytes as strides in elements. Raises ValueError where they are no multiples."""
     size = dtype.itemsize
     if any(stride % size for stride in strides) and math.prod(shape) > 1:
         raise ValueError(

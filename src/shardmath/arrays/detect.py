@@ -1,7 +1,7 @@
 """Which library does this array, module or name belong to?
 
-Each module of `libraries` is one, found by its name. The answer comes from the type's own modules:
-no library is imported to be asked.
+Each module of `libraries` defines one library, which is found by the module's name. A library is
+recognised by the modules that an array's type comes from, so none is imported to find out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def libraries() -> Mapping[str, Library]:
 
 @lru_cache(maxsize=64)
 def _library_in(name: str) -> Library:
-    """The library that the module of that name defines."""
+    """The library that the module `name` defines."""
     module = import_module(f"{package.__name__}.{name}")
     [kind] = [
         member
@@ -42,9 +42,9 @@ def _library_in(name: str) -> Library:
 
 
 def array_of(x: Any) -> Any:
-    """`x` itself; where it is a number, of Python's or NumPy's, a NumPy array of no axes.
+    """`x` itself, or for a number, Python's or NumPy's, a NumPy array of no axes.
 
-    NumPy's functions return numbers for arrays of no axes: the sum of an array is one.
+    NumPy's functions return numbers in place of arrays of no axes: a sum, for example.
     """
     return np.asarray(x) if isinstance(x, _NUMBERS) else x
 
@@ -70,8 +70,8 @@ def library_of(x: object, name: str = "") -> Library:
 def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
     """The library and the spec of `x`, an array that a call computes with.
 
-    Raises ValueError, naming the argument: as `library_of`, for elements that are no plain values,
-    and for a tensor whose gradient would be lost without a word.
+    Raises ValueError, naming the argument: as `library_of` and `Library.spec`, and for a tensor
+    whose gradient would be lost silently.
     """
     library = library_of(x, name)
     if library.records(x):
@@ -121,7 +121,7 @@ def _said(kind: type) -> str:
 
 
 def _advice(x: object) -> str:
-    """Advice on how `x` becomes an array, where it can."""
+    """How to make an array of `x`, where there is a way."""
     if hasattr(x, "__torch_dispatch__"):  # of a class that is no plain torch.Tensor
         plain = "x.to_local(), this rank's part" if hasattr(x, "to_local") else "a plain tensor"
         return f", a tensor whose elements are not in memory of its own: pass {plain}"

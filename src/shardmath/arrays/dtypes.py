@@ -1,9 +1,9 @@
-"""Data types of elements: one name for each, whichever library it comes from.
+"""Data types of elements: one name for each type, whichever library an array is of.
 
 Two arrays hold the same kind of elements exactly when their `DType` are equal. A NumPy type that no
-rank computes with (dates, text, bytes, long double, foreign byte order) is opaque: kind "V", named
-by its NumPy type string, and may be moved but not multiplied. So may torch's complex32, which only
-Fourier transforms know: on the host it is a pair of float16.
+rank computes with (dates, text, bytes, long double, foreign byte order) is opaque: its kind is "V",
+its name its NumPy type string, and it may be moved but not multiplied. torch's complex32 is opaque
+too, except to Fourier transforms; on the host it is a pair of float16.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class DType(Immutable):
     """A data type: canonical name, bytes per element, and kind; two are equal where these are.
 
     `kind` is NumPy's letter: f float (the narrow ones too), c complex, i and u integers, b bool,
-    V opaque. What else is known of a type stands in its row of the table below:
+    V opaque. The other values are empty where they do not apply:
 
-    sums        the type that its elements are added in, if not itself
-    carrier     of a type that NumPy lacks: the integers of that size, as which torch passes it
-    kernels     what kernels/elements.cuh calls it, if not by its name
-    complex     of a real type: the type of its Fourier transform
-    real        of a complex type: the type of each of its two parts
-    number      what CUDA's libraries call it, a cudaDataType; None where they lack it
-    computes    of a type that is multiplied: the numbers of what cuBLAS may sum it in, and of what
-    scalars     alpha and beta may be; the usual first
-    largest     of an eight-bit float: the greatest finite number
+    sums        the type in which elements are added, where that is a wider one
+    carrier     for a type that NumPy lacks: integers of that size, as which torch hands it over
+    kernels     the name in kernels/elements.cuh, where it differs
+    complex     for a real type: the type of its Fourier transform
+    real        for a complex type: the type of its real and imaginary parts
+    number      the number of the type among CUDA's cudaDataType; None where it has none
+    computes    for products: the compute types that cuBLAS offers, by number, the usual first
+    scalars     for products: the types that alpha and beta may have, by number, the usual first
+    largest     for an eight-bit float: the greatest finite number
     """
 
     name: str
@@ -114,11 +114,11 @@ _ROWS = (
     DType("complex128", 16, "c", real="float64", number=5, computes=_DOUBLE, scalars=(5,)),
 )
 _KNOWN = {row.name: row for row in _ROWS}
-_PAIR = np.dtype([("real", np.float16), ("imag", np.float16)])  # of which complex32 consists
+_PAIR = np.dtype([("real", np.float16), ("imag", np.float16)])  # complex32 on the host
 
 
 def names(fits: Callable[[DType], object]) -> tuple[str, ...]:
-    """The names of the types in the table that fit, in its order."""
+    """The names of the types in the table for which `fits(type)` is true, in its order."""
     return tuple(row.name for row in _ROWS if fits(row))
 
 
@@ -181,7 +181,7 @@ def _native(name: str) -> np.dtype[Any]:
 
 
 def advice(dtype: str) -> str:
-    """Advice, to end a message with, on how a type becomes one that can be computed with."""
+    """The end of an error message: how to convert arrays of this type so that ranks can compute."""
     if dtype in _KNOWN:
         return "; convert it, for example to float64" if _KNOWN[dtype].kind in "iub" else ""
     given = np.dtype(dtype)
@@ -201,7 +201,7 @@ def accumulator(dtype: Any) -> DType:
 
 
 def numbered(number: int) -> DType | None:
-    """The type that CUDA's libraries call by a number, or None."""
+    """The type of this number among CUDA's cudaDataType, or None."""
     return next((row for row in _ROWS if row.number == number), None)
 
 

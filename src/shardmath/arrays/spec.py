@@ -1,7 +1,7 @@
 """The spec of an array, which ranks compare: all that is known without touching its elements.
 
-A spec is plain data: it holds no reference to the array, prints in one line, and says the same
-for every library.
+A spec is plain data: it holds no reference to the array, prints in one line, and means the same for
+every library.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Literal
 
 from shardmath.base.immutable import Immutable
@@ -33,12 +34,12 @@ class ArraySpec(Immutable):
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # what calls have found out is looked up by it, several times in each
+    def _hash(self) -> int:  # a call looks things up by its specs, several times
         return hash((self.library, self.dtype, self.shape, self.strides, self.device))
 
     @cached_property
     def space(self) -> str:
-        """The kind of memory, "cpu" or "cuda": what ranks compare, since each has its own GPU."""
+        """The kind of memory, "cpu" or "cuda", which is equal on all ranks: devices need not be."""
         return self.device.partition(":")[0]
 
     @property
@@ -49,19 +50,16 @@ class ArraySpec(Immutable):
     @cached_property
     def size(self) -> int:
         """The number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the elements, gaps between them not counted."""
+        """Bytes of all elements, without gaps between them."""
         return self.size * self.itemsize
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """The first byte and the one behind the last, from the element with index 0 everywhere.
+        """The first byte and the one behind the last, counted from the element (0, 0, ...).
 
         (0, 0) where there are no elements.
         """
@@ -133,8 +131,8 @@ Dimension = tuple[int, int, int]  # extent, stride in one array, stride in anoth
 
 
 def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
-    """Dimensions of the same pairs of elements, as few as possible, in the order given: from the
-    fastest on.
+    """The same pairs of elements in as few dimensions as possible, the fastest dimension first, as
+    given.
     """
     kept: list[Dimension] = []
     for extent, one, two in dimensions:
@@ -148,8 +146,8 @@ def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
 
 
 def offsets(dimensions: Sequence[Dimension]) -> Iterator[tuple[int, int]]:
-    """How far each element of some dimensions lies from the first, in one array and in another. The
-    last dimension is the fastest.
+    """For each element, how far it lies from the first one in either array. The last dimension is
+    the fastest.
     """
     for index in product(*(range(extent) for extent, _, _ in dimensions)):
         pairs = list(zip(index, dimensions, strict=True))

@@ -23,7 +23,7 @@ class CuPy(Library):
     spaces: ClassVar[tuple[Space, ...]] = ("cuda",)
 
     def owns_type(self, kind: type) -> bool:
-        """Whether `kind` derives from cupy.ndarray, judged by name: no import."""
+        # Judged by name, without an import.
         return any(
             base.__name__ == "ndarray" and base.__module__.split(".")[0] == "cupy"
             for base in kind.__mro__
@@ -34,7 +34,6 @@ class CuPy(Library):
         return _spec(x.dtype, x.shape, x.strides, x.device.id)
 
     def pointer(self, x: Any) -> int:
-        """The address of the first element, on its device."""
         return int(x.data.ptr)
 
     def host_view(self, x: Any, *, writable: bool = False, name: str = "out") -> HostArray:
@@ -45,7 +44,6 @@ class CuPy(Library):
         )
 
     def on_host(self, x: Any) -> HostArray:
-        """A copy, when all is done that is on the current stream."""
         host: HostArray = x.get()
         return host
 
@@ -56,7 +54,6 @@ class CuPy(Library):
     def from_bytes(
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> Any:
-        """ValueError, as `from_host`."""
         return self.from_host(raw)
 
     def anchor(self, x: Any) -> int:
@@ -111,7 +108,7 @@ class CuPy(Library):
 
 @lru_cache(maxsize=1024)
 def _spec(of: Any, shape: tuple[int, ...], strides: tuple[int, ...], ordinal: int) -> ArraySpec:
-    """The spec of every array that looks like this: a program passes the same few for ever."""
+    """A spec, kept since a program passes arrays of the same few kinds again and again."""
     dtype = dtypes.of(of)
     steps = in_elements(strides, shape, dtype, "cupy")
     return ArraySpec(CuPy.name, dtype.name, shape, steps, f"cuda:{ordinal}", dtype.itemsize)

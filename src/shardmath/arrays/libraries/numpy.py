@@ -1,4 +1,4 @@
-"""NumPy arrays: the library that is always there, and the one that the host computes with."""
+"""NumPy arrays: the library that is always there, and with which cores compute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class NumPy(Library):
 
     name: ClassVar[str] = "numpy"
     spaces: ClassVar[tuple[Space, ...]] = ("cpu",)
+    _new: ClassVar[Callable[..., HostArray]] = staticmethod(np.empty)  # of shape, dtype and order
 
     def owns_type(self, kind: type) -> bool:
-        """Whether `kind` derives from ndarray and is no masked array."""
         return issubclass(kind, np.ndarray) and not any(
             base.__module__.startswith("numpy.ma") for base in kind.__mro__
         )
@@ -32,7 +32,6 @@ class NumPy(Library):
         return _spec(x.dtype, x.shape, x.strides)
 
     def pointer(self, x: HostArray) -> int:
-        """The address of the first element."""
         return int(x.__array_interface__["data"][0])
 
     def is_writable(self, x: HostArray) -> bool:
@@ -42,7 +41,6 @@ class NumPy(Library):
         return _spec(x.dtype, x.shape, x.strides), x.__array_interface__["data"][0]
 
     def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
-        """`x` itself, as a plain ndarray."""
         if writable and not x.flags.writeable:
             raise ValueError(f"{name} is read-only, and the call writes into it")
         if writable and overlaps(x.shape, x.strides):
@@ -50,13 +48,11 @@ class NumPy(Library):
         return np.asarray(x)
 
     def from_host(self, host: HostArray) -> HostArray:
-        """`host` itself."""
         return host
 
     def from_bytes(
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> HostArray:
-        """An ndarray on `raw`."""
         native = dtypes.to_numpy(dtype)
         in_bytes = tuple([stride * native.itemsize for stride in strides])
         return np.ndarray(tuple(shape), native, raw, 0, in_bytes)
@@ -93,12 +89,12 @@ class NumPy(Library):
     ) -> Callable[[], HostArray]:
         if device != "cpu":
             raise ValueError(f"numpy has no arrays on {device}")
-        return partial(np.empty, tuple(shape), dtypes.to_numpy(dtype), order)
+        return partial(self._new, tuple(shape), dtypes.to_numpy(dtype), order)
 
 
 @lru_cache(maxsize=1024)
 def _spec(of: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> ArraySpec:
-    """The spec of every array that looks like this: a program passes the same few for ever."""
+    """A spec, kept since a program passes arrays of the same few kinds again and again."""
     dtype = dtypes.of(of)
     steps = in_elements(strides, shape, dtype, "numpy")
     return ArraySpec(NumPy.name, dtype.name, shape, steps, "cpu", dtype.itemsize)

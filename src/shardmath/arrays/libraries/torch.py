@@ -21,15 +21,15 @@ from shardmath.base.compiled import extension
 from shardmath.base.untraced import has_tangent
 
 _DLPACK = "shardmath.arrays._dlpack"  # the module that dlpack.c makes
-_INTEGERS, _BFLOAT = 0, 4  # what DLPack calls kinds of elements
+_INTEGERS, _BFLOAT = 0, 4  # DLPack's codes for kinds of elements
 _CODES = {"i": _INTEGERS, "f": 2, "c": 5, "b": 6}
-_WORTH = 1 << 20  # multiplications of a product, at which oneDNN's is twice as fast
+_WORTH = 1 << 20  # multiplications from which oneDNN's product is twice as fast
 
 
 class Torch(Library):
-    """`torch.Tensor` and its subclasses, those excepted that compute by `__torch_dispatch__`.
+    """`torch.Tensor` and its subclasses, but for those that compute by `__torch_dispatch__`.
 
-    Such a subclass (DTensor, FakeTensor, and so on) need not have the memory that it describes.
+    Such a subclass (DTensor, FakeTensor, and so on) may lack the memory that it describes.
     """
 
     name: ClassVar[str] = "torch"
@@ -37,7 +37,6 @@ class Torch(Library):
     transforms: ClassVar[bool] = True
 
     def owns_type(self, kind: type) -> bool:
-        """Whether `kind` derives from torch.Tensor, judged by name: no import."""
         for base in kind.__mro__:
             if base.__name__ == "Tensor" and base.__module__ == "torch":
                 own: Any = getattr(kind, "__torch_dispatch__", None)
@@ -53,7 +52,6 @@ class Torch(Library):
         return bool(torch.is_grad_enabled())
 
     def spec(self, x: Any) -> ArraySpec:
-        """The spec; a tensor on a GPU has one too."""
         try:
             spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
         except RuntimeError:  # it has no strides
@@ -67,11 +65,9 @@ class Torch(Library):
         return spec
 
     def pointer(self, x: Any) -> int:
-        """The address of the first element, on its device."""
         return int(x.data_ptr())
 
     def host_view(self, x: Any, *, writable: bool = False, name: str = "out") -> HostArray:
-        """A NumPy array on the memory of `x`, detached from any gradient."""
         import torch
 
         _require_strided(x.layout, x.device)
@@ -101,7 +97,6 @@ class Torch(Library):
         return (spec, address) if address or not spec.size else None
 
     def on_host(self, x: Any) -> HostArray:
-        """A view, or a copy of what is on a GPU."""
         return self.host_view(x.cpu())
 
     def from_host(self, host: HostArray) -> Any:
@@ -121,7 +116,6 @@ class Torch(Library):
     def from_bytes(
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> Any:
-        """A tensor on `raw`; ValueError for a data type that torch lacks."""
         import torch
 
         known = dtypes.of(dtype)
@@ -146,7 +140,7 @@ class Torch(Library):
 
         kind = dtypes.of(dtype)
         native = _native(kind)
-        if 0 in shape:  # it lies somewhere too, and keeps the owner
+        if 0 in shape:  # it has an address too, and keeps the owner alive
             raw = torch.as_tensor(owner, device=owner.device)
             whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
             return whole.as_strided(tuple(shape), tuple(strides))
@@ -224,7 +218,6 @@ class Torch(Library):
             return 0
 
     def device(self, name: str) -> Any:
-        """A torch.device."""
         import torch
 
         return torch.device(name)
@@ -238,20 +231,20 @@ class Torch(Library):
 
 @cache
 def _current_stream() -> Callable[[int], int]:
-    """How to ask for a device's current stream: what torch's generated code calls, if it has it.
+    """The function that returns a device's current stream: the one of torch's generated code.
 
-    The public function makes an object first, which takes ten times as long. Until torch has begun
-    with CUDA there is nothing to ask: that LookupError is not kept.
+    The public function, which serves where torch lacks it, makes an object first and takes ten
+    times as long. Raises LookupError, which is not cached, until torch has initialized CUDA.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        raise LookupError("torch has not begun with CUDA")
+        raise LookupError("torch has not initialized CUDA")
     direct: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return direct or (lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream))
 
 
 def _address(x: Any) -> int:
-    """Where the elements of `x` lie; 0 where it has none, or only stands for other tensors."""
+    """The address of the elements of `x`; 0 where it has none or only stands for other tensors."""
     try:
         return int(x.data_ptr())
     except RuntimeError:
@@ -259,7 +252,7 @@ def _address(x: Any) -> int:
 
 
 class _Part:
-    """An array on a part of `owner`, as torch takes it, in one step: it keeps the owner."""
+    """An array on a part of the memory of `owner`, as torch takes it; it keeps the owner alive."""
 
     def __init__(
         self, owner: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], address: int
@@ -278,9 +271,9 @@ class _Part:
 def _viewer(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], device: str
 ) -> Callable[[Any, int], Any] | None:
-    """A function that makes a tensor on memory of `device`, of its owner and its address, in C.
+    """A function `view(owner, address)` that makes a tensor on memory of `device`, by dlpack.c.
 
-    None where that was not built, and for tensors without elements, which need no address. Raises
+    None where that was not built, and for tensors without elements, which have no address. Raises
     ValueError for a data type that torch lacks.
     """
     built, native = extension(_DLPACK), _native(dtype)
@@ -300,7 +293,7 @@ def _viewer(
 
 @lru_cache(maxsize=1)
 def _multiplies_bfloat16() -> bool:
-    """Whether these cores have instructions for it, and torch has oneDNN."""
+    """Whether these cores have instructions for bfloat16, and torch has oneDNN."""
     import torch
 
     is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -308,7 +301,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 def _native(dtype: DType) -> Any:
-    """The data type in torch's words. Raises ValueError when it has none like it."""
+    """Torch's own data type. Raises ValueError where torch has none like it."""
     import torch
 
     native = getattr(torch, dtype.name, None)
@@ -321,14 +314,14 @@ def _native(dtype: DType) -> Any:
 def _spec(
     of: Any, shape: tuple[int, ...], strides: tuple[int, ...], layout: Any, device: Any
 ) -> ArraySpec:
-    """The spec of every tensor that looks like this: a program passes the same few for ever."""
+    """A spec, kept since a program passes tensors of the same few kinds again and again."""
     _require_strided(layout, device)
     dtype = dtypes.of(of)
     return ArraySpec(Torch.name, dtype.name, tuple(shape), strides, str(device), dtype.itemsize)
 
 
 def _require_strided(layout: Any, device: Any) -> None:
-    """Raise ValueError unless tensors of such a layout have memory on `device`."""
+    """Raise ValueError unless tensors of this layout have memory on `device`."""
     if str(layout) != "torch.strided" or device.type == "meta":
         raise ValueError(
             f"a torch tensor of layout {layout} on {device} has no strided memory; "
