@@ -1,7 +1,7 @@
-"""Who owns what, without asking for every index: the distinct sets of owners of a layout.
+"""The distinct sets of ranks that own elements of a layout, found without visiting every index.
 
-An axis falls into atoms, pieces whose indices all have the same owners along that axis. Atoms
-repeat with the common period of the spans: their number follows the pattern, not the extent.
+An axis is divided into atoms, pieces whose indices all have the same owners along that axis. Atoms
+repeat with the common period of the spans, so their number depends on the pattern, not the extent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Atom:
 def atoms(spans: Sequence[Spans], extent: int) -> Iterator[Atom]:
     """Split the indices 0, ..., extent - 1 by which of `spans` hold them.
 
-    Yields atoms that cover every index once, those in none of the spans (mask 0) included.
+    The atoms cover every index once; those of mask 0 are in none of the spans.
     """
     turns: dict[int, int] = {0: 0, extent: 0}  # which spans start or stop there
     for j, s in enumerate(spans):
@@ -42,9 +42,9 @@ def atoms(spans: Sequence[Spans], extent: int) -> Iterator[Atom]:
 
 
 def _zone(spans: Sequence[Spans], held: int, lo: int, hi: int) -> Iterator[Atom]:
-    """Atoms of [lo, hi), in which no span starts or stops: those of `held` reach over all of it.
+    """Atoms of [lo, hi), in which no span starts or stops.
 
-    Each of these is there throughout, or periodic.
+    The spans of `held` cover all of it, without gaps or periodically; the others none of it.
     """
     cyclic = [j for j in bits(held) if spans[j].period]
     if not cyclic:
@@ -67,7 +67,7 @@ def _zone(spans: Sequence[Spans], held: int, lo: int, hi: int) -> Iterator[Atom]
         if rest:
             yield Atom(start + count * common, rest, 1, 0, mask)
         start = upto
-        while cuts and cuts[0][0] == start < end:  # a block of span j starts or ends
+        while cuts and cuts[0][0] == start < end:  # where a block of span j starts or ends
             j = cuts[0][1]
             mask ^= 1 << j
             following = spans[j].cut_after(start)
@@ -86,9 +86,9 @@ def bits(mask: int) -> Iterator[int]:
 def owner_sets(
     global_shape: Sequence[int], parts: Sequence[Sequence[Spans]]
 ) -> Mapping[int, tuple[int, ...]]:
-    """Every set of ranks that owns some index, as a bit mask, with one such index for each.
+    """Every set of ranks that owns some index, as a bit mask, with one such index.
 
-    The mask 0 stands for indices without an owner. Empty when the global shape holds no element.
+    The mask 0 means that an index has no owner. Empty when the global shape has no elements.
     """
     if 0 in global_shape:
         return {}

@@ -1,12 +1,12 @@
 """Distributions of an array over ranks: the part of a rank, its shape, who owns an index.
 
-A distribution is an immutable value: `bind` returns a copy that knows a global shape and writes
-nothing. Every answer comes from one question, `part`: which `Spans` does a rank own, per axis?
+A distribution is an immutable value: `bind` returns a copy that knows a global shape. Every answer
+comes from one question, `part`: which `Spans` does a rank own along each axis?
 
-The global shape of an array is inferred from what each rank holds: every rank can do so with the
-gathered shapes, and gets the same shape or the same error, which names the rank that differs. A
-conversion never moves an element: the candidates of the wanted class are compared with the given
-distribution, part by part for every rank, and the first that agrees is the answer.
+The global shape of an array is inferred from the shapes that all ranks hold: every rank gets the
+same shape or the same error, which names the rank that differs. A conversion never moves an
+element: candidates of the wanted class are compared with the given distribution, part by part for
+every rank, and the first that agrees is the answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ D = TypeVar("D", bound="Distribution")
 
 
 class Binding(Immutable):
-    """The array and the ranks that a distribution is bound to; None where it was not told."""
+    """What a distribution is bound to: a global shape and, if given, a number of ranks, a rank."""
 
     global_shape: tuple[int, ...]
     size: int | None = None
@@ -44,10 +44,10 @@ class Binding(Immutable):
 
 
 class Argument(Immutable):
-    """An argument that a class of distributions is made from, and the attribute of that name.
+    """An argument of a class of distributions, and the attribute of that name.
 
-    Those by `keyword` may be left out: for None, and for zeros. Of one with a value for each axis,
-    `appended` is that of an axis of extent 1 behind the last.
+    An argument by `keyword` is left out of a repr where it is None or zeros. `appended` is for
+    arguments with a value for each axis: the value of an axis of extent 1 that is appended.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Argument(Immutable):
     appended: int | None = None
 
     def widened(self, value: Any, ndim: int) -> Any:
-        """The value for so many axes, which are more than there were."""
+        """The value of the argument once axes were appended to make `ndim` of them."""
         if self.name == "ndim":
             return ndim
         if isinstance(value, ProcessGrid):
@@ -66,12 +66,11 @@ class Argument(Immutable):
 class Distribution(Immutable, ABC):
     """How a global array is split over ranks.
 
-    A class says which `_arguments` it is made from: what ranks compare and send, and how it prints,
-    follows from them.
+    The `_arguments` of a class determine what ranks compare and send, and how it prints.
 
     `size=`, the number of ranks, may be left out where the distribution is bound to one or has a
-    process grid, or where a context is current; otherwise RuntimeError. `global_shape` may be left
-    out where the distribution is bound; otherwise RuntimeError.
+    process grid, or where a context is current; `global_shape` where the distribution is bound.
+    Otherwise methods raise RuntimeError.
     """
 
     _arguments: ClassVar[tuple[Argument, ...]]
@@ -91,7 +90,7 @@ class Distribution(Immutable, ABC):
 
     @property
     def per_rank(self) -> bool:
-        """True when it speaks of one rank only, so that each rank holds another one (`Box`)."""
+        """True for a `Box`, which says what one rank owns, so that each rank holds another one."""
         return False
 
     @property
@@ -170,8 +169,8 @@ class Distribution(Immutable, ABC):
     ) -> tuple[slice, ...]:
         """Where the part of `rank` lies: `x[distribution.slices(rank, x.shape)]` of a global array.
 
-        Errors as `shape`; ValueError also where the indices along an axis make no slice, as blocks
-        of several indices that are dealt in turn.
+        Errors as `shape`; ValueError also where the indices along an axis make no slice, as with
+        cyclic blocks of several indices.
         """
         part = self._known_part(rank, global_shape, size)
         slices = [spans.slice() for spans in part]
@@ -251,7 +250,7 @@ class Distribution(Immutable, ABC):
         return (kind.__name__, *plain, binding)
 
     def alike(self, other: Distribution) -> bool:
-        """True when two ranks that hold these mean the same distribution; bindings do not count."""
+        """True when both are the same distribution; bindings are not compared."""
         return (
             type(self) is type(other)
             and all(
@@ -286,14 +285,12 @@ class Distribution(Immutable, ABC):
 
     @classmethod
     def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
-        """Every distribution of this class that could describe what `given` describes, the
-        likeliest first.
-        """
+        """Distributions of this class that may have the layout of `given`, the likeliest first."""
         return iter(())
 
     @classmethod
     def _converted(cls, given: Distribution, size: int) -> Distribution | None:
-        """One of this class that describes what `given` describes on `size` ranks, if there is one.
+        """The distribution of this class with the layout of `given` on `size` ranks, or None.
 
         Raises ConvertDistributionError when that cannot be known.
         """
@@ -301,7 +298,7 @@ class Distribution(Immutable, ABC):
         return next(same, None)
 
     def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
-        """`part` of arguments that are known to fit."""
+        """`part`, for arguments that are known to fit."""
         places = self._place(rank, len(shape), size)
         return tuple(
             Spans.even(extent, parts, k) for extent, (k, parts) in zip(shape, places, strict=True)
@@ -312,7 +309,7 @@ class Distribution(Immutable, ABC):
         raise AssertionError(f"{self!r} speaks of all ranks")
 
     def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
-        """Fields that take another value in a copy bound to `shape`."""
+        """Fields whose values a copy bound to `shape` replaces, and the new values."""
         return {}
 
     def _check(self, shape: tuple[int, ...], size: int | None) -> None:
@@ -382,7 +379,7 @@ def known_size(given: Distribution) -> int | None:
 
 
 def known_rank(given: Distribution) -> int | None:
-    """The rank that asks, from the binding or the current context; else None."""
+    """This process's rank, from the binding or the current context; else None."""
     if given.binding is not None and given.binding.rank is not None:
         return given.binding.rank
     context = current.get()
@@ -415,7 +412,8 @@ def infer_global_shape(
     if held is not None:
         shape = held.global_shape
     elif distributions[0].per_rank:
-        shape = _from_parts(distributions)
+        ends = [distribution._end() for distribution in distributions]
+        shape = tuple(max(axis) for axis in zip(*ends, strict=True))
     else:
         shape = _from_places(distributions, locals_)
     size = len(locals_)
@@ -433,7 +431,7 @@ def infer_global_shape(
 def check_alike(distributions: Sequence[Distribution]) -> None:
     """Raise BindDistributionError, naming the rank, unless all ranks mean the same distribution.
 
-    Boxes need not be equal. Where ranks differ, the one that most ranks hold is taken for right.
+    Boxes need not be equal. Where ranks differ, what most ranks hold is taken to be right.
     """
     kinds: list[list[int]] = []
     for rank, distribution in enumerate(distributions):
@@ -462,16 +460,10 @@ def _check_ndim(distributions: Sequence[Distribution], shapes: Sequence[tuple[in
             )
 
 
-def _from_parts(distributions: Sequence[Distribution]) -> tuple[int, ...]:
-    """The end, along each axis, of what ranks own that say so without a global shape."""
-    ends = [distribution._end() for distribution in distributions]
-    return tuple(max(axis) for axis in zip(*ends, strict=True))
-
-
 def _from_places(
     distributions: Sequence[Distribution], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Along each axis the sum over its parts, each as long as most ranks that hold it say."""
+    """Along each axis the sum of its parts, each as long as most of the ranks that hold it say."""
     size, ndim = len(shapes), len(shapes[0])
     first = distributions[0]
     first._check((0,) * ndim, size)
@@ -515,7 +507,7 @@ def _convert(given: Distribution, cls: type[D]) -> D:
 def refuse_conversion(
     given: Distribution, cls: type[Distribution], why: str
 ) -> ConvertDistributionError:
-    """The error that says why there is no `cls` in place of `given`."""
+    """The error that says why `given` does not convert to `cls`."""
     hint = "" if given.is_bound else "; bound to a global shape it may have one"
     return ConvertDistributionError(f"{given!r} does not convert to {cls.__name__}: {why}{hint}")
 
@@ -527,8 +519,8 @@ def _same(given: Distribution, candidate: Distribution, size: int) -> bool:
     else:
         if given.per_rank:
             raise refuse_conversion(given, type(candidate), "it is not bound to a global shape")
-        # Even parts of so long an axis tell any two numbers of parts and any two places apart, and
-        # blocks of one size cannot be even parts of both lengths, unless they are one part: what
+        # On axes this long, any two numbers of parts and any two places give different even parts;
+        # and no block size but that of a single part gives even parts of both lengths. So what
         # agrees on these two shapes agrees on every shape.
         extent = 4 * size * size
         ndim = candidate.ndim if given.ndim is None else given.ndim
@@ -540,15 +532,13 @@ def _same(given: Distribution, candidate: Distribution, size: int) -> bool:
         for rank in ranks:
             one = given.part(rank, shape, size=size)
             two = candidate.part(rank, shape, size=size)
-            if one != two and all(s.block for s in one):
-                return False
-            if one != two and all(s.block for s in two):
-                return False
+            if one != two and (all(s.block for s in one) or all(s.block for s in two)):
+                return False  # empty parts are equal wherever they lie
     return True
 
 
 def asking_rank(given: Distribution, cls: type[Distribution]) -> int:
-    """The rank that asks. Raises ConvertDistributionError when it is not known."""
+    """This process's rank. Raises ConvertDistributionError when it is not known."""
     known = known_rank(given)
     if known is None:
         raise refuse_conversion(given, cls, "this rank is not known: bind it with rank=")

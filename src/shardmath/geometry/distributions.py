@@ -1,10 +1,10 @@
 """The distributions by name: Slab, Box, BlockCyclic, BlockNonCyclic and Replicated.
 
-Each says only which part of each axis a rank holds; everything else is in `Distribution`. Uneven
-and empty parts are ordinary.
+Each says only which part of each axis a rank holds; `Distribution` derives the rest. Parts may be
+uneven or empty.
 
-Ranks tell each other what they hold in plain data: tuples, strings, integers and None. `decode`
-makes only distributions, from data that has exactly the form that `Distribution.encode` gives.
+Ranks send each other distributions as plain data: tuples, strings, integers and None. `decode`
+makes nothing but distributions, from data of exactly the form that `Distribution.encode` returns.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Slab.X, Slab.Y, Slab.Z = Slab(0), Slab(1), Slab(2)
 class Box(Distribution):
     """One rank's box: the indices lower <= i < upper along each axis; it may be empty.
 
-    Every rank holds its own, and none knows the others'. Unpacks to (lower, upper). Raises
+    Every rank has its own, and knows nothing of the others'. Unpacks to (lower, upper). Raises
     ValueError when lower and upper are no integers, of different length, negative, or when
     upper < lower.
     """
@@ -115,7 +115,7 @@ class Box(Distribution):
 
     @property
     def per_rank(self) -> bool:
-        """True: a box speaks of its own rank only."""
+        """True: a box says what its own rank owns."""
         return True
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
@@ -160,11 +160,11 @@ class Box(Distribution):
         return draw(shape, {-1 if rank is None else rank: self._part(0, shape, 1)})
 
     def infer_global_shape(self, local_shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Raises RuntimeError: it takes all ranks' boxes, as the function of that name does."""
+        """Raises RuntimeError: use the function of this name, which takes all ranks' boxes."""
         raise RuntimeError(f"{self!r} knows one rank only: use geometry.infer_global_shape")
 
     def alike(self, other: Distribution) -> bool:
-        """True for every box: each rank holds another one."""
+        """True for every box of as many axes: each rank has another one."""
         return isinstance(other, Box) and self.ndim == other.ndim
 
     def _known_part(
@@ -232,7 +232,7 @@ class BlockCyclic(Distribution):
         Argument("first_process", keyword=True, appended=0),
     )
     process_grid: ProcessGrid
-    block_sizes: tuple[int, ...]  # of a BlockNonCyclic: () until bound, then its largest part
+    block_sizes: tuple[int, ...]  # for a BlockNonCyclic () until it is bound, then its largest part
     first_process: tuple[int, ...]
 
     def __init__(
@@ -368,13 +368,13 @@ _KINDS = {kind.__name__: kind for kind in (Slab, Box, BlockCyclic, BlockNonCycli
 
 
 def decode(data: Any) -> Distribution:
-    """The distribution that was encoded. Raises ValueError for data of another form."""
+    """The distribution that was encoded. Raises ValueError for malformed data."""
     try:
         distribution = _decode(data)
         plain = distribution.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"malformed distribution: {error}") from None
-    # What decodes to a value that encodes otherwise was not written by a rank of ours.
+    # Data that does not encode to itself was not written by `encode`.
     if plain != data or not _plain(data):
         raise ValueError(f"malformed distribution: {data!r}")
     return distribution
@@ -405,7 +405,7 @@ def _decode_grid(data: Any) -> ProcessGrid:
 
 
 def _plain(data: Any) -> bool:
-    """True when nothing but tuples, strings, integers and None is inside: 1.0 and True equal 1."""
+    """True for nested tuples of strings, integers and None. (1.0 and True would equal 1.)"""
     if type(data) is tuple:
         return all(_plain(item) for item in data)
     return data is None or type(data) in (int, str)

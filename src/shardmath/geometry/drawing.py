@@ -1,7 +1,7 @@
-"""Text drawings of who owns what, for people.
+"""Text drawings of which rank owns what.
 
-A drawing shows one character per element while the array is small, and one per block, whatever the
-blocks' sizes, where it is large; only as many blocks are computed as are shown.
+A drawing shows one character per element of a small array, and one per block of a large one,
+whatever the sizes of the blocks; only the blocks that are shown are computed.
 """
 
 from __future__ import annotations

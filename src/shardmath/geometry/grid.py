@@ -1,7 +1,7 @@
 """Which rank sits at which coordinate of an N-dimensional grid of processes.
 
-A grid is its mapping: two grids are equal exactly when they have the same shape and put the same
-rank at every coordinate, whichever way they were described.
+Two grids are equal exactly when they have the same shape and the same rank at every coordinate,
+whichever way they were described.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ProcessGrid(Immutable):
         return ProcessGrid(process_array=_nest(self.ranks, shape))
 
     def encode(self) -> tuple[Any, ...]:
-        """Plain data that tells it from every other grid."""
+        """Plain data that identifies the grid."""
         if self.layout is None:
             return (self.shape, None, self.process_array)
         return (self.shape, int(self.layout), None)
@@ -145,7 +145,7 @@ def _grid_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fill(shape: tuple[int, ...], layout: ProcessGrid.Layout | None) -> tuple[int, ...]:
-    """The ranks by coordinate (last fastest) when they fill the grid in the order of `layout`."""
+    """The ranks by coordinate, the last one fastest, of a grid filled in the order of `layout`."""
     if layout is not ProcessGrid.Layout.COL_MAJOR:
         return tuple(range(prod(shape)))
     steps = [prod(shape[:axis]) for axis in range(len(shape))]

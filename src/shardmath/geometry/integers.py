@@ -1,6 +1,6 @@
-"""The integers that a user gives: ranks, extents, shapes, of Python's or a library's type.
+"""Checks of integers that users pass: ranks, extents, shapes, of Python's or a library's types.
 
-Everything past this door holds plain `int`.
+The functions return plain `int`, and nothing beyond them has to check again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def integers(values: object, name: str, *, least: int | None = None) -> tuple[in
         try:
             return tuple([integer(value, name, least=least) for value in values])
         except ValueError:
-            pass  # said below, with all of them
+            pass  # the error below shows all of them
     bound = "" if least is None else f" of at least {least}"
     raise ValueError(f"{name} must be a sequence of integers{bound}, not {values!r}")
 
@@ -67,7 +67,7 @@ def slices(extent: int, most: int) -> list[slice]:
 
 
 def tiles(rows: int, columns: int, high: int, wide: int) -> Iterator[tuple[slice, slice]]:
-    """Index pairs that cover `rows` x `columns`: of `high` x `wide`, but at the ends."""
+    """Pairs of slices: tiles of `high` x `wide`, smaller at the ends, that cover a matrix."""
     for top in range(0, rows, high):
         for left in range(0, columns, wide):
             yield slice(top, min(top + high, rows)), slice(left, min(left + wide, columns))

@@ -1,7 +1,7 @@
 """Which part of a global array every rank owns: one product of `Spans` per rank.
 
-A `Layout` knows every rank, unlike a `Distribution` such as a box, which may know only its own. It
-is a value: two layouts are equal exactly when every rank owns the same indices along every axis.
+A `Layout` knows the parts of all ranks, unlike a box, which knows only its own. Two layouts are
+equal exactly when every rank owns the same indices along every axis.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class Layout(Immutable):
         return cls(shape, tuple(zip(*full, strict=True)) if full else ((),) * size)
 
     def with_column(self, axis: int, extent: int, column: Sequence[Spans] | None) -> Layout:
-        """This layout but for one axis, of another extent, of which rank r owns `column[r]`; None
-        stands for the whole axis.
+        """This layout with one axis replaced: rank r owns `column[r]` of the new `extent`.
+
+        None stands for the whole axis.
         """
         columns: list[Sequence[Spans] | None] = [self.column(n) for n in range(self.ndim)]
         columns[axis] = column
@@ -186,7 +187,7 @@ class Layout(Immutable):
 
     @cached_property
     def owner_sets(self) -> Mapping[int, tuple[int, ...]]:
-        """Each set of ranks that owns some element, as a bit mask, with one such index."""
+        """Each set of ranks that owns some element, as a bit mask, with the index of one."""
         return owner_sets(self.global_shape, self.parts)
 
     def covers(self) -> bool:
@@ -219,7 +220,7 @@ class Layout(Immutable):
         return tuple(tuple(ranks) for ranks in by_part.values())
 
     def groups_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The one of the `groups` that has `rank`; none where its part is empty."""
+        """The group of `rank` among the `groups`, in a tuple; () where its part is empty."""
         return self._groups_of.get(rank, ())
 
     @cached_property

@@ -50,7 +50,7 @@ class Move:
 
 
 class Pattern(enum.Enum):
-    """The kind of a redistribution, seen over all ranks; the first meaning that holds."""
+    """The kind of a redistribution, seen over all ranks: the first of these that applies."""
 
     LOCAL = "local"  # no element changes its rank
     ALL_GATHER = "all-gather"  # every rank ends with everything
@@ -73,9 +73,9 @@ def moves(
     """The moves that turn `src` into `dst`: all, or those into `dst_rank`, or out of `src_rank`.
 
     Where several ranks own the data, a rank takes what it has itself, and otherwise the owners
-    share the destinations evenly. Ascending by destination, then by source where there is one owner
-    per element. Raises ValueError when the global shapes or sizes differ, or when an element that
-    `dst` needs has no owner in `src`.
+    share the destinations evenly. The moves ascend by destination, then, where each element has one
+    owner, by source. Raises ValueError when the global shapes or sizes differ, or when an element
+    that `dst` needs has no owner in `src`.
     """
     _check(src, dst)
     return tuple(
@@ -87,11 +87,9 @@ def moves(
 
 
 def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move, ...]:
-    """The moves of all that `dst` needs and `src` holds, whoever else may hold it too."""
-    boxes: list[Move] = [Move(src, dst, ())]
-    for one, two in zip(held.spans(src), need.spans(dst), strict=True):
-        boxes = [Move(src, dst, (*m.runs, run)) for m in boxes for run in one.intersect(two)]
-    return tuple(boxes)
+    """The moves of all that `dst` needs and `src` holds, whether or not others hold it, too."""
+    columns = _meet(held.spans(src), need.spans(dst))
+    return () if columns is None else tuple(Move(src, dst, runs) for runs in product(*columns))
 
 
 def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
@@ -101,7 +99,7 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
     """
     received = bytes_received(src, dst, itemsize)
     if src.copies == dst.copies == 1:
-        # Each rank sends what it does not keep: no need to ask what every two ranks share.
+        # Each rank sends what it does not keep: pairs of ranks need not be compared.
         pairs = zip(src.local_sizes, kept_elements(src, dst), strict=True)
         sent = [(part - keeps) * itemsize for part, keeps in pairs]
         return Traffic(tuple(sent), received)
@@ -112,7 +110,7 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
 
 
 def bytes_received(src: Layout, dst: Layout, itemsize: int) -> tuple[int, ...]:
-    """The bytes that each rank receives: all of its part that it does not have.
+    """The bytes that each rank receives: of its part, all that it does not have already.
 
     Raises ValueError as `moves` does.
     """
@@ -125,7 +123,7 @@ def bytes_received(src: Layout, dst: Layout, itemsize: int) -> tuple[int, ...]:
 
 
 def kept_elements(src: Layout, dst: Layout) -> list[int]:
-    """How many elements of its part in `dst` each rank has in `src`."""
+    """How many elements of its part of `dst` each rank owns in `src`, too."""
     pairs = zip(src.parts, dst.parts, strict=True)
     return [prod(map(Spans.shared, one, two)) for one, two in pairs]
 
@@ -153,7 +151,7 @@ def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
             if d in group:
                 yield d, d, count
             else:
-                yield group[turns[number] % len(group)], d, count  # the turn that `_choose` finds
+                yield group[turns[number] % len(group)], d, count  # in turn, as `_choose` does
                 turns[number] += 1
         need = dst.local_sizes[d]
         if owned != need:
@@ -165,7 +163,7 @@ def common_elements(one: Layout, two: Layout) -> list[list[int]]:
     table = [[1] * two.size for _ in range(one.size)]
     for axis in range(one.ndim):
         ours, theirs = one.column(axis), two.column(axis)
-        # Ranks share few distinct spans: these are compared, rather than all pairs of ranks.
+        # There are few distinct spans: these are compared, rather than all pairs of ranks.
         place = {spans: number for number, spans in enumerate(dict.fromkeys(theirs))}
         columns = [place[spans] for spans in theirs]
         rows = {spans: [spans.shared(other) for other in place] for spans in dict.fromkeys(ours)}
@@ -233,9 +231,9 @@ def _meet(src: Sequence[Spans], dst: Sequence[Spans]) -> list[tuple[Run, ...]] |
 
 
 def _choose(group: Sequence[int], part: Sequence[Spans], dst: Layout, d: int) -> int:
-    """Which rank of `group`, all of which own `part`, serves rank `d`.
+    """The rank of `group`, all of which own `part`, that sends it to rank `d`.
 
-    Itself if it can; otherwise the takers from outside the group go round the group in turn.
+    `d` itself if it is one; otherwise ranks outside the group are served by its ranks in turn.
     """
     if d in group:
         return d
@@ -252,9 +250,9 @@ def _choose(group: Sequence[int], part: Sequence[Spans], dst: Layout, d: int) ->
 def _overlapping_sources(
     src: Layout, dst: Layout, d: int, only: int | None
 ) -> Iterator[tuple[int, list[tuple[Run, ...]]]]:
-    """The sources of parts that overlap without being equal: atom by atom, each with one owner.
+    """The sources where parts overlap without being equal: atom by atom, each from one owner.
 
-    Correct for every layout; the other path gives fewer and longer runs where it applies.
+    This serves every layout; where it applies, the other way gives fewer and longer runs.
     """
     axes: list[list[tuple[Atom, int]]] = []
     for axis, extent in enumerate(src.global_shape):
@@ -295,7 +293,7 @@ def _holds(src: Sequence[Spans], dst: Sequence[Spans]) -> bool:
 
 
 def _one_move_per_pair(src: Layout, dst: Layout) -> bool:
-    # Ranks share few distinct spans: mostly these decide, rather than all pairs of ranks.
+    # There are few distinct spans: comparing these mostly decides, without all pairs of ranks.
     columns = [(set(src.column(axis)), set(dst.column(axis))) for axis in range(src.ndim)]
     if all(len(a.intersect(b)) <= 1 for one, two in columns for a in one for b in two):
         return True

@@ -1,8 +1,8 @@
-"""Which global indices one rank owns along one axis, and how two such sets meet.
+"""The global indices that one rank owns along one axis, and the intersection of two such sets.
 
 Every named distribution is, per rank and axis, one `Spans`: equal blocks at a constant period, cut
-at a stop. The fields are kept in a normal form, so that two `Spans` are equal exactly when they
-hold the same indices. Nothing enumerates blocks: work is bounded by one common period of two sets.
+at a stop. The fields have a normal form, so that two `Spans` are equal exactly when they hold the
+same indices. Blocks are never enumerated: work is bounded by one common period of two sets.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Run:
         return Run(1, self.length, src, 0, self.dst_start + index * self.dst_step, 0)
 
     def clipped(self, lo: int, hi: int) -> Iterator[Run]:
-        """The blocks between lo and hi of the destination's axis, from lo on: a cut one, the whole
-        ones together, a cut one.
+        """The elements between lo and hi of the destination's axis, which then starts at lo.
+
+        They are a cut block, the whole blocks as one run, and another cut block, where there are.
         """
         if self.count == 1:
             start, stop = max(self.dst_start, lo), min(self.dst_start + self.length, hi)
@@ -164,7 +165,7 @@ class Spans:
             yield lo, min(lo + self.block, self.stop)
 
     def slice(self) -> slice | None:
-        """The indices as a slice; None where there is none, for equal blocks of several."""
+        """The indices as a slice; None where they are several blocks of several indices."""
         if self.period == 0:
             return slice(self.start, self.stop)
         return slice(self.start, self.stop, self.period) if self.block == 1 else None
@@ -195,7 +196,7 @@ class Spans:
     def intersect(self, other: Spans) -> tuple[Run, ...]:
         """The indices in both, as runs from this local axis (source) to the other's (destination).
 
-        Their number is bounded by the blocks in one common period of the two, whatever the extent.
+        There are at most as many runs as blocks in one common period, whatever the extent.
         """
         return _intersect(self, other)
 
@@ -228,8 +229,8 @@ def _intersect(src: Spans, dst: Spans) -> tuple[Run, ...]:
 
 
 def run_between(src: Spans, dst: Spans, start: int, length: int, count: int, step: int) -> Run:
-    """The run from the local axis of `src` to that of `dst` of `count` blocks of `length` global
-    indices, from `start` on, `step` apart. Both own all of them.
+    """The run from the local axis of `src` to that of `dst`, of global indices that both own:
+    `count` blocks of `length`, `step` apart, from `start` on.
     """
     src_start, dst_start = src.before(start), dst.before(start)
     if count == 1:
@@ -242,7 +243,7 @@ def run_between(src: Spans, dst: Spans, start: int, length: int, count: int, ste
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """Runs that follow each other, those at one distance as one."""
+    """The same runs, in order, with those merged that lie at a constant distance."""
     kept: list[Run] = []
     for run in runs:
         both = _join(kept[-1], run) if kept else None
@@ -278,9 +279,9 @@ def _within(fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
 
 
 def _periodic(coarse: Spans, fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
-    """The pieces of both in [lo, hi): the coarse blocks of one common period, then repeated.
+    """The pieces of both in [lo, hi): those in the coarse blocks of one common period, repeated.
 
-    Only the first and the last coarse block can be cut by lo and hi; they stand alone.
+    Only the first and the last coarse block can be cut by lo and hi; they are not repeated.
     """
     start, block, period = coarse.start, coarse.block, coarse.period
     common = math.lcm(period, fine.period)
@@ -315,7 +316,7 @@ def _repeat(piece: _Piece, repeats: int, common: int) -> Iterator[_Piece]:
 
 
 def _join(one: Run, two: Run) -> Run | None:
-    """One run that holds both, `two` coming after `one`; None where there is none."""
+    """One run of both, where `two` follows `one`; None where there is none."""
     if one.count == two.count == 1:
         src_gap = two.src_start - one.src_start
         dst_gap = two.dst_start - one.dst_start
