@@ -9,7 +9,8 @@ from typing import Any
 
 __all__ = ["calls_before", "lines_of"]
 
-WAITING = ("symmetric/board.py", "symmetric/waiting.py", "/rows.py", "/liveness.py")
+WAITING = tuple(f"symmetric/{name}.py" for name in ("board", "peers", "rows", "waiting"))
+WAITING += ("/liveness.py",)
 COMPILING = "is_watched"  # is asked where torch's compiler is loaded, as it is by some tests
 
 

@@ -18,7 +18,7 @@ from shardmath.fft import fft
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.linalg.advanced import matmul
 from shardmath.program import cores
-from shardmath.symmetric import board
+from shardmath.symmetric import rows
 
 N = 256
 LIMIT = 0.3  # seconds for which ranks wait for the one that is late
@@ -55,7 +55,7 @@ def operand():
 
 def given_up(context, rank):
     """Wait until `rank` has given up, and a little longer."""
-    while context.board._words[rank][board._STATE] != board._FAILED:
+    while context.board._words[rank][rows.STATE] != rows.FAILED:
         time.sleep(0.01)
     time.sleep(0.05)
 

@@ -17,7 +17,7 @@ from shardmath.distribution import Slab, redistribute
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.rendezvous import rendezvous
-from shardmath.symmetric.board import _RECOVERY
+from shardmath.symmetric.rows import RECOVERY
 
 PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = PATIENT | {"SHARDMATH_COMPILED": "0"}  # where writes to the board can be made to raise
@@ -166,7 +166,7 @@ def test_who_does_not_come_is_named_and_may_come_later():
         context = startup.initialize("cpu", group)
         words = context.board._words
         context.board.policy = replace(context.board.policy, timeout=0.3)
-        while context.rank == 2 and max(words[0][_RECOVERY], words[1][_RECOVERY]) < 2:
+        while context.rank == 2 and max(words[0][RECOVERY], words[1][RECOVERY]) < 2:
             time.sleep(1e-3)
         late, made = set(), None
         while made is None:

@@ -27,7 +27,7 @@ from shardmath.handles.allocation import free_symmetric_memory
 from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg import DirectSolver
 from shardmath.linalg.advanced import Matmul
-from shardmath.symmetric import board
+from shardmath.symmetric import rows
 
 LIMIT = {"SHARDMATH_TIMEOUT": "0.5", "SHARDMATH_NOTICE": "100"}
 AFTER = "call recover() of the context"
@@ -43,7 +43,7 @@ class Ranks:
 
     def given_up(self):
         """Wait until the reader has given up."""
-        while self.context.board._words[0][board._STATE] != board._FAILED:
+        while self.context.board._words[0][rows.STATE] != rows.FAILED:
             time.sleep(0.01)
 
 

@@ -10,8 +10,8 @@ import pytest
 from built import module_from_c
 from shardmath.errors import RankFailure
 from shardmath.symmetric import board, rows, waiting
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.rows import Rows, board_bytes
 from shardmath.symmetric.waiting import WaitPolicy
 
 CHUNK = board._CHUNK
@@ -37,12 +37,10 @@ def boards(size, spin=50e-6):
 
 def board_of(memory, rank, size, spin=50e-6):
     return Board(
-        Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES),
-        rank=rank,
-        size=size,
+        Rows(memory, rank=rank, size=size),
         watch=None,
-        watch_ranks=range(size),
-        names=[f"thread {each}" for each in range(size)],
+        numbers=range(size),
+        processes=[f"thread {each}" for each in range(size)],
         policy=WaitPolicy(60, 60, spin),
     )
 
@@ -92,7 +90,7 @@ def test_a_rank_that_has_taken_its_arrival_back_has_not_come(way):
     """Of three, one gives up the barrier when another has seen it: nobody comes out."""
     one, other, third = boards(3, spin=0.0)
     for each in (other, third):
-        each._rows.publish(board._BARRIER, 2)
+        each._rows.publish(board.BARRIER, 2)
     third.fail("its time has passed")
     with pytest.raises(RankFailure, match=r"rank 2 .* gave up: its time has passed"):
         one.barrier()
@@ -135,9 +133,9 @@ def test_texts_that_were_expected_are_not_made_anew(way, size):
 
 def test_a_mailbox_of_another_round_is_refused(way):
     one, other = boards(2)
-    mailbox = board._MAIL + board._MAIL_BYTES  # of round 1
+    mailbox = board.MAIL + board.MAIL_BYTES  # of round 1
     other._rows.write(mailbox, board._MAIL_HEAD.pack(3, 5, 0) + b"wrong")
-    other._rows.publish(board._EXCHANGE, 2)
+    other._rows.publish(board.EXCHANGE, 2)
     with pytest.raises(RankFailure, match="published round 1 with the message of round 3"):
         one.exchange_raw("x", b"text")
     assert one.failure
@@ -177,7 +175,7 @@ def test_a_peer_that_gives_up_wakes_who_sleeps_for_it(compiled, monkeypatch):
     one, other = boards(2, spin=0.0)
 
     def give_up():
-        while not any(memory[8 * rows._BELL : 8 * rows._BELL + 8]):
+        while not any(memory[8 * rows.BELL : 8 * rows.BELL + 8]):
             pass
         other.fail("it has had enough")
 

@@ -16,8 +16,8 @@ import pytest
 
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.symmetric import board, waiting
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.rows import ROW_BYTES, Rows, board_bytes
 from shardmath.symmetric.waiting import WaitPolicy
 
 LIMIT = 0.03  # of the schedule's seconds
@@ -97,7 +97,7 @@ class SlowRows(Rows):
     needs_polling = True
 
     def __init__(self, memories, schedule, *, rank, size):
-        super().__init__(memories[rank], rank=rank, size=size, row_bytes=ROW_BYTES)
+        super().__init__(memories[rank], rank=rank, size=size)
         self._random, self._unsent, self._arriving = schedule.random, [], {}
         self._elsewhere = [r for r in range(size) if memories[r] is not memories[rank]]
         for peer in self._elsewhere:
@@ -132,7 +132,7 @@ def boards_of(schedule, size, limit, patch, hosts=None):
     memories = [mmap.mmap(-1, board_bytes(size)) for _ in range(1 + max(hosts or [0]))]
     if hosts is None:
         memory = memories[0]
-        pages = [Rows(memory, rank=r, size=size, row_bytes=ROW_BYTES) for r in range(size)]
+        pages = [Rows(memory, rank=r, size=size) for r in range(size)]
     else:
         own = [memories[host] for host in hosts]
         pages = [SlowRows(own, schedule, rank=r, size=size) for r in range(size)]
@@ -143,11 +143,9 @@ def boards_of(schedule, size, limit, patch, hosts=None):
         boards.append(
             Board(
                 rows,
-                rank=rank,
-                size=size,
                 watch=None,
-                watch_ranks=range(size),
-                names=[f"pid {r}" for r in range(size)],
+                numbers=range(size),
+                processes=[f"pid {r}" for r in range(size)],
                 policy=WaitPolicy(limit, notice=100, spin=0.0),
             )
         )

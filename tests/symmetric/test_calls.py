@@ -15,9 +15,8 @@ from test_board_schedules import Schedule, Word
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric import board as boards_module
 from shardmath.symmetric import waiting
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
-from shardmath.symmetric.calls import WINDOW
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.rows import WINDOW, Rows, board_bytes
 from shardmath.symmetric.waiting import WaitPolicy
 
 SEEDS = 40
@@ -30,11 +29,9 @@ QUIET = 5  # and the same call where it does not
 def board_of(rows, size):
     return Board(
         rows,
-        rank=rows.rank,
-        size=size,
         watch=None,
-        watch_ranks=range(size),
-        names=[f"pid {r}" for r in range(size)],
+        numbers=range(size),
+        processes=[f"pid {r}" for r in range(size)],
         policy=WaitPolicy(LIMIT, notice=100, spin=0.0),
     )
 
@@ -43,7 +40,7 @@ def boards_of(size, schedule):
     memory = mmap.mmap(-1, board_bytes(size))
     found = []
     for rank in range(size):
-        rows = Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+        rows = Rows(memory, rank=rank, size=size)
         rows.words = [Word(words, schedule) for words in rows.words]
         board = board_of(rows, size)
 
@@ -146,7 +143,7 @@ def test_no_rank_is_further_ahead_than_can_be_read(monkeypatch):
 def test_of_a_rank_that_has_not_come_nothing_is_said():
     """Rank 0 runs ahead, rank 2 meets, and rank 1 is still on its way to either."""
     memory, told = mmap.mmap(-1, board_bytes(3)), []
-    rows = [Rows(memory, rank=rank, size=3, row_bytes=ROW_BYTES) for rank in range(3)]
+    rows = [Rows(memory, rank=rank, size=3) for rank in range(3)]
     boards = [board_of(own, 3) for own in rows]
     for board in boards:
         board.let_run_ahead(lambda tags: told.append(tags) or CollectiveMismatch("differ"))

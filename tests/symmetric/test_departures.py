@@ -23,9 +23,9 @@ from shardmath.context import startup
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.symmetric import departures as module
 from shardmath.symmetric import structs, team
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.board import Board
 from shardmath.symmetric.departures import Departures, watch, watching
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.rows import Rows, board_bytes
 from shardmath.symmetric.team import Team
 from shardmath.symmetric.waiting import WaitPolicy
 from shardmath.transport.liveness import PeerWatch
@@ -51,12 +51,10 @@ def boards(size=SIZE):
     names = [f"pid {1000 + rank} on here" for rank in range(size)]
     made = [
         Board(
-            Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES),
-            rank=rank,
-            size=size,
+            Rows(memory, rank=rank, size=size),
             watch=dead,
-            watch_ranks=range(size),
-            names=names,
+            numbers=range(size),
+            processes=names,
             policy=WaitPolicy(1.0, 100.0, 1),
         )
         for rank in range(size)
@@ -155,7 +153,10 @@ def test_whose_kernels_may_be_at_work(acts, working):
     for act, expected in zip(acts or [lambda it: None], working, strict=True):
         act(ending)
         for rank in OTHERS:
-            assert made[rank].at_work() == [r for r in range(LAST) if r != rank] + [LAST] * expected
+            assert (
+                made[rank].peers.at_work()
+                == [r for r in range(LAST) if r != rank] + [LAST] * expected
+            )
     module._settle()
 
 
@@ -285,7 +286,7 @@ def test_a_death_is_noticed_by_its_descriptor_not_by_the_clock(monkeypatch):
     monkeypatch.setattr(module, "PERIOD", 3600.0)
     processes = [waiting_process() for _ in range(2)]
     made, _ = boards()
-    made[0]._watch = PeerWatch({rank: (pid, -1) for rank, (pid, _) in enumerate(processes, 1)})
+    made[0].peers.watch = PeerWatch({rank: (pid, -1) for rank, (pid, _) in enumerate(processes, 1)})
     departures, words = departures_of(made[0])
     watch(departures)
     os.write(processes[0][1], b"x")
@@ -293,7 +294,7 @@ def test_a_death_is_noticed_by_its_descriptor_not_by_the_clock(monkeypatch):
     words[SIZE] = 1
     os.write(processes[1][1], b"x")
     until(ended)
-    made[0].watch.close()
+    made[0].peers.watch.close()
     for pid, writing in processes:
         os.waitpid(pid, 0)
         os.close(writing)
@@ -361,7 +362,7 @@ def meets_its_fate(group, fate, split):
     until(departures.gone)
     words[SIZE] = 1
     until(ended)
-    error = context.board.silent_peer_error([LAST])
+    error = context.board.peers.silent_error([LAST])
     return departures.gone(), type(error).__name__, list(error.ranks), str(error)
 
 
@@ -409,9 +410,9 @@ def team_of(board, notes, monkeypatch):
         (lambda b, dead: dead.add(1), 1, RankFailure, [1]),
         (lambda b, dead: dead.add(2), 1, RankFailure, [2]),  # the cause, of a wait for another
         (lambda b, dead: b[2].fail("disk full"), 1, RankFailure, [2]),
-        (lambda b, dead: (b[1].leave(), b[1].end_kernels()), 1, RankFailure, [1]),
-        (lambda b, dead: b[1].end_kernels(), 1, RankFailure, [1]),
-        (lambda b, dead: (b[2].leave(), b[1].end_kernels()), 1, RankFailure, [2]),
+        (lambda b, dead: (b[1].leave(), b[1].peers.end_kernels()), 1, RankFailure, [1]),
+        (lambda b, dead: b[1].peers.end_kernels(), 1, RankFailure, [1]),
+        (lambda b, dead: (b[2].leave(), b[1].peers.end_kernels()), 1, RankFailure, [2]),
     ],
 )
 def test_the_error_names_who_has_gone(act, waited_for, error, blamed, monkeypatch):

@@ -25,8 +25,8 @@ from shardmath.collectives.operand import OutputSpec, Shape
 from shardmath.context.agreement import refused_by
 from shardmath.context.context import Context
 from shardmath.errors import CollectiveMismatch
-from shardmath.symmetric.calls import MOST_WORDS
 from shardmath.symmetric.messages import different
+from shardmath.symmetric.rows import MOST_WORDS
 
 _KEPT = 1024  # calls of a context
 _PLANS = 64  # of calls of which this rank has asked what is the peers' own
@@ -178,7 +178,7 @@ class Ahead:
             try:
                 plan = self._plans.keep(key, known.build(specs))
             except Exception as error:  # the peers have gone on, and are to raise it too
-                raise self._board.concluded(self._board.verdict(error)) from None
+                raise self._board.concluded(error, by_all=True) from None
         return plan
 
     @contextmanager

@@ -454,7 +454,7 @@ class DistributedContext(Context):
         """
 
         def watch() -> None:
-            refusal = self.board.refusal(ranks, name)
+            refusal = self.board.peers.refusal(ranks, name)
             if refusal is not None:
                 raise settled(refusal)
             self._require_peers(ranks)
@@ -462,7 +462,7 @@ class DistributedContext(Context):
         try:
             board = self._board(ranks, name, watch)
         except HeapExhausted as error:
-            self.board.refuse(name, str(error))
+            self.board.peers.refuse(name, str(error))
             watch()
             raise
         board.enter("subset")
@@ -479,14 +479,14 @@ class DistributedContext(Context):
 
     def _require_peers(self, ranks: Iterable[int]) -> None:
         """Raise where another of these ranks has died, has left or has given up."""
-        error = self.board.ended_peer_error([r for r in ranks if r != self.rank])
+        error = self.board.peers.ended_error([r for r in ranks if r != self.rank])
         if error is not None:
             raise error
 
     def _require_sender(self, sender: int) -> None:
         """Raise where a rank has ended, or where `sender` has gone on and sent nothing."""
         self._require_peers(range(self.size))
-        if self.board.is_ahead(sender):
+        if self.board.peers.is_ahead(sender):
             raise RankFailure(
                 f"{self.board.names.name(sender)} gave up making the memory of a new context",
                 [sender],
@@ -536,7 +536,7 @@ class DistributedContext(Context):
                 made = self._successor(ranks)
                 break
             except RankFailure as error:  # one more has died since
-                if not self.board.dead():
+                if not self.board.peers.dead():
                     raise settled(error) from None
         if current.default() is self:
             current.set_default(made)
@@ -629,10 +629,10 @@ def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number
     """Leave a context. Peers' kernels may write to its memory for longer than they wait for it."""
     board.leave()
     if drop is None:
-        groups.leave(number, board.ended)
+        groups.leave(number, board.peers.none_runs)
     else:
         drop()
-        groups.leave(number, lambda: not board.at_work())
+        groups.leave(number, lambda: not board.peers.at_work())
 
 
 def open_contexts() -> list[DistributedContext]:

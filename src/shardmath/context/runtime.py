@@ -22,9 +22,9 @@ from shardmath.group.base import ProcessGroup
 from shardmath.inspection import job
 from shardmath.local.freed_memory import keep_freed_memory
 from shardmath.local.threads import ThreadLimit, threads_per_rank
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer, Heap, Location
-from shardmath.symmetric.rows import MultiHostRows, Rows
+from shardmath.symmetric.rows import MultiHostRows, Rows, board_bytes
 from shardmath.symmetric.structs import pad_bytes
 from shardmath.symmetric.waiting import WaitPolicy
 from shardmath.transport import choice
@@ -119,19 +119,17 @@ class Runtime:
         Collective among them. No two boards have the same `name`; the first is that of all ranks.
         `watch()` is called now and then while a peer is awaited: it raises where none will come.
         """
-        mesh, size = self.mesh, len(ranks)
+        mesh = self.mesh
         rows = self._rows(ranks, rank, name, watch)
-        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
+        processes = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
         policy = WaitPolicy.of(
             self.settings.timeout, self.settings.notice, len(mesh.neighbour_pids)
         )
         board = Board(
             rows,
-            rank=rank,
-            size=size,
             watch=mesh.watch,
-            watch_ranks=ranks,
-            names=names,
+            numbers=ranks,
+            processes=processes,
             policy=policy,
             job=self._job,
             show=self.job.show,
@@ -172,13 +170,12 @@ class Runtime:
         numbers = {r: peer for r, peer in enumerate(ranks) if peer != mesh.rank}
         far = {r: peer for r, peer in numbers.items() if not mesh.same_host(peer)}
         if not far:
-            return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+            return Rows(memory, rank=rank, size=size)
         assert mesh.wires is not None, "there are ranks on other hosts"
         return MultiHostRows(
             memory,
             rank=rank,
             size=size,
-            row_bytes=ROW_BYTES,
             far=far,
             near={r: peer for r, peer in numbers.items() if r not in far},
             wires=mesh.wires,

@@ -23,8 +23,9 @@ from shardmath.context.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
-from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState, order
+from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
 from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.rows import order
 from shardmath.transport.base import Memory
 
 

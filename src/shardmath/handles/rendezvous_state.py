@@ -12,7 +12,6 @@ Of the pads of ranks on other hosts this rank has copies, which their messages c
 
 from __future__ import annotations
 
-import os
 import struct
 import weakref
 from collections import Counter
@@ -27,7 +26,6 @@ from shardmath.base.weak_method import weakly_or
 from shardmath.context.context import Context
 from shardmath.geometry.integers import index, up
 from shardmath.symmetric.heap import Buffer, Heap, Location
-from shardmath.symmetric.rows import ORDERED
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
@@ -72,12 +70,6 @@ class PeerLocation(Immutable):
     array_offset: int
     pad: Location
     pad_size: int
-
-
-def order() -> None:
-    """Between what is written and the word that announces it; between a word and what is read."""
-    if not ORDERED:
-        os.sched_yield()
 
 
 def pad_bytes(slots_bytes: int, size: int) -> int:

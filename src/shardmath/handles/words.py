@@ -17,8 +17,9 @@ from shardmath.arrays import library_of
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context, open_contexts
 from shardmath.handles.allocation import require_live
-from shardmath.handles.rendezvous_state import RendezvousState, order
+from shardmath.handles.rendezvous_state import RendezvousState
 from shardmath.symmetric.heap import Location
+from shardmath.symmetric.rows import order
 from shardmath.transport.base import Bytes, DeviceBytes
 
 if TYPE_CHECKING:

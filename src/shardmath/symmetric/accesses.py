@@ -1,27 +1,26 @@
-"""Which accesses to symmetric memory nothing orders: what SHARDMATH_CHECK=1 looks for on cores.
+"""The detector of data races: SHARDMATH_CHECK=1 looks for accesses on cores that nothing orders.
 
 Each rank logs what it reads and writes of symmetric memory, its own and its peers', where the peers
-see it. After each access it looks for one of a peer to the same bytes, of which either writes, and
-which neither comes before the other. What comes before what is known from vector clocks: a rank
-counts its releases (it comes to a barrier or an exchange, it signals), and notes with each what it
-knows of all ranks' counts; who waits for a release takes over what its note says.
+see it. After each access it looks for a peer's access to the same bytes, where one of the two
+writes and neither comes before the other. Vector clocks tell what comes before what: a rank counts
+its releases (it comes to a barrier or an exchange, it signals), and notes with each what it knows
+of all ranks' counts; a rank that waits for a release takes over what its note says.
 
     accesses   the last _ACCESSES of a rank, each with the rank's count when it was made
     notes      its last _NOTES releases, each with the counts of all ranks that it knew
 
-Both are rings that one rank writes. `stamp` is the number of an entry, and 0 while it is written:
-who reads an entry looks at it again afterwards. Of two accesses that race at least one rank sees
-the other's, because each logs its own before it looks.
+Both are rings that one rank writes. `stamp` is the number of an entry, and 0 while it is written: a
+reader checks it again after reading. Of two ranks whose accesses race at least one sees the other's
+access, because each logs its own before it looks.
 
-Nothing is reported that is no race. What is overwritten in a ring counts as ordered, and so do
-accesses whose overlap takes too long to find out.
+There are no false reports: an entry that was overwritten counts as ordered, and so do two accesses
+whose overlap would take too long to work out.
 
 Source: vector clocks of Fidge and Mattern, 1988; of data races, Djit, Itzkovitz et al., 1999.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -29,17 +28,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.arrays.base import host_array
 from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.errors import DataRace
 from shardmath.symmetric.heap import Location
-from shardmath.symmetric.rows import ORDERED
+from shardmath.symmetric.rows import order
 from shardmath.transport.base import Bytes
 
 _ACCESSES, _NOTES = 2048, 512
-_AXES = 4  # of an access; one with more counts for all bytes from its first to its last
-_WORK = 10_000  # steps in which the overlap of two accesses is to be found
-_FAR = 1 << 40  # an address for arrays that nobody reads
+_AXES = 4  # of an access; one with more axes counts as all bytes from its first to its last
+_WORK = 10_000  # steps in which NumPy is to find out whether two accesses overlap
+_FAR = 1 << 40  # where arrays pretend to lie whose memory is never read
 _ACCESS = np.dtype(
     [
         ("stamp", "u8"),
@@ -69,8 +69,9 @@ def log_bytes(size: int) -> int:
 
 
 class Extent(Immutable):
-    """Bytes from `start` of a segment on: those of an array with this shape and these strides, in
-    bytes, whose elements are bytes; `low` and `high` are the first and the one behind the last.
+    """The bytes of a segment that an access touches: those of an array of bytes, `start` bytes into
+    the segment, with this shape and these strides. `low` is the first of them, `high` the one
+    behind the last.
     """
 
     start: int
@@ -83,8 +84,9 @@ class Extent(Immutable):
     def of(
         cls, start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
     ) -> Extent | None:
-        """The bytes of an array whose first element is `start` bytes into the segment; None where
-        it has no elements. Strides are bytes.
+        """The extent of an array whose element (0, 0, ...) is `start` bytes into the segment.
+
+        None where it has no elements. Strides are bytes.
         """
         if 0 in shape:
             return None
@@ -104,7 +106,7 @@ class Extent(Immutable):
         return cls(start, tuple(n for n, _ in axes), tuple(by for _, by in axes), low, high)
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether a byte is in both; False also where that takes long to find out."""
+        """Whether a byte is in both; False also where that would take too long to find out."""
         try:
             work: Any = _WORK
             return bool(np.shares_memory(self._array(), other._array(), max_work=work))
@@ -112,25 +114,12 @@ class Extent(Immutable):
             return False
 
     def _array(self) -> npt.NDArray[np.uint8]:
-        """An array with these bytes, but for their place. Nobody may read it."""
-        return np.asarray(_Unread(self.start, self.shape, self.strides))
-
-
-class _Unread:
-    """What NumPy takes for an array of bytes."""
-
-    def __init__(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": shape,
-            "strides": strides,
-            "data": (_FAR + start, False),
-        }
+        """An array on these bytes, moved to `_FAR`. Its elements must not be read."""
+        return host_array(_FAR + self.start, self.shape, self.strides, "|u1", None)
 
 
 class AccessLog:
-    """This rank's side of the logs of a job's ranks, all of one host; `logs` are these, by rank."""
+    """This rank's side of `logs`, those of all ranks of a job, which share a host; by rank."""
 
     def __init__(self, rank: int, logs: Sequence[Bytes]) -> None:
         size, end = len(logs), _ACCESSES * _ACCESS.itemsize
@@ -139,19 +128,19 @@ class AccessLog:
         self._accesses = [np.asarray(log)[:end].view(_ACCESS) for log in logs]
         notes = _note(size)
         self._notes = [np.asarray(log)[end : log_bytes(size)].view(notes) for log in logs]
-        self._counts = np.zeros(size, np.uint64)  # of each rank: what came before is known of
+        self._counts = np.zeros(size, np.uint64)  # by rank: accesses up to it come before
         self._count = 1  # of this rank's own releases
         self._logged = self._noted = 0
-        self._since_release: set[Hashable] = set()  # the accesses
+        self._since_release: set[Hashable] = set()  # accesses, which need no second entry
 
     def release(self, name: int, number: int) -> None:
-        """Who acquires `name` and `number` knows what this rank has done so far."""
+        """Let a rank that acquires this `name` and `number` know what this rank has done so far."""
         notes = self._notes[self.rank]
         self._counts[self.rank] = self._count
         note = notes[self._noted % _NOTES]
         note["stamp"] = 0
         note["name"], note["number"], note["counts"] = name, number, self._counts
-        _order()
+        order()
         self._noted += 1
         note["stamp"] = self._noted
         self._count += 1
@@ -159,7 +148,7 @@ class AccessLog:
 
     def acquire(self, name: int, number: int, ranks: Sequence[int]) -> None:
         """Take over what these ranks knew at the release of that name and number."""
-        _order()
+        order()
         for rank in ranks:
             notes = self._notes[rank]
             found = np.flatnonzero((notes["name"] == name) & (notes["number"] == number))
@@ -168,14 +157,15 @@ class AccessLog:
                 if note["stamp"] and notes[found[0]]["stamp"] == note["stamp"]:
                     np.maximum(self._counts, note["counts"], out=self._counts)
                     continue
-            # It is overwritten: all that the rank has logged passes for what came before.
+            # The note was overwritten: all that the rank has logged counts as before.
             latest = self._accesses[rank]["count"].max()
             self._counts[rank] = max(self._counts[rank], latest)
         self._since_release.clear()
 
     def access(self, rank: int, segment: int, extent: Extent, *, writes: bool, what: str) -> None:
-        """Note that this rank accesses memory of `rank`. Raises DataRace where a peer does, too,
-        and nothing orders the two.
+        """Log that this rank accesses memory of `rank`.
+
+        Raises DataRace where a peer accesses the same bytes and nothing orders the two.
         """
         if self.looks_away:
             return
@@ -191,7 +181,7 @@ class AccessLog:
         entry["shape"][: len(extent.shape)] = extent.shape
         entry["strides"][: len(extent.strides)] = extent.strides
         entry["writes"], entry["line"], entry["what"] = writes, line.encode()[-87:], what.encode()
-        _order()
+        order()
         self._logged += 1
         entry["stamp"] = self._logged
         self._since_release.add(key)
@@ -203,9 +193,9 @@ class AccessLog:
                     raise DataRace(_in_words(own, peer, other, rank, extent))
 
     def _race(self, peer: int, rank: int, segment: int, extent: Extent, *, writes: bool) -> Any:
-        """A peer's access to the same bytes that nothing orders; None where there is none."""
+        """A peer's access to the same bytes that is not ordered with this one, or None."""
         log = self._accesses[peer]
-        _order()
+        order()
         chosen = (log["stamp"] > 0) & (log["count"] > self._counts[peer])
         chosen &= (log["rank"] == rank) & (log["segment"] == segment)
         chosen &= (log["low"] < extent.high) & (log["high"] > extent.low)
@@ -235,13 +225,13 @@ class Observer:
         self._last: dict[Hashable, int] = {}
 
     def come(self, name: Hashable, number: int) -> None:
-        """Let those that will wait for this know what this rank has done. Once for each number."""
+        """Release: who waits for this knows what this rank has done. Once for each number."""
         if self._last.get(name) != number:
             self._last[name] = number
             self._log.release(self._hash(name), number)
 
     def met(self, name: Hashable, number: int, ranks: Sequence[int] | None = None) -> None:
-        """Note that this rank has waited for these ranks of the group to come there, or all."""
+        """Acquire: this rank has waited for these ranks of the group to `come`, or for all."""
         numbers = self._ranks if ranks is None else [self._ranks[rank] for rank in ranks]
         others = [number for number in numbers if number != self._log.rank]
         self._log.acquire(self._hash(name), number, others)
@@ -253,9 +243,9 @@ class Observer:
     def access(
         self, rank: int, location: Location, extent: Extent | None, *, writes: bool, what: str
     ) -> None:
-        """Note an access to memory of `rank`; `extent` counts from `location` on. Raises DataRace.
+        """Log an access to memory of `rank`; `extent` counts from `location` on. Raises DataRace.
 
-        None is that of no elements.
+        An extent of None touches nothing.
         """
         if extent is not None:
             by = location.offset
@@ -264,7 +254,7 @@ class Observer:
             self._log.access(self._ranks[rank], location.segment, there, writes=writes, what=what)
 
     def _hash(self, name: Hashable) -> int:
-        """The name, as all ranks have it: Python's own hashes differ by process."""
+        """A hash of the name, the same on all ranks: Python's own differ by process."""
         if name not in self._names:
             text = f"{self._group}: {name}".encode()
             self._names[name] = zlib.crc32(text) | zlib.adler32(text) << 32
@@ -284,9 +274,3 @@ def _in_words(own: str, peer: int, other: Any, rank: int, extent: Extent) -> str
         "memory, and nothing orders the two; put a barrier between them, or put_signal after the "
         "first and wait_signal before the second"
     )
-
-
-def _order() -> None:
-    """Order stores, and loads, before this and after: see rows.py."""
-    if not ORDERED:
-        os.sched_yield()

@@ -1,27 +1,7 @@
 """The board: a page of control words that all ranks of a group see, and what they do with it.
 
-`rows` says where the page lies: there is one on each host. Each rank writes only its own row and
-reads the others'. A row holds
-
-    word 0  exchange   2n: this rank has published its n-th round of exchange;
-                       2n-1: it had, and has taken that back
-    word 1  barrier    2n: it has reached its n-th barrier; 2n-1: it had, and has taken that back
-    word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
-    word 8  operation  the name of the operation under way, for other ranks' messages
-    word 3  recovery   the last recovery of the group that this rank has asked for
-    word 4  decision   the last one for which this rank has said who goes on
-    word 5  kernels    1: no kernel of this rank sends the others anything more; 2: it has left, and
-                       all its kernels have ended
-    word 6  refused    which board of some of the ranks it could not have, last
-    word 7  bell       whether it sleeps until a peer writes something, and whether it has rung for
-                       peers that sleep: `Rows.rest`
-    reason, written before the state becomes FAILED, or before `refused`: why, and which ranks are
-    to blame
-    then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
-    message has in all, how many at its end are payload, and a part of it
-    then the calls with which the rank has run ahead: see `calls`
-
-Either all ranks come out of a round or a barrier, or none does: see `waiting`.
+`rows` says what the words are and where the page lies, `peers` what a rank knows of the others.
+Either all ranks come out of a round of exchange or a barrier, or none does: see `waiting`.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s. A mailbox says of
@@ -33,71 +13,57 @@ is published. A call that did not return leaves its record unfinished, and the b
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import CollectiveCall, settled, this_thread
 from shardmath.base.compiled import extension
-from shardmath.errors import (
-    CollectiveMismatch,
-    HeapExhausted,
-    OpTimeout,
-    RankFailure,
-    ShardmathError,
-)
-from shardmath.symmetric.calls import LIST_BYTES, Calls
-from shardmath.symmetric.messages import (
-    AFTER_FAILURE,
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.symmetric.calls import Calls
+from shardmath.symmetric.messages import AFTER_FAILURE, RankNames, Reason, bodies, header
+from shardmath.symmetric.peers import Peers
+from shardmath.symmetric.recovery import Recovery
+from shardmath.symmetric.rows import (
+    BARRIER,
+    EXCHANGE,
+    FAILED,
+    LEFT,
+    MAIL,
+    MAIL_BYTES,
+    MISMATCHED,
     NAME_BYTES,
     OPERATION,
-    REASON_BYTES,
-    RankNames,
-    Reason,
-    bodies,
-    header,
+    REASON,
+    ROW_BYTES,
+    RUNNING,
+    STATE,
+    WORD,
+    Rows,
+    order,
 )
-from shardmath.symmetric.recovery import Recovery
-from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import LONGEST_REST, Arrivals, WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
 if TYPE_CHECKING:
     from shardmath.symmetric.accesses import Observer
 
-_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS, _REFUSED = range(7)
-_REASON = 128
-_WORD_BYTES = 8
-_MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
-_MAIL_BYTES = 4096
 _MAIL_HEAD = struct.Struct("=QQQ")  # number of the round, bytes of the message, of its payload
-_CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
-_CALLS = _MAIL + 2 * _MAIL_BYTES
-ROW_BYTES = _CALLS + LIST_BYTES
-_RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
-_SILENT, _ENDED = 1, 2
+_CHUNK = MAIL_BYTES - _MAIL_HEAD.size
 _MESSAGE_LIMIT = 64 << 20
 _NAME = "shardmath.symmetric._board"  # of the module that board.c makes
 
 Texts = tuple[tuple[bytes, ...], tuple[bytes, ...]]  # of all ranks, and their payloads
 
 
-def board_bytes(size: int) -> int:
-    """Bytes of a board for `size` ranks, in whole pages."""
-    return -(-size * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 class Board:
     """This rank's side of the board of one group.
 
-    Rank r is number `watch_ranks[r]` of the job, and `names[r]` is its process. `job` is the
-    board of all its ranks, None for that board itself. `show(why)` shows where all ranks are.
+    Rank r is number `numbers[r]` of the job, and `processes[r]` is its process. `job` is the board
+    of all ranks of the job, None for that board itself. `show(why)` shows where all ranks are.
 
     Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
     and OpTimeout when one does not come; after that the board has `failed`, and says so to the
@@ -108,61 +74,50 @@ class Board:
         self,
         rows: Rows,
         *,
-        rank: int,
-        size: int,
         watch: PeerWatch | None,
-        watch_ranks: Sequence[int],
-        names: Sequence[str],
+        numbers: Sequence[int],
+        processes: Sequence[str],
         policy: WaitPolicy,
         job: Board | None = None,
         show: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank = rows.rank
+        self.size = rows.size
         self.policy = policy
-        self._rows = rows
-        self._words = rows.words
-        self._show = show
-        self._arrivals = Arrivals(rows)
-        self._own = rows.words[rank]
-        self._mailboxes = list(zip(rows.words, rows.bytes, strict=True))
-        self._peers = [r for r in range(size) if r != rank]
-        self._watch = watch
-        self._watch_ranks = list(watch_ranks)
         self.names: RankNames = RankNames(
-            rows,
-            rank=rank,
-            numbers=watch_ranks,
-            processes=names,
-            job=None if job is None else job.names,
+            rows, numbers=numbers, processes=processes, job=None if job is None else job.names
         )
-        self.rounds = 0  # that all ranks have published, and
-        self.barriers = 0  # barriers that all have reached
-        self._operation = "start"
-        # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
-        self._looks_twice = size > 2 or rows.needs_polling
-        self._page: Any = self._compiled_page(rows, rank, size, policy)
-        self._lock = threading.RLock()
+        self.peers = Peers(rows, self.names, watch, numbers)
+        self.rounds = 0  # that all ranks have published
+        self.barriers = 0  # that all ranks have reached
+        self.recoveries = 0  # the number of the last one that this rank has asked for
         self.call: CollectiveCall | None = None  # the last public call that used this board
-        self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
-        self._left = ""  # why this rank has left
-        self._watch_first: Callable[[], None] = _all_have_it
         self.calls: Calls | None = None  # with which ranks run ahead, if any may
         self.observer: Observer | None = None  # of what comes before what, with SHARDMATH_CHECK=1
-        self._explain: Callable[[Mapping[int, int | None]], Exception] = lambda _: (
-            CollectiveMismatch()
-        )
-        self._verdict: Exception | None = None  # what all ranks are to raise, in the same words
+        self._rows = rows
+        self._words = rows.words
+        self._own = rows.words[rows.rank]
+        self._show = show
+        self._arrivals = Arrivals(rows)
+        self._operation = "start"
+        # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
+        self._looks_twice = rows.size > 2 or rows.needs_polling
+        self._page: Any = self._compiled_page(rows, policy)
+        self._lock = threading.RLock()
+        self._left = ""  # why this rank has left
+        self._watch_first: Callable[[], None] = _all_have_it
 
     @staticmethod
-    def _compiled_page(rows: Rows, rank: int, size: int, policy: WaitPolicy) -> Any:
+    def _compiled_page(rows: Rows, policy: WaitPolicy) -> Any:
         """Compiled rounds and barriers, one call each: see board.c. None where it was not built."""
         built = None if rows.needs_polling else extension(_NAME)
         if built is None:
             return None
-        mailboxes = _MAIL, _MAIL_BYTES
-        page = built.Page(rows.memory, rank, size, ROW_BYTES, *mailboxes, policy.spin, LONGEST_REST)
+        page = built.Page(
+            *(rows.memory, rows.rank, rows.size, ROW_BYTES, MAIL, MAIL_BYTES),
+            *(policy.spin, LONGEST_REST),
+        )
         rows.ring_by(page)
         return page
 
@@ -284,16 +239,16 @@ class Board:
         the round sees its chunk.
         """
         number = self.rounds + 1
-        mailbox = _MAIL + (number & 1) * _MAIL_BYTES
+        mailbox = MAIL + (number & 1) * MAIL_BYTES
         if not published:
             chunk = message[start : start + _CHUNK]
             self._rows.write(mailbox, _MAIL_HEAD.pack(number, len(message), payload) + chunk)
-            self._rows.publish(_EXCHANGE, 2 * number)
-        self._await(_EXCHANGE, 2 * number)
+            self._rows.publish(EXCHANGE, 2 * number)
+        self._await(EXCHANGE, 2 * number)
         self.rounds = number
-        word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
+        word, first = mailbox // WORD, mailbox + _MAIL_HEAD.size
         heads, chunks = [], []
-        for words, row in self._mailboxes:
+        for words, row in zip(self._words, self._rows.bytes, strict=True):
             if words[word] != number:
                 raise self._stale(words[word], number)
             whole = words[word + 1]
@@ -322,7 +277,7 @@ class Board:
         is done for ranks of several hosts.
         """
         if self.calls is None and not self._rows.needs_polling:
-            self.calls, self._explain = Calls(self._rows, _CALLS), explain
+            self.calls = Calls(self._rows, explain)
 
     def run_ahead(self, operation: str, tag: int, words: Sequence[int] = ()) -> None:
         """List a call that this rank makes without waiting for its peers, and `words` of it.
@@ -347,7 +302,7 @@ class Board:
         self._await_listed(calls.made)
         tags = calls.tags()
         if len(set(tags.values())) > 1:
-            raise self.concluded(self.verdict(self._explain(tags)))
+            raise self.concluded(calls.explain(dict(tags)), by_all=True)
         return calls.words(count)
 
     def next_tag_of(self, rank: int) -> int | None:
@@ -356,16 +311,16 @@ class Board:
         assert calls is not None, "ranks may run ahead"
 
         def missing() -> list[int]:
-            meets = any(words[word] > own[word] for word in (_EXCHANGE, _BARRIER))
+            meets = any(words[word] > own[word] for word in (EXCHANGE, BARRIER))
             return [] if meets or calls.ahead([rank]) else [rank]
 
-        self._await_ranks(missing)
+        self._await_calls(missing)
         return calls.next_of(rank) if calls.ahead([rank]) else None
 
     def _await_listed(self, number: int) -> None:
         calls = self.calls
         assert calls is not None, "ranks may run ahead"
-        self._await_ranks(lambda: calls.missing(number))
+        self._await_calls(lambda: calls.missing(number))
 
     def _raise_passed(self, calls: Calls) -> NoReturn:
         """Raise, on all ranks, what is wrong where they meet after different calls.
@@ -375,38 +330,30 @@ class Board:
         behind = calls.behind()
         if not behind:
             raise self.concluded(self._passed_error(calls, calls.ahead()))
-        self._await_ranks(lambda: behind)
+        self._await_calls(lambda: behind)
         raise AssertionError("whoever was passed gives up")
 
     def _passed_error(self, calls: Calls, late: Sequence[int]) -> Exception:
         ahead = calls.ahead(late)
         tags = {rank: calls.next_of(rank) if rank in ahead else None for rank in late}
-        return self.verdict(self._explain(tags))
+        self.peers.verdict = calls.explain(tags)
+        return self.peers.verdict
 
-    def verdict(self, error: Exception) -> Exception:
-        """`error`, which all ranks are to raise in the same words, if this one does."""
-        self._verdict = error
-        return error
-
-    def concluded(self, error: Exception) -> Exception:
-        """`error`, which this rank raises now: if it is a verdict, the peers hear of it."""
-        if error is self._verdict and self.failure is None:
+    def concluded(self, error: Exception, *, by_all: bool = False) -> Exception:
+        """`error`, which this rank raises now. The peers hear of an error that is to be raised
+        `by_all` in the same words.
+        """
+        if by_all:
+            self.peers.verdict = error
+        if error is self.peers.verdict and self.failure is None:
             self.fail(str(error), raised=type(error).__name__)
             self.names.note(error)
         return error
 
-    def _await_ranks(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until no rank is `missing`."""
+    def _await_calls(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until no rank is `missing` that is to list calls."""
         try:
-            wait_until(
-                lambda: not missing(),
-                policy=self.policy,
-                missing=missing,
-                peer_error=self.ended_peer_error,
-                doing=self.names.where,
-                named=self.names.described,
-                show=self._show,
-            )
+            self._wait_until(lambda: not missing(), missing, self.peers.ended_error)
         except BaseException as error:
             self._fail_with(error)
             raise
@@ -420,7 +367,7 @@ class Board:
         self.enter(operation)
         if self.observer is not None:
             self.observer.come("barrier", self.barriers + 1)
-        self._rows.publish(_BARRIER, 2 * (self.barriers + 1))
+        self._rows.publish(BARRIER, 2 * (self.barriers + 1))
 
     def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
@@ -441,10 +388,10 @@ class Board:
             if self.observer is not None:
                 self.observer.come("barrier", number)
             if self._page is None:
-                self._rows.publish(_BARRIER, 2 * number)
-                self._await(_BARRIER, 2 * number)
+                self._rows.publish(BARRIER, 2 * number)
+                self._await(BARRIER, 2 * number)
             elif not self._page.arrive(number):
-                self._await(_BARRIER, 2 * number)
+                self._await(BARRIER, 2 * number)
             self.barriers = number
             if self.observer is not None:
                 self.observer.met("barrier", number)
@@ -453,7 +400,7 @@ class Board:
 
     def late_barrier(self, value: int) -> bool:
         """Wait where compiled code has set this rank's word of a barrier, and a peer was late."""
-        self._await(_BARRIER, value)
+        self._await(BARRIER, value)
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
@@ -534,14 +481,9 @@ class Board:
 
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
-        call = this_thread.call
-        if call is not self.call:
-            if not self._lock.acquire(blocking=False):
-                raise self._second_thread(operation)
-            try:
-                self._enter(call, operation)
-            finally:
-                self._lock.release()
+        if this_thread.call is not self.call:
+            self.begin(operation)
+            self.end()
         if self.failure is not None:
             self._require_usable()
 
@@ -561,36 +503,16 @@ class Board:
         self.fail("it called recover()")
         self.operation = "recover"
         recovery = Recovery(
-            self._rows,
-            rank=self.rank,
-            number=self.recoveries,
-            words=(_RECOVERY, _DECISION),
-            place=_MAIL,
-            gone=self._gone,
-            wait=self.await_ranks,
+            self._rows, number=self.recoveries, gone=self.peers.gone, wait=self.await_ranks
         )
         try:
             return recovery.survivors()
         finally:
             self.recoveries = recovery.number
 
-    def _gone(self) -> set[int]:
-        """The ranks that have died or left."""
-        states = [words[_STATE] for words in self._words]
-        return {r for r in self._peers if states[r] == _LEFT} | set(self.dead())
-
     def await_ranks(self, awaited: Callable[[], list[int]], timeout: float | None = None) -> None:
         """Wait until `awaited()` names no rank, whatever has failed. Raises OpTimeout."""
-        wait_until(
-            self._arrivals.polling(lambda: not awaited()),
-            policy=self.policy,
-            missing=awaited,
-            peer_error=lambda _: None,
-            doing=self.names.where,
-            named=self.names.described,
-            show=self._show,
-            timeout=timeout,
-        )
+        self._wait_until(lambda: not awaited(), awaited, lambda _: None, timeout=timeout)
 
     # -- states --------------------------------------------------------------------------------
 
@@ -609,24 +531,16 @@ class Board:
         """Tell the peers that this rank takes part no more: it has finished. `why` is for threads
         of this rank that still wait.
         """
-        if self._own[_STATE] == _RUNNING:
+        if self._own[STATE] == RUNNING:
             self._left = why
-            self._rows.publish(_STATE, _LEFT)
-
-    def ended(self) -> bool:
-        """Whether every rank has left, has given up or is dead."""
-        self._rows.poll()
-        states = [words[_STATE] for words in self._words]
-        running = [rank for rank, state in enumerate(states) if state == _RUNNING]
-        dead = self._watch.dead() if running and self._watch is not None else frozenset()
-        return all(self._watch_ranks[rank] in dead for rank in running)
+            self._rows.publish(STATE, LEFT)
 
     def _fail_with(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, Exception):
             self.concluded(error)
         if isinstance(error, CollectiveMismatch) and self.failure is None:
-            self._rows.publish(_STATE, _MISMATCHED)
+            self._rows.publish(STATE, MISMATCHED)
         why = str(error) if isinstance(error, ShardmathError) else repr(error)
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
         if isinstance(error, OpTimeout):
@@ -643,167 +557,38 @@ class Board:
         if self.failure is None:
             self.failure = why
             # Who comes now may read what has changed: what is not complete is taken back.
-            for word, done in ((_EXCHANGE, self.rounds), (_BARRIER, self.barriers)):
+            for word, done in ((EXCHANGE, self.rounds), (BARRIER, self.barriers)):
                 if self._own[word] > 2 * done + 1:
                     self._rows.publish(word, 2 * done + 1)
-            if self._own[_STATE] == _RUNNING:
-                self._rows.write(_REASON, Reason(why, blamed, late, raised).pack())
-                self._rows.publish(_STATE, _FAILED)
-
-    def refuse(self, board: str, why: str) -> None:
-        """Tell the peers that this rank cannot have the board of that name."""
-        self._rows.write(_REASON, Reason(why).pack())
-        self._rows.publish(_REFUSED, _digest(board))
-
-    def refusal(self, ranks: Sequence[int], board: str) -> HeapExhausted | None:
-        """The error where one of these ranks cannot have the board of that name, else None."""
-        digest = _digest(board)
-        for rank in ranks:
-            if self._words[rank][_REFUSED] == digest:
-                return HeapExhausted(f"{self.names.name(rank)}: {self._reason(rank).why}")
-        return None
-
-    def peer_error(self, late: Sequence[int]) -> Exception | None:
-        """The exception to raise where one of these ranks will never arrive, else None."""
-        return self._mismatch_error(late) or self.ended_peer_error(late)
+            if self._own[STATE] == RUNNING:
+                self._rows.write(REASON, Reason(why, blamed, late, raised).pack())
+                self._rows.publish(STATE, FAILED)
 
     def _meeting_error(self, late: Sequence[int]) -> Exception | None:
-        """As `peer_error`, where all ranks are to meet.
+        """The exception to raise where one of these ranks will never meet this one, else None.
 
         A peer that is late, and has listed calls that this rank has not, has passed this place. One
         that this rank has passed will say so. After this rank has left nobody comes.
         """
-        if self._own[_STATE] == _LEFT:
+        if self._own[STATE] == LEFT:
             why = f"this rank has left the context: {self._left}"
             return RankFailure(f"{self.names.where()}: {why}")
         calls = self.calls
         if calls is not None:
             if calls.behind(late):
-                return self.ended_peer_error(late)
+                return self.peers.ended_error(late)
             if calls.ahead(late):
-                return self.ended_peer_error(late) or self._passed_error(calls, late)
-        return self.peer_error(late)
-
-    def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
-        """A late peer that has published a round of exchange that this rank has not is itself
-        waiting, for this rank, in another operation: both would wait for ever.
-        """
-        words = self._words
-        mismatched = [r for r in late if self.is_ahead(r)]
-        mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
-        if not mismatched:
-            return None
-        names = self.names
-        calls = "; ".join(f"{names.name(r)} is in {names.operation_of(r)}" for r in mismatched)
-        return CollectiveMismatch(
-            f"{names.where()}: the ranks called different operations: {calls}; all ranks must "
-            "make the same calls in the same order"
-        )
-
-    def is_ahead(self, rank: int) -> bool:
-        """Whether `rank` has published a round of exchange that this rank has not."""
-        return self._words[rank][_EXCHANGE] > self._own[_EXCHANGE]
-
-    def dead(self) -> list[int]:
-        """The ranks whose process has ended without leaving. Never waits."""
-        ended = self._watch.dead() if self._watch is not None else frozenset()
-        return [
-            rank
-            for rank in range(self.size)
-            if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
-        ]
-
-    @property
-    def watch(self) -> PeerWatch | None:
-        """The watch over the peers' processes."""
-        return self._watch
-
-    def silence_kernels(self) -> None:
-        """Tell the peers that no kernel of this rank sends them anything more. From any thread."""
-        self._rows.announce(_KERNELS, _SILENT)
-
-    def end_kernels(self) -> None:
-        """Tell the peers that all kernels of this rank have ended. From any thread."""
-        if self._own[_KERNELS] != _ENDED:
-            self._rows.announce(_KERNELS, _ENDED)
-
-    def at_work(self) -> list[int]:
-        """The peers of which kernels may write to this rank's memory. From any thread; never waits.
-
-        Those whose kernels and processes have not ended.
-        """
-        self._rows.receive()
-        working = [rank for rank in self._peers if self._words[rank][_KERNELS] != _ENDED]
-        dead = self._watch.dead() if working and self._watch is not None else frozenset()
-        return [rank for rank in working if self._watch_ranks[rank] not in dead]
-
-    def silent(self) -> list[int]:
-        """The peers for which no kernel is to wait any more. From any thread; never waits.
-
-        All, once one has died or given up: the group is at its end. Else those that have left, when
-        their process or their kernels have ended too.
-        """
-        self._rows.receive()
-        dead = self._watch.dead() if self._watch is not None else frozenset()
-        silent = []
-        for rank in self._peers:
-            died, state = self._watch_ranks[rank] in dead, self._words[rank][_STATE]
-            if state in (_FAILED, _MISMATCHED) or (died and state == _RUNNING):
-                return list(self._peers)
-            if died or self._words[rank][_KERNELS]:
-                silent.append(rank)
-        return silent
-
-    def silent_peer_error(self, late: Sequence[int]) -> Exception | None:
-        """As `ended_peer_error`, where kernels have waited for these ranks.
-
-        One that sends no more may do so because of another rank, or before it has left.
-        """
-        error, silent = self.ended_peer_error(late), set(self.silent())
-        known = [rank for rank in late if rank in silent]
-        if error is None and known:
-            error = self.ended_peer_error(self._peers)
-            error = error or self.names.failure_of(known, "sends no more")
-        return error
-
-    def ended_peer_error(self, late: Sequence[int]) -> Exception | None:
-        """The exception to raise where a late peer has ended or given up, else None.
-
-        One that died without a word is the cause. Else one that gave up says whose fault it was,
-        and the error is the same as there; unless it was this rank's, or its own.
-        """
-        states = {rank: self._words[rank][_STATE] for rank in late}
-        dead = self._watch.dead() if self._watch is not None else frozenset()
-        died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
-        if died:
-            return self.names.failure_of(died, "died")
-        for rank in late:
-            if states[rank] == _FAILED:
-                reason = self._reason(rank)
-                if reason.error is not None:
-                    return self.verdict(reason.error)
-                blamed = [r for r in reason.blamed if r != self.rank]
-                who = f"{self.names.where()}: {self.names.name(rank)}"
-                text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
-                if reason.late and blamed:
-                    return OpTimeout(text, blamed)
-                return RankFailure(text, blamed or [rank])
-        left = [rank for rank in late if states[rank] == _LEFT]
-        return self.names.failure_of(left, "has left") if left else None
-
-    def _reason(self, rank: int) -> Reason:
-        return Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
+                return self.peers.ended_error(late) or self._passed_error(calls, late)
+        return self.peers.error(late)
 
     # -- words ---------------------------------------------------------------------------------
 
     def _await(self, word: int, target: int) -> None:
         """Come out when every peer's `word` is `target` and none takes it back: see `waiting`."""
-        words = self._words
-        late = [r for r in self._peers if words[r][word] < target]
+        late = self._arrivals.missing(word, target)
         if late or (self._looks_twice and (late := self._arrivals.second_look(word, target))):
             self._await_late(word, target, late)
-        if not ORDERED:
-            os.sched_yield()
+        order()
 
     def _await_late(self, word: int, target: int, late: list[int]) -> None:
         words, policy = self._words, self.policy
@@ -825,15 +610,13 @@ class Board:
             return self._meeting_error(late)
 
         def wait() -> None:
-            wait_until(
-                self._arrivals.polling(arrived),
+            self._wait_until(
+                arrived,
+                missing,
+                peer_error,
+                rings=True,
                 policy=policy,
-                missing=missing,
-                peer_error=peer_error,
-                doing=lambda: self.names.where(f", #{target // 2}"),
-                named=self.names.described,
-                show=self._show,
-                rest=self._rows.rest if self._rows.rings else None,
+                suffix=f", #{target // 2}",
                 late=lambda: self._arrivals.missing(word, target),
             )
 
@@ -841,7 +624,7 @@ class Board:
             try:
                 wait()
             except OpTimeout:
-                if not self._arrivals.come_after_all(word, target, _STATE):
+                if not self._arrivals.come_after_all(word, target):
                     raise
                 wait()  # for peers that are finding out the same
         except BaseException as error:
@@ -866,24 +649,41 @@ class Board:
         self._require_usable()
         self.operation = operation
         self._rows.flush()
+        peer_error = self.peers.error if timeout is None else self.peers.ended_error
         try:
-            wait_until(
-                self._arrivals.polling(arrived),
-                policy=self.policy,
-                missing=missing,
-                peer_error=self.peer_error if timeout is None else self.ended_peer_error,
-                doing=self.names.where,
-                named=self.names.described,
-                show=self._show,
-                timeout=timeout,
-                rest=self._rows.rest if self._rows.rings else None,
-            )
+            self._wait_until(arrived, missing, peer_error, rings=True, timeout=timeout)
         except OpTimeout as error:
             settled(error)
             raise
         except Exception as error:
             self._fail_with(error)
             raise
+
+    def _wait_until(
+        self,
+        arrived: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        peer_error: Callable[[Sequence[int]], Exception | None],
+        *,
+        rings: bool = False,
+        timeout: float | None = None,
+        policy: WaitPolicy | None = None,
+        suffix: str = "",
+        late: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """`waiting.wait_until` in this board's words. `rings`: who is awaited rings afterwards."""
+        wait_until(
+            self._arrivals.polling(arrived),
+            policy=policy or self.policy,
+            missing=missing,
+            peer_error=peer_error,
+            doing=lambda: self.names.where(suffix),
+            named=self.names.described,
+            show=self._show,
+            timeout=timeout,
+            rest=self._rows.rest if rings and self._rows.rings else None,
+            late=late,
+        )
 
     def ring(self) -> None:
         """Wake the peers that sleep until this rank writes what it has written just now."""
@@ -899,11 +699,6 @@ class Board:
 
 def _all_have_it() -> None:
     """Watch nothing: the ranks have met on this board."""
-
-
-def _digest(name: str) -> int:
-    """A word that stands for a name; never 0."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
 class OperationGuard:

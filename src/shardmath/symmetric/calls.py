@@ -18,29 +18,32 @@ number of calls sees what is listed of them.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.rows import CALLS, MOST_WORDS, TAGS, WINDOW, WORD, Rows
 
-WINDOW = 64  # a rank is less than so many calls ahead of its slowest peer
-MOST_WORDS = 16  # that are listed with a call
-_MADE, _MET, _TAGS = 0, 1, 4
+# Words of a row.
+_MADE = CALLS // WORD
+_MET = _MADE + 1
+_TAGS = _MADE + TAGS
 _WORDS = _TAGS + WINDOW
-LIST_BYTES = 8 * (_WORDS + WINDOW * MOST_WORDS)  # a multiple of 32
 
 
 class Calls:
     """The calls that the ranks of `rows` have listed, as one of them sees them.
 
-    They lie from byte `place` of each row on.
+    `explain`: see `Board.let_run_ahead`.
     """
 
-    def __init__(self, rows: Rows, place: int) -> None:
+    def __init__(
+        self, rows: Rows, explain: Callable[[Mapping[int, int | None]], Exception]
+    ) -> None:
+        self.explain = explain
         self._rows = rows
-        self._first = place // 8
-        self._peers = [r for r in range(len(rows.words)) if r != rows.rank]
+        self._own = rows.words[rows.rank]
+        self._peers = rows.peers
         self._words = [rows.words[r] for r in self._peers]
         self._room = WINDOW  # calls that can be listed without another look at the peers
         self._meetings = 0
@@ -48,7 +51,7 @@ class Calls:
     @property
     def made(self) -> int:
         """The number of calls that this rank has listed."""
-        return self._rows.words[self._rows.rank][self._first]
+        return self._own[_MADE]
 
     def places(
         self, tag: int, words: Sequence[int]
@@ -58,11 +61,11 @@ class Calls:
         peers' `made`.
         """
         made, *peers = [
-            np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + 8 * self._first
+            np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + CALLS
             for rank in (self._rows.rank, *self._peers)
         ]
-        places = made + 8 * _TAGS, made + 8 * _WORDS
-        return made, *places, WINDOW, tag, packed(words), tuple(peers)
+        tags, listed = (made + WORD * (word - _MADE) for word in (_TAGS, _WORDS))
+        return made, tags, listed, WINDOW, tag, packed(words), tuple(peers)
 
     def add(
         self, tag: int, wait_for_room: Callable[[int], None], words: Sequence[int] = ()
@@ -71,49 +74,44 @@ class Calls:
 
         `wait_for_room(number)` returns when no peer has listed less than so many calls.
         """
-        number, first = self.made + 1, self._first
+        number = self.made + 1
         if number >= self._room:
             if self._listed() + WINDOW <= number:
                 wait_for_room(number + 1 - WINDOW)
             self._room = self._listed() + WINDOW
-        self._rows.words[self._rows.rank][first + _TAGS + number % WINDOW] = tag
+        self._own[_TAGS + number % WINDOW] = tag
         if words:
-            place = 8 * (first + _WORDS + number % WINDOW * MOST_WORDS)
-            self._rows.write(place, packed(words))
-        self._rows.publish(first + _MADE, number)
+            self._rows.write(WORD * _first_word(number), packed(words))
+        self._rows.publish(_MADE, number)
 
     def tags(self) -> dict[int, int]:
         """The tags of all ranks' calls of the number of this rank's last, once all have listed it.
 
         As `words`, until this rank lists another.
         """
-        place = self._first + _TAGS + self.made % WINDOW
+        place = _TAGS + self.made % WINDOW
         return {rank: words[place] for rank, words in enumerate(self._rows.words)}
 
     def words(self, count: int) -> list[tuple[int, ...]]:
         """The first `count` words of each rank's call that has the number of this rank's last."""
-        place = self._first + _WORDS + self.made % WINDOW * MOST_WORDS
-        places = range(place, place + count)
-        return [tuple([words[word] for word in places]) for words in self._rows.words]
+        return [self._words_of(rank, self.made, count) for rank in range(self._rows.size)]
 
     def _listed(self) -> int:
         """The calls that all peers have listed."""
-        place = self._first + _MADE
-        return min([words[place] for words in self._words], default=self.made)
+        return min([words[_MADE] for words in self._words], default=self.made)
 
     def missing(self, number: int) -> list[int]:
         """The peers that have listed less than so many calls."""
-        place = self._first + _MADE
-        return [r for r in self._peers if self._rows.words[r][place] < number]
+        return [r for r in self._peers if self._rows.words[r][_MADE] < number]
 
     def meet(self) -> None:
         """Tell the peers how many calls this rank has made, before a round of an exchange."""
         self._meetings += 1
-        self._rows.words[self._rows.rank][self._met] = self.made
+        self._own[self._met] = self.made
 
     @property
     def _met(self) -> int:
-        return self._first + _MET + (self._meetings & 1)
+        return _MET + (self._meetings & 1)
 
     def differ(self) -> bool:
         """Whether ranks meet that have made different numbers of calls: after the exchange."""
@@ -129,18 +127,25 @@ class Calls:
         return self._with(lambda number: number < self.made, ranks)
 
     def _with(self, wanted: Callable[[int], bool], ranks: Sequence[int] | None) -> list[int]:
-        place = self._first + _MADE
         some = self._peers if ranks is None else ranks
-        return [r for r in some if wanted(self._rows.words[r][place])]
+        return [r for r in some if wanted(self._rows.words[r][_MADE])]
 
     def next_of(self, rank: int) -> int:
         """The tag of the call of a peer that is ahead with which it has passed this rank."""
-        return self._rows.words[rank][self._first + _TAGS + (self.made + 1) % WINDOW]
+        return self._rows.words[rank][_TAGS + (self.made + 1) % WINDOW]
 
     def next_words_of(self, rank: int, count: int) -> tuple[int, ...]:
         """The first `count` words of the call that `next_of` names."""
-        place = self._first + _WORDS + (self.made + 1) % WINDOW * MOST_WORDS
-        return tuple([self._rows.words[rank][number] for number in range(place, place + count)])
+        return self._words_of(rank, self.made + 1, count)
+
+    def _words_of(self, rank: int, number: int, count: int) -> tuple[int, ...]:
+        first, words = _first_word(number), self._rows.words[rank]
+        return tuple([words[place] for place in range(first, first + count)])
+
+
+def _first_word(number: int) -> int:
+    """The place in a row of the words that are listed with a call of that number."""
+    return _WORDS + number % WINDOW * MOST_WORDS
 
 
 def packed(words: Sequence[int]) -> bytes:

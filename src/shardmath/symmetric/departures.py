@@ -1,20 +1,20 @@
-"""Which ranks' kernels send no more: told to the kernels that wait for them, wherever the host is.
+"""Ranks that have gone: kernels that wait for them are told, whatever the host is doing meanwhile.
 
-A kernel that waits asks, now and then, a word in the host's memory that there is for each rank. One
-thread of the process sets these words, by plain stores: it calls no driver, so nothing that another
-thread waits for in there can hold it up. It sleeps until a peer's process ends, or a tenth of a
-second long, and then looks at the states on the boards. The first group of GPUs starts it, and it
-ends with the last.
+A kernel that waits looks now and then at words in the host's memory, one for each rank. One thread
+of the process sets these words, by plain stores: it calls no driver, so it is never held up by a
+driver call of another thread. It sleeps until a peer's process ends, for a tenth of a second at
+most, and then looks at the states on the boards. The first group of GPUs starts the thread, which
+ends with the last group.
 
-A rank that leaves may have kernels that still send. So it says on the board that it has left, and
-only when its GPU has done all that it had been asked to do by then that its kernels have ended: a
-mark in the host's memory, which the GPU sets behind all that, is what the thread waits for. When
-all ranks have said so, no kernel writes to memory of the group any more: see `groups`.
+A rank that leaves may have kernels that still send. So it says on the board at once that it has
+left, and that its kernels have ended only when its GPU has done all that it was asked to do before:
+the GPU sets a mark in the host's memory behind all that, which the thread waits for. When all ranks
+have said so, no kernel writes to memory of the group any more: see `groups`.
 
-Kernels report whom they waited for in vain in such memory, too (`report_of`). Words that a team has
-left go to another team only when the device has done all that it had been asked to do by then, so
-that a late kernel reports to nobody else. The driver never gets them back: that would wait for the
-device.
+Kernels also report in such memory whom they waited for in vain (`report_of`). The words of a team
+that has ended go to another team only when the device has done all that it was asked to do by then,
+so that a late kernel reports to nobody else. They are never freed: the driver's free would wait for
+the device.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PERIOD = 0.1  # seconds from one look at the boards to the next
 
 
 class Departures:
-    """Who has gone of one group, as its kernels on this rank are told.
+    """The ranks of one group that have gone, as this rank's kernels see them.
 
     `words[rank]` is not 0 once nothing more comes from that rank; the last of `words` is the mark
-    that this rank's own kernels have ended. `set_mark()` has the GPU set it behind all that it has
-    been asked to do; false where that cannot be asked now.
+    that this rank's own kernels have ended. `set_mark()` has the GPU set it behind all that it was
+    asked to do, and returns False where the GPU cannot be asked now.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Departures:
         return made
 
     def ask(self, gave_up: Callable[[], bool]) -> None:
-        """`gave_up()`, a method, says whether kernels here have given up what peers count on."""
+        """Ask `gave_up()`, a method, whether kernels here have given up what peers count on."""
         self._gave_up = weakly_or(False, gave_up)
 
     def gone(self) -> list[int]:
@@ -106,29 +106,26 @@ class Departures:
     def look(self) -> bool:
         """Tell the kernels who has gone, and the peers when this rank's kernels have ended.
 
-        Whether there is more to come. Never waits, and calls no driver; what it does can be done
-        again, and by two threads at once.
+        Returns whether to look again. Never waits, and calls no driver; it may be repeated, and
+        called by two threads at once.
         """
-        board, words = self.board, self._words
-        for rank in board.silent():
+        peers, words = self.board.peers, self._words
+        for rank in peers.silent():
             words[rank] = 1
-        if words[board.size]:
-            board.end_kernels()
+        if words[-1]:
+            peers.end_kernels()
             return False
         if not self._told and self.gone() and self._gave_up():
             self._told = True
-            board.silence_kernels()
+            peers.silence_kernels()
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Whether the GPUs of all ranks, which leave, do all that they were asked to in that time.
-
-        `timeout` is in seconds.
-        """
+        """Wait up to `timeout` seconds for the GPUs of all ranks, which leave; return if all ended."""
 
         def at_work() -> list[int]:
             _settle()
-            return [self.board.rank] * self.look() + self.board.at_work()
+            return [self.board.rank] * self.look() + self.board.peers.at_work()
 
         try:
             self.board.await_ranks(at_work, timeout)
@@ -141,7 +138,7 @@ _left: deque[Departures] = deque()  # groups that this rank has left, without a 
 
 
 def _settle() -> None:
-    """Set the marks of the groups that were left."""
+    """Set the marks of the groups that were left, where that can be done now."""
     for _ in range(len(_left)):
         departures = _left.popleft()
         if not departures._set_mark():
@@ -162,8 +159,8 @@ def _mark_behind_all(device: Device, report: Report, place: int) -> bool:
 class _Watch:
     """The thread, and what it watches.
 
-    There is no lock, which an exception in another thread could leave held: who adds to the list
-    looks for the thread thereafter, and the thread looks at the list after it has taken its leave.
+    There is no lock, which an exception in another thread could leave held: `add` first extends the
+    list and then looks for the thread; the thread first resigns and then looks at the list again.
     """
 
     def __init__(self) -> None:
@@ -171,7 +168,7 @@ class _Watch:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """A forked child has no such thread, and no rank's place: it starts its own if need be."""
+        """Start afresh, as in a forked child, which has no such thread and is no rank."""
         _left.clear()
         self._watched: list[Departures] = []
         self.thread: threading.Thread | None = None
@@ -188,21 +185,21 @@ class _Watch:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the program
         while watched := self._look():
             poll = select.poll()
-            boards = [departures.board for departures in watched]
-            for peers in {id(board.watch): board.watch for board in boards}.values():
-                for descriptor, events in peers.pending() if peers else ():
+            watches = [departures.board.peers.watch for departures in watched]
+            for processes in {id(watch): watch for watch in watches}.values():
+                for descriptor, events in processes.pending() if processes else ():
                     poll.register(descriptor, events)
             poll.poll(PERIOD * 1000)
 
     def _look(self) -> list[Departures]:
-        """Look at all; what is still watched. The thread is to end where that is nothing."""
+        """Look at all, and return those to look at again; the thread ends when there are none."""
         for departures in list(self._watched):
             if not departures.look():
                 self._watched.remove(departures)
         own = threading.current_thread()
         if not self._watched:
             self.thread = None
-            if self._watched and self.thread is None:  # who added has seen it alive
+            if self._watched and self.thread is None:  # `add` has seen it alive
                 self.thread = own
         return list(self._watched) if self.thread is own else []
 
@@ -241,7 +238,7 @@ def report_of(device: Device, count: int) -> Report:
 
 
 class _PinnedWords:
-    """Pinned words, for NumPy and for the device; kept for the life of the process."""
+    """Pinned words, for NumPy and for the device; never freed."""
 
     def __init__(self, device: Device, count: int) -> None:
         device.activate()
@@ -251,7 +248,7 @@ class _PinnedWords:
 
 
 class _Reports:
-    """The reports of one length on one device."""
+    """A pool of reports of one length on one device."""
 
     def __init__(self, device: Device, count: int) -> None:
         self._device = device
@@ -261,7 +258,7 @@ class _Reports:
         self.left: DeferredReuse[_PinnedWords] = DeferredReuse(device)
 
     def take(self) -> Report:
-        """A report that no kernel of another team writes to."""
+        """A report to which no kernel of an earlier team still writes."""
         with self._lock:
             self._free += self.left.free()
             memory = self._free.pop() if self._free else _PinnedWords(self._device, self._count)

@@ -23,13 +23,10 @@ from shardmath.errors import (
     UseAfterFree,
 )
 from shardmath.group.base import rank_names
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.rows import NAME_BYTES, OPERATION, REASON_BYTES, Rows
 
 AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
 
-NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
-OPERATION = 64  # byte offset in a row: the name of the operation
-REASON_BYTES = 512
 _END = b"\0"
 _DESCRIBED = 4  # ranks of a message that are named in full
 _NOTED = 8  # the same, of an error that all raise
@@ -103,7 +100,7 @@ class Reason(Immutable):
 
 
 class RankNames:
-    """The names of one board's ranks, for the messages of one of them, `rank`.
+    """The names of one board's ranks, for the messages of one of them.
 
     Rank r is number `numbers[r]` of the job, and `processes[r]` is its process. `job` has the names
     of all ranks of the job, where these are a part.
@@ -113,12 +110,11 @@ class RankNames:
         self,
         rows: Rows,
         *,
-        rank: int,
         numbers: Sequence[int],
         processes: Sequence[str],
         job: RankNames | None,
     ) -> None:
-        self.rank = rank
+        self.rank = rows.rank
         self._rows = rows
         self._numbers = list(numbers)
         self._processes = list(processes)

@@ -14,35 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardmath.errors import RankFailure
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.rows import DECISION, MAIL, RECOVERY, Rows
 
 
 class Recovery:
     """One rank's part in the recoveries of a board: `number` is the last that it asked for.
 
-    `rows` hold, for each rank, the number for which it has last asked at word `asked`, the number
-    for which it has last decided at word `decided`, and who goes on, a bit for each rank, from byte
-    `place` on. `gone()` are the ranks that have died or left; `wait(awaited, doing)` returns when
-    `awaited()` names no rank any more.
+    Words of the `rows` say, for each rank, for which it has last asked and decided; who goes on, a
+    bit for each rank, stands where its mail was. `gone()` are the ranks that have died or left;
+    `wait(awaited)` returns when `awaited()` names no rank any more.
     """
 
     def __init__(
         self,
         rows: Rows,
         *,
-        rank: int,
         number: int,
-        words: tuple[int, int],
-        place: int,
         gone: Callable[[], set[int]],
         wait: Callable[[Callable[[], list[int]]], None],
     ) -> None:
         self.number = number
         self._rows = rows
-        self._rank = rank
-        self._ranks = range(len(rows.words))
-        self._asked, self._decided = words
-        self._place = place
+        self._rank = rows.rank
+        self._ranks = range(rows.size)
         self._gone = gone
         self._wait = wait
 
@@ -54,8 +48,8 @@ class Recovery:
         """
         self.number += 1
         while True:
-            self.number = max(self.number, *self._words(self._asked))
-            self._rows.publish(self._asked, self.number)
+            self.number = max(self.number, *self._words(RECOVERY))
+            self._rows.publish(RECOVERY, self.number)
             self._wait(self._silent)
             gone = self._gone()
             asked = [r for r in self._ranks if r not in gone and self._has_asked(r)]
@@ -73,14 +67,14 @@ class Recovery:
         return [words[word] for words in self._rows.words]
 
     def _has_asked(self, rank: int) -> bool:
-        return self._rows.words[rank][self._asked] >= self.number
+        return self._rows.words[rank][RECOVERY] >= self.number
 
     def _has_decided(self, rank: int) -> bool:
-        return self._rows.words[rank][self._decided] >= self.number
+        return self._rows.words[rank][DECISION] >= self.number
 
     def _is_overtaken(self) -> bool:
         """Whether a rank has asked again since."""
-        return max(self._words(self._asked)) > self.number
+        return max(self._words(RECOVERY)) > self.number
 
     def _silent(self) -> list[int]:
         """The ranks that live and have not asked; none when this recovery is overtaken."""
@@ -97,11 +91,11 @@ class Recovery:
 
     def _decide(self, ranks: Sequence[int]) -> None:
         mask = sum(1 << rank for rank in ranks)
-        self._rows.write(self._place, mask.to_bytes(self._mask_bytes, "little"))
-        self._rows.publish(self._decided, self.number)
+        self._rows.write(MAIL, mask.to_bytes(self._mask_bytes, "little"))
+        self._rows.publish(DECISION, self.number)
 
     def _decision_of(self, rank: int) -> list[int]:
-        data = self._rows.bytes[rank][self._place : self._place + self._mask_bytes].tobytes()
+        data = self._rows.bytes[rank][MAIL : MAIL + self._mask_bytes].tobytes()
         mask = int.from_bytes(data, "little")
         survivors = [rank for rank in self._ranks if mask >> rank & 1]
         if self._rank not in survivors:

@@ -1,14 +1,33 @@
-"""Where the rows of a board lie, and how what a rank writes in its own reaches the others.
+"""The rows of a board, one for each rank: what is in a row, and how it reaches the other ranks.
+
+A rank writes only its own row and reads the others'. A row holds
+
+    word 0  exchange   2n: this rank has published its n-th round of exchange;
+                       2n-1: it had, and has taken that back
+    word 1  barrier    the same for barriers
+    word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
+    word 3  recovery   the number of the last recovery of the group that this rank has asked for
+    word 4  decision   the last recovery for which this rank has said who goes on
+    word 5  kernels    SILENT: no kernel of this rank sends anything more; ENDED: the rank has left,
+                       and all its kernels have ended
+    word 6  refused    a digest of the name of the last board that this rank could not make
+    word 7  bell       whether this rank sleeps until a peer publishes something: see `Rows.rest`
+    operation          the name of the operation under way, for the other ranks' messages
+    reason             why the rank failed or refused, and who is to blame; written before the
+                       word that says so
+    mail               two mailboxes, for even and for odd rounds: the number of the round, the
+                       bytes of the whole message and of the payload at its end, a part of it
+    calls              the calls with which the rank has run ahead: see `calls`
 
 Ranks of one host map the same pages: a store is seen at once. A rank on another host has a copy,
 which only messages from the row's owner change, in the order in which it wrote. So on both sides
 whoever sees a word sees what was written before it.
 
-A rank that waits long sleeps until a peer rings, as each does after it has published a word. Ranks
-of one host ring by a word of their rows, the bell, and the system's futex: `board.c` has both
+A rank that waits for long sleeps until a peer rings, as each does after it has published a word.
+Ranks of one host ring by a word of their rows, the bell, and the system's futex: `board.c` has both
 halves, and says why no ring is lost. Where there are several hosts a rank sleeps until a message
-comes. Its bell is 1 meanwhile, and a rank of its own host, whose words come without a message,
-sends it an empty one.
+comes. Its bell is 1 meanwhile, and ranks of its own host, whose words come without a message, send
+it an empty one.
 """
 
 from __future__ import annotations
@@ -23,18 +42,42 @@ from typing import Any
 
 from shardmath.transport.wires import Channel, Wires
 
+EXCHANGE, BARRIER, STATE, RECOVERY, DECISION, KERNELS, REFUSED, BELL = range(8)  # words
+RUNNING, LEFT, FAILED, MISMATCHED = range(4)  # values of STATE
+SILENT, ENDED = 1, 2  # values of KERNELS
+WINDOW = 64  # calls of which a row lists the tags and the words
+MOST_WORDS = 16  # that are listed with a call
+WORD = 8  # bytes
+NAME_BYTES, REASON_BYTES, MAIL_BYTES = 64, 512, 4096
+# Where each begins in a row, in bytes.
+OPERATION = 64
+REASON = OPERATION + NAME_BYTES
+MAIL = REASON + REASON_BYTES
+CALLS = MAIL + 2 * MAIL_BYTES
+TAGS = 4  # words of CALLS before the tags of calls
+ROW_BYTES = CALLS + WORD * (TAGS + WINDOW + WINDOW * MOST_WORDS)
+
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
 # the kernel holds one.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
-_WORD = 8
 _YIELDS = 3
 _LONG_YIELD = 3e-4  # seconds; ranks that only wait hand the core on sooner
 _WITHOUT_YIELDS = 300  # waits
-_BELL = 7  # the word by which a rank tells that it sleeps
 
 Rest = Callable[[int, Callable[[], bool], float], None]
+
+
+def board_bytes(size: int) -> int:
+    """Bytes of a board for `size` ranks, in whole pages."""
+    return -(-size * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def order() -> None:
+    """Keep loads and stores before this apart from those after it."""
+    if not ORDERED:
+        os.sched_yield()
 
 
 class Rows:
@@ -42,10 +85,12 @@ class Rows:
 
     needs_polling = False  # whether `poll` must be called for words to arrive
 
-    def __init__(self, memory: mmap.mmap, *, rank: int, size: int, row_bytes: int) -> None:
+    def __init__(self, memory: mmap.mmap, *, rank: int, size: int) -> None:
         self.rank = rank
+        self.size = size
+        self.peers = [r for r in range(size) if r != rank]
         self.memory = whole = memoryview(memory)
-        self.bytes = [whole[r * row_bytes : (r + 1) * row_bytes] for r in range(size)]
+        self.bytes = [whole[r * ROW_BYTES : (r + 1) * ROW_BYTES] for r in range(size)]
         self.words: list[memoryview[int]] = [row.cast("Q") for row in self.bytes]
         self._page: Any = None
 
@@ -77,8 +122,7 @@ class Rows:
 
     def publish(self, word: int, value: int) -> None:
         """Set a word of the own row, after all that was written before."""
-        if not ORDERED:
-            os.sched_yield()
+        order()
         self.words[self.rank][word] = value
         if self._page is not None:
             self._page.ring()
@@ -94,12 +138,14 @@ class Rows:
         """Take in what peers have published, from any thread."""
 
     def flush(self) -> None:
-        """Let peers see what was written, without a word that says so."""
+        """Send ranks on other hosts what was written, with no word that announces it."""
 
 
 class MultiHostRows(Rows):
-    """Rows of ranks of several hosts: `far` are those elsewhere, `near` the others of this host,
-    both with their numbers in the mesh.
+    """Rows of ranks of several hosts.
+
+    `far` are the ranks on other hosts, `near` the other ranks of this host, each with its number in
+    the mesh.
     """
 
     needs_polling = True
@@ -110,14 +156,13 @@ class MultiHostRows(Rows):
         *,
         rank: int,
         size: int,
-        row_bytes: int,
         far: Mapping[int, int],
         near: Mapping[int, int],
         wires: Wires,
         name: str,
     ) -> None:
-        super().__init__(memory, rank=rank, size=size, row_bytes=row_bytes)
-        copies = {r: memoryview(bytearray(row_bytes)) for r in far}
+        super().__init__(memory, rank=rank, size=size)
+        copies = {r: memoryview(bytearray(ROW_BYTES)) for r in far}
         for r, copy in copies.items():
             self.bytes[r] = copy
             self.words[r] = copy.cast("Q")
@@ -143,13 +188,13 @@ class MultiHostRows(Rows):
 
     def publish(self, word: int, value: int) -> None:
         super().publish(word, value)
-        self._unsent.append((_WORD * word, value.to_bytes(_WORD, "little")))
+        self._unsent.append((WORD * word, value.to_bytes(WORD, "little")))
         self.flush()
         self.ring()
 
     def ring(self) -> None:
         if self._near:
-            asleep = [peer for words, peer in self._near if words[_BELL]]
+            asleep = [peer for words, peer in self._near if words[BELL]]
             if asleep:
                 self._wires.nudge(asleep)
 
@@ -166,16 +211,16 @@ class MultiHostRows(Rows):
         if self._yields.brought(arrived):
             return
         own = self.words[self.rank]
-        own[_BELL] = 1
+        own[BELL] = 1
         try:
             if not arrived():
                 self._wires.rest(seconds)
         finally:
-            own[_BELL] = 0
+            own[BELL] = 0
 
     def announce(self, word: int, value: int) -> None:
         super().announce(word, value)
-        self._channel.send(self._far, [(_WORD * word, value.to_bytes(_WORD, "little"))])
+        self._channel.send(self._far, [(WORD * word, value.to_bytes(WORD, "little"))])
 
     def poll(self) -> None:
         self._wires.poll()
@@ -190,26 +235,26 @@ class MultiHostRows(Rows):
 
 
 class Yields:
-    """The core, yielded a few times before a rank sleeps: quicker, where a late peer waits for it.
+    """Yields the core a few times before a rank sleeps: quicker where a late peer waits for it.
 
-    Where another process had it meanwhile, and kept it, none is yielded for a while.
+    Once another process has kept the core, the next waits do without.
     """
 
     def __init__(self) -> None:
-        self._none = 0  # for so many waits to come
+        self._skipped = 0  # waits to come that do without
 
     def brought(self, arrived: Callable[[], bool]) -> bool:
-        """Yield, and whether what is awaited has `arrived`."""
-        if self._none:
-            self._none -= 1
+        """Yield, and return whether what is awaited has `arrived`."""
+        if self._skipped:
+            self._skipped -= 1
             return False
         for _ in range(_YIELDS):
             start = time.perf_counter()
             os.sched_yield()
             if time.perf_counter() - start > _LONG_YIELD:
-                self._none = _WITHOUT_YIELDS
+                self._skipped = _WITHOUT_YIELDS
             if arrived():
                 return True
-            if self._none:
+            if self._skipped:
                 break
         return False

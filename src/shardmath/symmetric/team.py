@@ -360,7 +360,7 @@ class Team:
             place = refused[0] >> 32
             self.broken = miscount.format(expected=refused[1], seen=refused[2], place=place)
             error = ValueError(f"in an exchange whose counts are on GPUs {self.broken}")
-            return self._board.concluded(self._board.verdict(error))
+            return self._board.concluded(error, by_all=True)
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"{self._board.names.described([rank])} had come to {seen} of {expected} in "
@@ -375,11 +375,11 @@ class Team:
             own = int(late[different[0], 1])
             tags = dict.fromkeys(range(self.size), own)
             tags |= {rank: int(late[rank, 2]) for rank in different}
-            return self._board.concluded(self._board.verdict(self.explain(tags)))
+            return self._board.concluded(self.explain(tags), by_all=True)
         if refused[0] & 0xFFFFFFFF == structs.MISFIT and self.explain_misfit is not None:
             misfit = self.explain_misfit(refused[1], refused[2])
-            return self._board.concluded(self._board.verdict(misfit))
-        gone = self._board.silent_peer_error(ranks)
+            return self._board.concluded(misfit, by_all=True)
+        gone = self._board.peers.silent_error(ranks)
         if gone is not None:
             return self._board.concluded(gone)
         return OpTimeout(

@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 
 from shardmath.base.immutable import Immutable
 from shardmath.errors import OpTimeout
-from shardmath.symmetric.rows import ORDERED, Rest, Rows
+from shardmath.symmetric.rows import RUNNING, STATE, Rest, Rows, order
 
 _YIELDS = 100
 _FIRST_SLEEP = 20e-6
@@ -139,8 +139,7 @@ def _error_of(
     error = peer_error(ranks)
     if error is None:
         return None
-    if not ORDERED:
-        os.sched_yield()
+    order()
     return error if late() == ranks else None
 
 
@@ -158,26 +157,23 @@ class Arrivals:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._peers = [r for r in range(len(rows.words)) if r != rows.rank]
 
     def missing(self, word: int, target: int) -> list[int]:
         """The peers whose `word` is less than `target`."""
         words = self._rows.words
-        return [r for r in self._peers if words[r][word] < target]
+        return [r for r in self._rows.peers if words[r][word] < target]
 
     def second_look(self, word: int, target: int) -> list[int]:
         """The peers whose `word` is still less than `target`, after what `missing` has seen."""
         if self._rows.needs_polling:
             self._rows.poll()
-        if not ORDERED:
-            os.sched_yield()
+        order()
         return self.missing(word, target)
 
-    def come_after_all(self, word: int, target: int, state: int) -> bool:
+    def come_after_all(self, word: int, target: int) -> bool:
         """Take this rank's arrival back, and look once more who has come.
 
-        Where all have, announces the arrival again, and returns True. Word `state` of a row is 0
-        until its rank has failed.
+        Where all have, announces the arrival again, and returns True.
         """
         self._rows.publish(word, target - 1)
         if self._rows.needs_polling:
@@ -187,7 +183,7 @@ class Arrivals:
                 time.sleep(_DOUBT)
         else:
             time.sleep(_DOUBT)
-        running = [words[state] == 0 for words in self._rows.words]  # first: it never comes back
+        running = [words[STATE] == RUNNING for words in self._rows.words]  # first: it is final
         came = all(
             words[word] >= (target - 1 if runs else target)
             for words, runs in zip(self._rows.words, running, strict=True)

@@ -19,7 +19,7 @@ from shardmath.collectives import all_gather, reduce_scatter
 from shardmath.collectives.operand import as_axis
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.handles.rendezvous import context_of_group
-from shardmath.handles.rendezvous_state import order
+from shardmath.symmetric.rows import order
 from shardmath.symmetric_operators.arguments import reduction
 
 _PRODUCT = "torch.ops.symm_mem, a product"

@@ -12,8 +12,8 @@ import pytest
 
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.symmetric import structs, team
-from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
-from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.rows import Rows, board_bytes
 from shardmath.symmetric.team import Team
 from shardmath.symmetric.waiting import WaitPolicy
 
@@ -24,16 +24,14 @@ def boards(size, members):
     for ranks in (range(size), members):
         count = len(ranks)
         memory = mmap.mmap(-1, board_bytes(count))
-        rows = [Rows(memory, rank=rank, size=count, row_bytes=ROW_BYTES) for rank in range(count)]
+        rows = [Rows(memory, rank=rank, size=count) for rank in range(count)]
         made += [
             [
                 Board(
                     rows[rank],
-                    rank=rank,
-                    size=count,
                     watch=None,
-                    watch_ranks=ranks,
-                    names=[f"pid {100 + r} on node7" for r in ranks],
+                    numbers=ranks,
+                    processes=[f"pid {100 + r} on node7" for r in ranks],
                     policy=WaitPolicy(1, notice=100, spin=0.0),
                     job=made[0][number] if made else None,
                 )

@@ -1,0 +1,190 @@
+"""Which ranks of a board run, have left, have given up or have died, and the errors that say so.
+
+A rank says in the words of its row that it leaves or gives up; that it has died its process shows.
+The kernels of a rank may outlast its part in the group: they have words of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from shardmath.errors import CollectiveMismatch, HeapExhausted, OpTimeout, RankFailure
+from shardmath.symmetric.messages import AFTER_FAILURE, RankNames, Reason
+from shardmath.symmetric.rows import (
+    ENDED,
+    EXCHANGE,
+    FAILED,
+    KERNELS,
+    LEFT,
+    MAIL,
+    MISMATCHED,
+    REASON,
+    REFUSED,
+    RUNNING,
+    SILENT,
+    STATE,
+    Rows,
+)
+from shardmath.transport.liveness import PeerWatch
+
+
+class Peers:
+    """The ranks of a board, as one of them sees them. Nothing here waits.
+
+    `watch` is the watch over their processes, in which rank r has the number `numbers[r]`.
+    """
+
+    def __init__(
+        self, rows: Rows, names: RankNames, watch: PeerWatch | None, numbers: Sequence[int]
+    ) -> None:
+        self.watch = watch
+        self._rows = rows
+        self._words = rows.words
+        self._names = names
+        self._numbers = list(numbers)
+        # What all ranks are to raise in the same words, if this one has heard of it or found it.
+        self.verdict: Exception | None = None
+
+    def _ended(self) -> set[int]:
+        """The ranks whose process has ended."""
+        ended = self.watch.dead() if self.watch is not None else frozenset()
+        return {rank for rank, number in enumerate(self._numbers) if number in ended}
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended without leaving."""
+        return [rank for rank in sorted(self._ended()) if self._words[rank][STATE] == RUNNING]
+
+    def gone(self) -> set[int]:
+        """The peers that have left, and the ranks that have died."""
+        left = {rank for rank in self._rows.peers if self._words[rank][STATE] == LEFT}
+        return left | set(self.dead())
+
+    def none_runs(self) -> bool:
+        """Whether every rank, this one included, has left, has given up or is dead."""
+        self._rows.poll()
+        running = {rank for rank, words in enumerate(self._words) if words[STATE] == RUNNING}
+        return not running or running <= self._ended()
+
+    def is_ahead(self, rank: int) -> bool:
+        """Whether `rank` has published a round of exchange that this rank has not."""
+        return self._words[rank][EXCHANGE] > self._words[self._rows.rank][EXCHANGE]
+
+    # -- what this rank says -----------------------------------------------------------------------
+
+    def refuse(self, board: str, why: str) -> None:
+        """Tell the peers that this rank cannot have the board of that name."""
+        self._rows.write(REASON, Reason(why).pack())
+        self._rows.publish(REFUSED, _digest(board))
+
+    def silence_kernels(self) -> None:
+        """Tell the peers that no kernel of this rank sends them anything more. From any thread."""
+        self._rows.announce(KERNELS, SILENT)
+
+    def end_kernels(self) -> None:
+        """Tell the peers that all kernels of this rank have ended. From any thread."""
+        if self._words[self._rows.rank][KERNELS] != ENDED:
+            self._rows.announce(KERNELS, ENDED)
+
+    # -- kernels of the peers ----------------------------------------------------------------------
+
+    def at_work(self) -> list[int]:
+        """The peers of which kernels may write to this rank's memory. From any thread.
+
+        Those whose kernels and processes have not ended.
+        """
+        self._rows.receive()
+        working = [rank for rank in self._rows.peers if self._words[rank][KERNELS] != ENDED]
+        ended = self._ended() if working else ()
+        return [rank for rank in working if rank not in ended]
+
+    def silent(self) -> list[int]:
+        """The peers for which no kernel is to wait any more. From any thread.
+
+        All, once one has died or given up: the group is at its end. Else those that have left, when
+        their process or their kernels have ended too.
+        """
+        self._rows.receive()
+        ended, silent = self._ended(), []
+        for rank in self._rows.peers:
+            state = self._words[rank][STATE]
+            if state in (FAILED, MISMATCHED) or (rank in ended and state == RUNNING):
+                return list(self._rows.peers)
+            if rank in ended or self._words[rank][KERNELS]:
+                silent.append(rank)
+        return silent
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def error(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where one of these ranks will never arrive, else None."""
+        return self._mismatch_error(late) or self.ended_error(late)
+
+    def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
+        """A late peer that has published a round of exchange that this rank has not is itself
+        waiting, for this rank, in another operation: both would wait for ever.
+        """
+        mismatched = [r for r in late if self.is_ahead(r)]
+        mismatched += [r for r in late if self._words[r][STATE] == MISMATCHED]
+        if not mismatched:
+            return None
+        names = self._names
+        calls = "; ".join(f"{names.name(r)} is in {names.operation_of(r)}" for r in mismatched)
+        return CollectiveMismatch(
+            f"{names.where()}: the ranks called different operations: {calls}; all ranks must "
+            "make the same calls in the same order"
+        )
+
+    def ended_error(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where a late peer has ended or given up, else None.
+
+        One that died without a word is the cause. Else one that gave up says whose fault it was,
+        and the error is the same as there; unless it was this rank's, or its own.
+        """
+        names, states = self._names, {rank: self._words[rank][STATE] for rank in late}
+        ended = self._ended()
+        died = [rank for rank in late if states[rank] == RUNNING and rank in ended]
+        if died:
+            return names.failure_of(died, "died")
+        for rank in late:
+            if states[rank] == FAILED:
+                reason = self._reason(rank)
+                if reason.error is not None:
+                    self.verdict = reason.error
+                    return self.verdict
+                blamed = [r for r in reason.blamed if r != self._rows.rank]
+                who = f"{names.where()}: {names.name(rank)}"
+                text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
+                if reason.late and blamed:
+                    return OpTimeout(text, blamed)
+                return RankFailure(text, blamed or [rank])
+        left = [rank for rank in late if states[rank] == LEFT]
+        return names.failure_of(left, "has left") if left else None
+
+    def silent_error(self, late: Sequence[int]) -> Exception | None:
+        """As `ended_error`, where kernels have waited for these ranks.
+
+        One that sends no more may do so because of another rank, or before it has left.
+        """
+        error, silent = self.ended_error(late), set(self.silent())
+        known = [rank for rank in late if rank in silent]
+        if error is None and known:
+            error = self.ended_error(self._rows.peers)
+            error = error or self._names.failure_of(known, "sends no more")
+        return error
+
+    def refusal(self, ranks: Sequence[int], board: str) -> HeapExhausted | None:
+        """The error where one of these ranks cannot have the board of that name, else None."""
+        digest = _digest(board)
+        for rank in ranks:
+            if self._words[rank][REFUSED] == digest:
+                return HeapExhausted(f"{self._names.name(rank)}: {self._reason(rank).why}")
+        return None
+
+    def _reason(self, rank: int) -> Reason:
+        return Reason.unpack(self._rows.bytes[rank][REASON:MAIL].tobytes())
+
+
+def _digest(name: str) -> int:
+    """A word that stands for a name; never 0."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
