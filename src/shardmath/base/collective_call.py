@@ -1,14 +1,14 @@
 """The extent of a collective call: from where a program enters the package to where it returns.
 
-An exception that leaves a call part of the way (Ctrl-C, an alarm, whatever a signal handler raises)
-would leave this rank one call apart from its peers, whose later calls would then be paired with the
-wrong ones. So every public function that communicates is a `collective_call`, and every board that
-it uses is entered on the call's record before a word is published there. Where the call does not
-return, those boards fail, and with them the same call on all ranks; where even that was cut short,
-the record stays unfinished, and the next use of the board finds it.
+An exception that leaves a call midway (Ctrl-C, an alarm, anything that a signal handler raises)
+would leave this rank one call behind or ahead of its peers, and later calls would be paired with
+the wrong ones. So every public function that communicates is a `collective_call`, and every board
+that it uses is entered on the call's record before a word is published there. Where the call does
+not return, those boards fail, and with them the same call on all ranks; where an exception prevents
+even that, the record stays unfinished, and the next use of the board finds it.
 
-An exception that all ranks raise alike, or after which a later call finds the ranks in step, is
-`settled`: it ends the call, and the boards remain usable.
+An exception is `settled` where all ranks raise it alike, or where a later call still finds the
+ranks in step: it ends the call, and the boards remain usable.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
-"""A function that was called, the arguments in order and by name, and what it has returned."""
+"""A function that was called, its arguments by position and by name, and its result."""
 
 
 class Interruptible(Protocol):
-    """A board, as a call that has used it sees it."""
+    """What a call sees of a board that it has used."""
 
     def interrupted(self, error: BaseException, line: str) -> None:
         """Tell the peers that `error` has left an operation before its end; `line` called it."""
@@ -59,10 +59,10 @@ class Interruptible(Protocol):
 
 
 class CollectiveCall:
-    """One call under way in one thread. `finished` is set once, when it can no longer be cut short.
+    """One call under way in one thread. `finished` is set last: no exception can cut it short then.
 
-    `boards` are those that it has used, `settled` the exception that is known to leave them usable;
-    `thread` and `rounds`, those that all its ranks had published, are set with the first board.
+    `boards` are those that it has used, `settled` the exception that leaves them usable. `thread`,
+    and `rounds`, the number of rounds that its ranks had published, are set with the first board.
     `repeat(call, rounds)` lets compiled code make such calls from now on.
     """
 
@@ -82,14 +82,14 @@ class CollectiveCall:
             for board in boards:
                 board.interrupted(error, line)
         this_process.leave()
-        self.settled = None  # an exception's traceback refers to frames, and those to operands
+        self.settled = None  # its traceback refers to frames, which keep operands alive
         self.boards = []
         self.repeat = None
         self.finished = True
 
 
 class _Thread(threading.local):
-    """The `call` that a thread is in, None outside of any."""
+    """The `call` that a thread is in, or None."""
 
     call: CollectiveCall | None = None
 
@@ -98,44 +98,45 @@ this_thread = _Thread()
 
 
 def settled(error: E) -> E:
-    """`error`, noted as one after which the boards of this call remain usable."""
+    """`error`, after which the boards of this call remain usable."""
     if this_thread.call is not None:
         this_thread.call.settled = error
     return error
 
 
 def require_function() -> None:
-    """Let compiled code not make such calls as that under way: its function has more to do."""
+    """Keep compiled code from repeating the call under way, whose function does more than it."""
     if this_thread.call is not None:
         this_thread.call.repeat = None
 
 
 def collective_call(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as a collective call; called within another, it is a part of that one.
+    """`function` as a collective call; within another call it is a part of that one.
 
-    `torch.compile` leaves it as it is, as what is `untraced`.
+    `torch.compile` does not trace it, as with `untraced`.
     """
     return marked(_collective(function, ""))
 
 
 def differentiable(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as a collective call, for which torch has an operator of that name: see
-    `shardmath.autograd`. It is called in place of the function where torch's compiler traces the
-    call, and where a tensor says so: see `wants_operator`.
+    """`function` as a collective call for which torch has an operator of the same name.
+
+    The operator (see `shardmath.autograd`) takes the place of the function where torch's compiler
+    traces the call, and for tensors that need it: see `wants_operator`.
     """
     name = function.__name__
     return traced_as(name, _collective(function, name))
 
 
 def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """See `collective_call`; `name` is that of its operator, if there is one."""
-    narrows = name == "matmul"  # autocast chooses its type
+    """See `collective_call`; `name` is the name of torch's operator, "" if there is none."""
+    narrows = name == "matmul"  # whose data type autocast chooses
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_loaded(COMPILER) and is_watched():
             if this_thread.call is not None and not _is_part():
-                this_thread.call = None  # or this frame would pass for its
+                this_thread.call = None  # else `_is_part` would take this frame for that call's
             return unwatched(call)(*args, **kwargs)
         again = _again()
         if again is not None:
@@ -147,7 +148,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             kind = type(operand)
             if kind in _WITHOUT_FUNCTIONS:
                 continue
-            watches = _TENSORS.get(kind)  # in line: a plain tensor takes no call of ours
+            watches = _TENSORS.get(kind)  # inline: a plain tensor costs no Python call
             if (
                 watches is None
                 or operand.requires_grad
@@ -161,7 +162,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
-        boards = record.boards  # which refer to the record: it forgets them at its end
+        boards = record.boards  # boards refer to the record, which forgets them at its end
         try:
             this_thread.call = record
             this_process.begin(function, args)
@@ -185,8 +186,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
     return call
 
 
-# Types of arguments that leave every call to the function that was called; and torch.Tensor, with
-# what says whether torch transforms or differentiates what is called, and whether it chooses types.
+# Types of arguments for which the function itself is always called; and torch.Tensor, with the
+# functions of `watches_of_torch`.
 _WITHOUT_FUNCTIONS: set[type] = set()
 _TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}
 _MOST = 1000
@@ -195,9 +196,10 @@ _MOST = 1000
 def _function_of(
     operand: Any, function: Any, call: Callable[..., Any], name: str
 ) -> Callable[..., Any] | None:
-    """The function that an argument wants to be called in place of `function`, if it does: an array
-    that knows how it is split has functions of its own, a tensor may want torch's operator, and
-    arrays that only speak DLPack are taken before `call`, the public function, and given back.
+    """The function to call in place of `function` because of an argument; None for none.
+
+    A distributed array has functions of its own, a tensor may need torch's operator, and for arrays
+    of unknown libraries that speak DLPack there is a wrapper of `call`, the public function.
     """
     ours = getattr(operand, "__shardmath_functions__", None)
     if ours is not None:
@@ -226,16 +228,16 @@ def _function_of(
 
 @lru_cache(maxsize=1)
 def _again() -> Callable[..., Any] | None:
-    """The compiled function that makes a call that comes again: see direct.c."""
+    """The compiled function that repeats calls: see direct.c. None where it was not built."""
     built = extension("shardmath.call._direct")
     return None if built is None else partial(built.again, *current.places())
 
 
 @marked
 def _is_part() -> bool:
-    """Whether a call of this thread is on the stack, beyond the one that asks.
+    """Whether another collective call of this thread is on the stack.
 
-    A call may have been cut short before it could take its record back; that one is not.
+    `this_thread.call` alone does not tell: an exception may have kept a call from resetting it.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:

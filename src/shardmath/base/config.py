@@ -1,8 +1,8 @@
 """Every environment variable of shardmath, in one typed table; the only reader of the environment.
 
-A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its
-type the field's, its default the field's, and its sentence the field's metadata. An unknown
-`SHARDMATH_*` name is warned of with the nearest known one, once in a process.
+Each field of `Settings` is a variable, `SHARDMATH_` and the name of the field in capitals. The
+field also has its type, its default and its description. An unknown `SHARDMATH_*` name causes a
+warning, once in a process, that suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Settings(Immutable):
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the `SHARDMATH_*` variables.
 
-        Raises ValueError, naming the variable, when a value is not of the variable's type. Of names
-        that are unknown `warn_of_unknown` tells.
+        Raises ValueError, naming the variable, when a value is not of the variable's type. Unknown
+        names are left to `warn_of_unknown`.
         """
         environ = environment() if environ is None else environ
         known = {PREFIX + f.name.upper(): f for f in cls.__dataclass_fields__.values()}
@@ -97,7 +97,7 @@ class Settings(Immutable):
             kind: Callable[[str], Any] = type(entry.default)
             try:
                 values[entry.name] = kind(text)
-                # Not a number would pass for a limit that no wait ever reaches; infinity is one.
+                # NaN and infinity would be limits that no wait ever reaches.
                 if kind is float and not 0 <= values[entry.name] < math.inf:
                     raise ValueError
             except ValueError:
@@ -106,7 +106,7 @@ class Settings(Immutable):
 
 
 def warn_of_unknown(environ: Mapping[str, str] | None = None) -> None:
-    """Warn, at the user's line, of each `SHARDMATH_*` name that means nothing."""
+    """Warn, at the user's line, of each `SHARDMATH_*` name that is no variable."""
     environ = environment() if environ is None else environ
     known = [name.upper() for name in Settings.__dataclass_fields__]
     for name in environ:
@@ -126,12 +126,12 @@ def environment() -> Mapping[str, str]:
 
 
 def export(values: Mapping[str, str]) -> None:
-    """Set variables of this process and of its children: for a rank that has just been started."""
+    """Set variables of this process and its children, for a rank that has just been started."""
     os.environ.update(values)
 
 
 def cache_folder(settings: Settings) -> Path | None:
-    """Where compiled kernels are kept, or None for nowhere."""
+    """The folder of compiled kernels; None where none are kept."""
     if settings.cache == "-":
         return None
     if settings.cache:
@@ -141,7 +141,7 @@ def cache_folder(settings: Settings) -> Path | None:
 
 
 def config_folder() -> Path:
-    """Where the user's own files for this package are."""
+    """The folder of the user's own files for this package."""
     base = environment().get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     return Path(base) / "shardmath"
 

@@ -88,18 +88,7 @@ class FaultySocket(socket.socket):
 
     def send(self, data: Any, flags: int = 0) -> int:
         """Send as a socket does, unless a fault strikes."""
-        whole = bytes(data)
-        kind = self._kind()
-        if kind == "drop":
-            return len(whole)
-        if kind == "truncate":
-            super().send(whole[: len(whole) // 2], flags)
-            self.shutdown(socket.SHUT_WR)
-            return len(whole)
-        sent = super().send(whole, flags)
-        if kind == "duplicate" and sent == len(whole):
-            self._again(whole, flags)
-        return sent
+        return self.sendmsg([data], (), flags)
 
     def sendmsg(  # type: ignore[override]
         self, buffers: Iterable[Any], ancillary: Iterable[Any] = (), flags: int = 0
@@ -114,8 +103,8 @@ class FaultySocket(socket.socket):
             self.shutdown(socket.SHUT_WR)
             return len(whole)
         sent = super().sendmsg([whole], rights, flags)
-        if kind == "duplicate":
-            super().sendmsg([whole], rights, flags)
+        if kind == "duplicate" and sent == len(whole):
+            self._send_again(whole, rights, flags)
         return sent
 
     def _kind(self) -> str:
@@ -135,9 +124,9 @@ class FaultySocket(socket.socket):
         self._is_silent = kind == "drop"
         return kind
 
-    def _again(self, whole: bytes, flags: int) -> None:
+    def _send_again(self, whole: bytes, rights: list[Any], flags: int) -> None:
         try:
             while whole:
-                whole = whole[super().send(whole, flags) :]
+                whole, rights = whole[super().sendmsg([whole], rights, flags) :], []
         except BlockingIOError:  # part of a message was sent: the reader is to find that out
             self.shutdown(socket.SHUT_WR)

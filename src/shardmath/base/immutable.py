@@ -1,9 +1,10 @@
 """Immutable objects of named values, declared as frozen dataclasses are.
 
-`dataclass` writes the source of each method of each class, and compiles it where the class is
-defined. That takes a millisecond for a class, and a hundred are defined before the first call ends.
-Here the methods are written once. Dataclasses are options, what is mutable, and what geometry makes
-by the thousand; what else users make has an `__init__` of its own, which says what it takes.
+`dataclass` writes and compiles the source of the methods of each class when it is defined. That
+takes a millisecond for a class, and a hundred are defined before the first call ends. Here the
+methods are written once. Dataclasses remain for options, for mutable objects and for those that
+geometry makes by the thousand. Other classes of which users make objects write an `__init__`, which
+shows its arguments.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any, ClassVar, NoReturn, dataclass_transform
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Immutable:
-    """The base of a class whose annotations name its values, with `dataclasses.field` for a default
-    that is made for each object, and for a value that is not shown, or not compared.
+    """The base of classes whose annotations name their values.
 
-    Objects of the same class with equal values are equal; with `eq=False` in the line of the class,
-    one equals itself alone. They print as `words` there say, a format of their values, if there are
-    any. `__post_init__`, if there is one, may refuse the values.
+    `dataclasses.field` serves as in a dataclass: for a default that is made for each object, and
+    for a value that is not shown or not compared. Objects of one class with equal values are equal;
+    with the class argument `eq=False` an object equals only itself. `words` is the format string by
+    which they print. `__post_init__` may check the values.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {}  # `dataclasses.replace` reads them
-    _defaults: ClassVar[dict[str, Any]] = {}  # MISSING: to be given, or made for each object
+    _defaults: ClassVar[dict[str, Any]] = {}  # MISSING where there is none, or it is made anew
     _without_default: ClassVar[list[str]] = []
     _compared: ClassVar[attrgetter[Any]]
     _printed: ClassVar[str] = ""
@@ -66,10 +67,10 @@ class Immutable:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Raise what is wrong with the values."""
+        """Raise where the values are wrong."""
 
     def _complete(self, values: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Make the defaults that each object has for itself; raise TypeError for wrong names."""
+        """Make the defaults that each object has to itself; raise TypeError for wrong arguments."""
         fields, state, kind = self.__dataclass_fields__, self.__dict__, type(self).__name__
         missing = []
         for name in self._without_default:

@@ -2,12 +2,12 @@
 
     record   number of the last operation · length of the description · when a table was shown last
              description of the process: JSON
-    from HEAD_BYTES on, entries of ENTRY.size bytes, as many as there is room for, but a power of
-             two, and OPERATIONS at least: that of operation n is the n-th, modulo their number; the
-             number in it is 0 while it is written
+    from HEAD_BYTES on, a ring of entries of ENTRY.size bytes, whose length is a power of two and
+             at least OPERATIONS: operation n has entry n modulo that; its number is 0 while it is
+             written
 
 The memory is anonymous: it ends with the last process that maps it. `record.c` writes entries where
-it was built, else `_Recorder` does. Before a context is made nothing is recorded.
+it was built, else `_Writer` does. Nothing is recorded before a context is made.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HEAD_BYTES = 4096
 ENTRY = struct.Struct("=QQQQQII48s72s88s")  # as record.c has it
 RECORD_BYTES = HEAD_BYTES + OPERATIONS * ENTRY.size
 _HEAD = struct.Struct("=QQQ")
-SHOWN = 16  # where the head has when a table was shown last
-RAISED = 1  # the state of an operation that an exception has left
+SHOWN = 16  # the place in the head of the time when a table was shown last
+RAISED = 1  # the state of an operation that raised an exception
 
 
 class Operation(NamedTuple):
@@ -55,20 +55,20 @@ class Operation(NamedTuple):
 
 
 def bytes_for(count: int) -> int:
-    """The bytes of a record that keeps at least so many operations."""
+    """The bytes of a record of at least `count` operations."""
     entries = max(OPERATIONS, 1 << max(count - 1, 0).bit_length())
     return HEAD_BYTES + entries * ENTRY.size
 
 
 def operations(record: bytes) -> list[Operation]:
-    """The operations of a record's bytes, from the first to the last."""
+    """The operations in a record, the earliest first."""
     entries = range(HEAD_BYTES, len(record), ENTRY.size)
     found = [Operation.unpack(record[at : at + ENTRY.size]) for at in entries]
     return sorted(each for each in found if each.number)
 
 
 def description(record: bytes) -> dict[str, Any]:
-    """What a process tells of itself in its record's bytes; nothing while it writes that."""
+    """What a process says of itself in its record; {} while that is being written."""
     length = _HEAD.unpack_from(record)[1]
     try:
         told: dict[str, Any] = json.loads(record[_HEAD.size : _HEAD.size + length])
@@ -78,16 +78,17 @@ def description(record: bytes) -> dict[str, Any]:
 
 
 def operands_of(arguments: tuple[Any, ...]) -> str:
-    """The arrays among the arguments of a call, by their types and shapes."""
+    """The types and shapes of the arrays among the arguments of a call, as text."""
     return " ".join(filter(None, map(_operand, arguments)))
 
 
 class Recorder:
-    """The recorder of a process: `begin(function, arguments)`, `on_stream(address)`, `end()` and
-    `leave()`, which an exception takes, are of one thread's operation. They do nothing before
-    `start`. `tell_plan`, where there is one, gets the number of the operation for which a plan was
-    made, and what the plan is. `compared(function)`, where there is one, is called in place of each
-    function: see `inspection.digests`.
+    """The recorder of a process. It does nothing before `start`.
+
+    `begin(function, arguments)`, `on_stream(address)`, and `end()`, or `leave()` where it raised,
+    concern the operation of the calling thread. `tell_plan`, where set, gets the number of the
+    operation for which a plan was made, and a text of the plan. `compared(function)`, where set,
+    wraps each function: see `inspection.digests`.
     """
 
     compared: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -102,7 +103,7 @@ class Recorder:
         self.stop()
 
     def start(self, memory: mmap.mmap) -> None:
-        """Record in `memory`, of RECORD_BYTES or what `bytes_for` says, from now on."""
+        """Record from now on in `memory`, as long as `bytes_for` says."""
         built = extension("shardmath.base._record")
         if built is not None:
             built.record_in(memory, PACKAGE, TORCH)
@@ -111,7 +112,7 @@ class Recorder:
         self.begin, self.end, self.leave = way.begin, way.end, way.leave
 
     def stop(self) -> None:
-        """Record nothing: this process is not the one that has started."""
+        """Record nothing more, as in a forked child: the memory is its parent's."""
         if self.memory is not None:
             built = extension("shardmath.base._record")
             if built is not None:
@@ -120,12 +121,12 @@ class Recorder:
         self.begin = self.on_stream = self.end = self.leave = _nothing
 
     def planned(self, explain: Callable[[], str]) -> None:
-        """The operation under way has made a plan, of which `explain` tells."""
+        """Note that the operation under way has made a plan; `explain()` is the text of it."""
         if self.tell_plan is not None and self.memory is not None:
             self.tell_plan(_HEAD.unpack_from(self.memory)[0], explain())
 
     def describe(self, told: Mapping[str, Any]) -> None:
-        """Tell of this process, in as many words as there is room for."""
+        """Say what this process is, if there is room for it."""
         text = json.dumps(told).encode()
         if self.memory is not None and _HEAD.size + len(text) <= HEAD_BYTES:
             struct.pack_into("=Q", self.memory, 8, len(text))
@@ -137,13 +138,13 @@ def _nothing(*_: object) -> None:
 
 
 class _Writer:
-    """What record.c does, in Python."""
+    """record.c in Python."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._turn = 1 << ((len(memory) - HEAD_BYTES) // ENTRY.size).bit_length() - 1
         self._lock = threading.RLock()
-        self._numbers = threading.local()  # of the operation under way
+        self._numbers = threading.local()  # `last`: of the operation under way, else 0
 
     def begin(self, function: Any, arguments: tuple[Any, ...]) -> None:
         operands = operands_of(arguments)
@@ -156,7 +157,7 @@ class _Writer:
             thread = threading.get_ident() & 0xFFFFFFFF
             fields = (time.monotonic_ns(), 0, 0, 0, thread, line)
             self._memory[place + 8 : place + ENTRY.size] = ENTRY.pack(0, *fields, *texts)[8:]
-            self._numbers.last = number  # first: what an exception leaves now is not there
+            self._numbers.last = number  # before it is visible: an exception may come in between
             struct.pack_into("=Q", self._memory, place, number)
             struct.pack_into("=Q", self._memory, 0, number)
 

@@ -1,14 +1,13 @@
-"""What `torch.compile` leaves alone, and what it is given to trace in its place.
+"""Functions that `torch.compile` must not trace, and operators that it traces in their place.
 
-It leaves alone what shares memory with other processes.
+Functions that share memory with other processes are not traced. Compiled code breaks its graph at
+such a call, which then runs as it is. Traced, parts of it would run on tensors without memory
+after the ranks have agreed. torch is not imported for this: nothing is compiled before the program
+imports it, and the compiler watches a call only where code that it has compiled makes it. The
+functions that find out whether it does are marked, too; the first call that finds the compiler
+loaded tells it so.
 
-Compiled code is cut at such a call, which then runs as it is, between the graphs of what is around
-it. Were it traced, parts of it would run on tensors that have no memory, after the ranks have
-agreed. torch is not imported for this: before it is, nothing is compiled, and the compiler watches
-a call only where code that it has compiled makes it. What looks whether it does so is not compiled
-either: the compiler is told as soon as a call finds it loaded.
-
-In place of a function of which torch has an operator the compiler traces the call of that; see
+Where torch has an operator for a function, the compiler traces a call of the operator instead: see
 `shardmath.autograd`.
 """
 
@@ -27,16 +26,16 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
 COMPILER = "torch._dynamo"  # until it is in sys.modules, nothing is compiled
-# Whether a module is in sys.modules, asked so that the compiler does not look into it: of a `dict`
-# that it sees read it models every key, and there are thousands.
+# Whether a module is in sys.modules. Written as a bound method since the compiler models every key
+# of a `dict` that it sees being read, and there are thousands.
 is_loaded = sys.modules.keys().__contains__
-_MARK = "_torchdynamo_disable"  # what the compiler looks for before it goes in
+_MARK = "_torchdynamo_disable"  # the attribute of functions that the compiler does not enter
 _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
-_marked: set[CodeType] = set()  # the code of all that is marked
+_marked: set[CodeType] = set()  # the code of all marked functions
 
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
-    """`call`, which `torch.compile` leaves as it is, together with all that it calls."""
+    """`call`, which `torch.compile` does not trace, nor what it calls."""
 
     @functools.wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +47,7 @@ def untraced(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def marked(call: Call) -> Call:
-    """`call`, marked as one that begins as `untraced` calls do."""
+    """`call`, marked so that the compiler does not trace it."""
     vars(call)[_MARK] = True
     _marked.add(call.__code__)
     return call
@@ -56,11 +55,11 @@ def marked(call: Call) -> Call:
 
 @marked
 def is_watched() -> bool:
-    """Whether torch's compiler, which is loaded, would trace what this thread calls next."""
+    """Whether torch's compiler, which is loaded, would trace the next call of this thread."""
     callback = sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback()
     watched = callback is not None and callback is not False
     if watched:
-        skip_marked()  # `torch.compiler.reset` forgets what was skipped
+        skip_marked()  # again, since `torch.compiler.reset` forgets it
     else:
         _skip_marked_once()
     return watched
@@ -68,7 +67,7 @@ def is_watched() -> bool:
 
 @marked
 def skip_marked() -> None:
-    """Let torch's compiler run what is marked as it is, where it would compile it."""
+    """Have torch's compiler run marked functions as they are."""
     from torch._dynamo.decorators import skip_code
 
     for code in _marked:
@@ -80,19 +79,19 @@ _skip_marked_once = functools.cache(skip_marked)
 
 @marked
 def unwatched(call: Callable[P, R]) -> Callable[P, R]:
-    """`call` without the compiler, which does not watch what it calls either."""
+    """`call` with the compiler disabled, for what it calls, too."""
     alone: Callable[P, R] = sys.modules["torch"].compiler.disable(call)
     return alone
 
 
 def constant(call: Call) -> Call:
-    """`call`, which torch's compiler makes while it traces: its arguments are constants."""
+    """`call`, which torch's compiler evaluates while it traces: its arguments are constants."""
     vars(call)["_dynamo_marked_constant"] = True
     return call
 
 
 def is_compiling() -> bool:
-    """Whether torch's compiler traces the caller: it traces another function in place of this."""
+    """Whether torch's compiler traces the caller. The compiler itself calls the lambda below."""
     return False
 
 
@@ -100,32 +99,32 @@ vars(is_compiling)["_torchdynamo_inline"] = lambda: True
 
 
 operators: dict[str, Callable[..., Any]] = {}
-"""What calls torch's operators in place of public functions, by name; of `shardmath.autograd`."""
+"""By name, the functions of `shardmath.autograd` that call torch's operators."""
 
 
 @constant
 def load_operators() -> None:
-    """Let torch know its operators, which stand above: they call the public functions."""
+    """Register torch's operators, which lie in a higher layer: they call the public functions."""
     importlib.import_module("shardmath.autograd")
 
 
 def operator_of(name: str) -> Callable[..., Any]:
-    """What calls the operator of that name."""
+    """The function that calls torch's operator of that name."""
     if name not in operators:
         load_operators()
     return operators[name]
 
 
 def function_of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What calls `function`, of this package, with DTensors of torch's, where there is one."""
+    """The function to call in place of `function` with DTensors of torch's; None for none."""
     above: Any = importlib.import_module("shardmath.distributed.conversions")
     found: Callable[..., Any] | None = above.of_dtensors(function)
     return found
 
 
 def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
-    """What calls the public function `call` with arrays of class `kind`, of a library of which the
-    package knows only that it speaks DLPack; None where it knows the class.
+    """A wrapper of the public function `call` for arrays of class `kind`, of a library of which the
+    package knows only that it speaks DLPack; None where the package knows the class.
     """
     above: Any = importlib.import_module("shardmath.interchange.calls")
     found: Callable[..., Any] | None = above.with_arrays_of(call, kind)
@@ -133,7 +132,7 @@ def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., A
 
 
 def traced_as(name: str, call: Call) -> Call:
-    """`call`, in place of which torch's compiler traces the operator of that name."""
+    """`call`, in place of which torch's compiler traces the operator `name`."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         load_operators()
@@ -145,8 +144,8 @@ def traced_as(name: str, call: Call) -> Call:
 
 
 def wants_operator(tensor: Any, name: str) -> bool:
-    """Whether torch is to know of a call with this tensor: for its gradient, or because it
-    transforms or records what is called, or chooses the type of products.
+    """Whether a call with this tensor needs torch's operator: for a gradient or a tangent, or since
+    torch transforms or records operations, or chooses the data type of products.
     """
     torch = sys.modules["torch"]
     transforms, _, narrows = watches_of_torch()
@@ -158,8 +157,8 @@ def wants_operator(tensor: Any, name: str) -> bool:
 
 
 def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
-    """What says whether torch transforms what is called now, whether tensors may have tangents, and
-    whether autocast is on.
+    """Functions that tell whether torch transforms what is called now, whether tensors may have
+    tangents, and whether autocast is on.
     """
     core = sys.modules["torch"]._C
     return core._functorch.peek_interpreter_stack, _asks_for_level(), core._is_any_autocast_enabled
@@ -168,27 +167,27 @@ def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[
 def may_have_tangents() -> bool:
     """Whether torch differentiates in forward mode, within `torch.autograd.forward_ad.dual_level`.
 
-    To be asked where torch is loaded: tensors with a tangent look as plain ones do.
+    Call it where torch is loaded. Tensors with a tangent look like plain ones.
     """
     return _asks_for_level()()
 
 
 @functools.cache
 def _asks_for_level() -> Callable[[], bool]:
-    """See `may_have_tangents`. Each call of a plain tensor asks: the module is looked up once."""
+    """See `may_have_tangents`. The module is looked up once, since each call with a tensor asks."""
     forward: Any = sys.modules["torch.autograd.forward_ad"]
     return lambda: forward._current_level >= 0
 
 
 def has_tangent(tensor: Any) -> bool:
-    """Whether torch would push a tangent of this tensor through what is called now."""
+    """Whether this tensor has a tangent in the current level of forward mode."""
     if not may_have_tangents():
         return False
     return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).tangent is not None
 
 
 def without_tangent(tensor: Any) -> Any:
-    """The tensor itself, or what it is without the tangent that it has."""
+    """The tensor without its tangent, or itself where it has none."""
     if not may_have_tangents():
         return tensor
     return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).primal
@@ -198,8 +197,8 @@ _constants: list[type] = []
 
 
 def constant_to_compiler(kind: Class) -> Class:
-    """`kind`, of which torch's compiler takes objects, which are immutable, for constants, also
-    those that are made in code that it compiles.
+    """`kind`, whose immutable objects torch's compiler takes for constants, even those made in code
+    that it compiles.
     """
     _constants.append(kind)
     tell_compiler()
@@ -207,12 +206,12 @@ def constant_to_compiler(kind: Class) -> Class:
 
 
 def tell_compiler() -> None:
-    """Let torch's compiler know which objects are constants, if torch is loaded."""
+    """Tell torch's compiler which objects are constants, if torch is loaded."""
     if not is_loaded("torch"):
         return
     from torch._library import opaque_object as known
 
-    metaclass: Any = known.OpaqueBaseMeta  # torch 2.11 asks for it of values, too, and needs it not
+    metaclass: Any = known.OpaqueBaseMeta  # torch 2.11 requires it of values, without using it
     known.OpaqueBaseMeta = type
     try:
         while _constants:
@@ -226,7 +225,7 @@ def tell_compiler() -> None:
 
 
 def untraced_methods(kind: Class) -> Class:
-    """The class `kind`, whose public methods, and those that make and enter it, are `untraced`."""
+    """`kind` with its public methods, and those that make, enter and call it, `untraced`."""
     for name, member in list(vars(kind).items()):
         public = isinstance(member, FunctionType) and (not name.startswith("_") or name in _SPECIAL)
         if public and _MARK not in vars(member):

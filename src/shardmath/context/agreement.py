@@ -1,9 +1,9 @@
 """All ranks agree, or all ranks raise the same error.
 
-Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure
-function of all of them, the same everywhere, returns what was agreed or raises. An error on one
-rank travels instead of its description, so that no peer is left waiting; nothing after agreement
-may fail on one rank only.
+Each rank describes its call in plain data. One exchange gathers the descriptions, and a pure
+function of all of them, the same on every rank, returns what was agreed or raises. A rank that
+cannot describe its call sends its error instead, so that no peer is left waiting. After agreement
+nothing may fail on one rank only.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ def agree(
 ) -> Agreed:
     """`check` of every rank's `describe()`, in rank order. Collective.
 
-    Raises on every rank what `describe` raised on the first rank where it did (its message preceded
-    by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
+    Raises on every rank what `describe` raised on the first rank where it did (the message then
+    begins with that rank), what `check` raises, or CollectiveMismatch when the operations differ.
     """
-    texts = gather(board, operation, lambda: wire.encode(describe()))
-    return checked(board, check, [wire.decode(text) for text in texts])
+    return agree_keeping(board, operation, lambda: (None, describe()), check)[1]
 
 
 def agree_keeping(
@@ -60,8 +59,8 @@ def agree_keeping(
     describe: Callable[[], tuple[T, Any]],
     check: Callable[[list[Any]], Agreed],
 ) -> tuple[T, Agreed]:
-    """As `agree`, where `describe()` returns what this rank keeps, too, and the description second:
-    that, and what was agreed. Collective.
+    """As `agree`, where `describe()` also returns something that this rank keeps, before the
+    description. Returns that, and what was agreed. Collective.
     """
 
     def packed() -> tuple[T, bytes]:
@@ -69,25 +68,28 @@ def agree_keeping(
         return kept, wire.encode(description)
 
     kept, text = described(board, operation, packed)
-    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
-    accepted = require_accepted(board, operation, texts)
-    return kept, checked(board, check, [wire.decode(text) for text in accepted])
+    texts = _exchanged(board, operation, text)
+    return kept, checked(board, check, [wire.decode(text) for text in texts])
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
-    """Every rank's `describe()`, in rank order: agreement on what is packed already. Collective.
+    """Every rank's `describe()`, bytes, in rank order: agreement without a `check`. Collective.
 
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    text = beginning(operation) + described(board, operation, describe)
-    texts, _ = board.exchange_raw(operation, text)
+    return _exchanged(board, operation, described(board, operation, describe))
+
+
+def _exchanged(board: Board, operation: str, text: bytes) -> list[bytes]:
+    texts, _ = board.exchange_raw(operation, beginning(operation) + text)
     return require_accepted(board, operation, texts)
 
 
 def described(board: Board, operation: str, describe: Callable[..., T], *arguments: Any) -> T:
-    """`describe(*arguments)`, what this rank has to say of its call; an error is raised on all
-    ranks: that of the first rank that has one. Collective where there is one.
+    """`describe(*arguments)`, this rank's description of its call.
+
+    Where it raises, all ranks raise the error of the first rank that has one; collective then.
     """
     board.enter(operation)
     try:
@@ -102,12 +104,12 @@ def described(board: Board, operation: str, describe: Callable[..., T], *argumen
 
 @lru_cache(maxsize=256)
 def beginning(operation: str) -> bytes:
-    """The beginning of the text of a rank that can describe its call."""
+    """How the text of a rank begins that can describe its call."""
     return header(operation) + _DESCRIBED
 
 
 def require_accepted(board: Board, operation: str, texts: Sequence[bytes]) -> list[bytes]:
-    """All ranks' descriptions. Raises as `gather` where one has sent something else."""
+    """The descriptions in all ranks' texts. Raises as `gather` where one sent something else."""
     prefix = beginning(operation)
     for text in texts:
         if not text.startswith(prefix):
@@ -127,10 +129,10 @@ def refuse(board: Board, operation: str, mistake: Exception) -> NoReturn:
 
 
 def checked(board: Board, check: Callable[[T], Agreed], told: T) -> Agreed:
-    """`check(told)`, of what all ranks have told; what it raises, it raises on all ranks.
+    """`check(told)`, where all ranks were told the same: what it raises, all ranks raise.
 
-    `check` is pure. An exception that it does not raise a second time is not its own: a signal
-    handler has raised it, on this rank alone.
+    `check` is pure. An exception that it does not raise again, when called once more, comes from a
+    signal handler on this rank alone.
     """
     try:
         return check(told)
@@ -160,7 +162,7 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
 
 
 def _refusal(error: Exception) -> bytes:
-    """The error that a rank met, as it sends it instead of its description."""
+    """The bytes that a rank sends instead of its description: its error."""
     facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
     name, text = _travelling_name(error), str(error)
     if name != type(error).__name__:  # it is raised as what it derives from, or RuntimeError
@@ -171,8 +173,8 @@ def _refusal(error: Exception) -> bytes:
 def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | None) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
-    What every rank sent is said of every rank. Where `own` says the same as what is raised, it
-    would only be shown twice.
+    An error that every rank sent is said to be every rank's. `own` is no cause where it is the same
+    error, which would only be shown twice.
     """
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
@@ -188,7 +190,7 @@ def refused_by(rank: int, error: Exception) -> Exception:
 
 
 def _noted(board: Board, error: Exception) -> Exception:
-    """`error`, which all ranks raise, with a note of this rank and the others."""
+    """`error`, which all ranks raise, with a note of where they are."""
     board.names.note(error)
     return settled(error)
 

@@ -1,9 +1,8 @@
 """A context: the ranks that compute together, their board, and their symmetric memory.
 
-`startup` makes contexts; `split` and `subset` give contexts of some of the ranks, which share the
-parent's transport and heap and have a board of their own. A context made current with `with` is the
-one that operators use. Only the board's words are needed to leave: closing a context never waits
-for a peer.
+`startup` makes contexts; `split` and `subset` return contexts of some of the ranks, which share the
+parent's transport and heap and have a board of their own. Operators use the context that `with` has
+made current. Closing a context writes a word on its board and never waits for a peer.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _numbers = itertools.count()
 
 
 class Context(OnHosts):
-    """Ranks, their board and their memory: what the package asks of a `DistributedContext`.
+    """Ranks, their board and their memory: the part of a `DistributedContext` for this package.
 
-    `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`, what
-    their GPUs share, None on cores; `number`, which names the context within this process;
-    `closed`, why it can no longer be used, None where it can; `caches`, see `cache`.
+    `heap` is this rank's symmetric memory; `board` the words that the ranks share; `team` what
+    their GPUs share, None on cores; `number` identifies the context within this process; `closed`
+    says why it can no longer be used, None where it can; `caches`: see `cache`.
     """
 
     def __init__(
@@ -77,16 +76,16 @@ class Context(OnHosts):
         self._parent = parent
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
-        # By ranks: how many were made, and the last.
+        # By the ranks: the number of subsets made of them, and the last one.
         self._subsets: dict[tuple[int, ...], tuple[int, DistributedContext | None]] = {}
         self._shared_ids = itertools.count()
         self.closed: str | None = None
         self.caches: dict[Any, Any] = {}
-        self.again: dict[Any, Any] = {}  # calls that come again, as users make them: direct.c
-        self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
-        self.heaps: Any = None  # where kernels find all ranks' heaps: see collectives.heaps
+        self.again: dict[Any, Any] = {}  # repeated calls of public functions: see direct.c
+        self.repeats: Any = None  # repeated collectives on GPUs, compiled: see collectives.repeats
+        self.heaps: Any = None  # addresses of all ranks' heaps, for kernels: see collectives.heaps
         self.derivatives = ""  # of the operands of the call under way: see `comparing_derivatives`
-        # A context that is dropped without `close` is left too: its memory is awaited by nobody.
+        # A context that is dropped without `close` leaves, too: peers must not wait for its memory.
         drop = None if team is None else team.drop
         leaving = board, drop, self.heap.groups, self.number
         self._dropping = weakref.finalize(self, _leave, *leaving)
@@ -94,16 +93,18 @@ class Context(OnHosts):
         self._announced: set[int] = set()  # the segments that all its ranks can attach
         if team is not None:
             self.heap.groups.watch(self.number, team.gave_up)
-        self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
+        self._outlived: list[
+            Any
+        ] = []  # memory of ended parts, which peers may still read
         _contexts.add(self)
 
     @contextmanager
     def comparing_derivatives(self, which: str) -> Iterator[None]:
-        """Let ranks compare, in the calls until the end, which operands have derivatives: for each
-        a 1 where it requires grad, a 2 where it has a tangent, a 3 for both, else a 0.
+        """Within, let calls compare across ranks which operands have derivatives.
 
-        What they compare travels in the agreement of such a call. It is none of those that are made
-        before their function is entered, which have no derivatives.
+        `which` has a digit for each operand: 1 where it requires grad, 2 where it has a tangent, 3
+        for both, else 0. It travels in the agreement of a call; repeated calls by compiled code,
+        which have no derivatives, are switched off meanwhile.
         """
         again, self.again, self.derivatives = self.again, {}, which
         try:
@@ -113,7 +114,7 @@ class Context(OnHosts):
 
     @property
     def transport(self) -> str:
-        """The name of what reaches peers' memory."""
+        """The name of the transport to peers' memory."""
         return self._runtime.transport.name
 
     @property
@@ -123,7 +124,7 @@ class Context(OnHosts):
 
     @property
     def observer(self) -> Observer | None:
-        """What is told of accesses to symmetric memory, with SHARDMATH_CHECK=1 on cores."""
+        """The observer of accesses to symmetric memory, with SHARDMATH_CHECK=1 on cores."""
         return self.board.observer
 
     def __repr__(self) -> str:
@@ -171,27 +172,28 @@ class Context(OnHosts):
         return agreement.gather(self.board, operation, describe)
 
     def executing(self, operation: str) -> OperationGuard:
-        """Around what follows agreement: an error here ends the wait of the peers at once."""
+        """A `with` for the work after agreement: an error in it ends the peers' waits at once."""
         return OperationGuard(self.board, operation)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def announce(self, block: Block) -> None:
-        """Let every peer attach the segment of `block`. Local; must precede the exchange that says
-        where the block lies.
+        """Let every peer attach the segment of `block`. Local.
+
+        Must precede the exchange that tells peers where the block lies.
         """
         block.announced_to.add(self.number)
         self.announce_segment(block.location.segment)
 
     def announce_segment(self, segment: int) -> None:
         """Let every peer attach a segment of this rank's heap. Local."""
-        if segment not in self._announced:  # one that peers know is never taken back
+        if segment not in self._announced:  # a segment that was announced is never taken back
             self.board.names.told(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
 
     def announced_segments(self) -> dict[tuple[int, int], int]:
-        """Where the segments lie here that peers have announced, as far as that has come: addresses
-        by rank and segment. Local.
+        """The addresses here, by rank and segment, of the segments that peers have announced and
+        whose announcements have arrived. Local.
         """
         transport, ranks = self._runtime.transport, {r: i for i, r in enumerate(self._ranks)}
         return {
@@ -202,30 +204,30 @@ class Context(OnHosts):
         }
 
     def allocate_shared(self, nbytes: int) -> Buffer:
-        """Memory of the heap that every peer can attach. Local; precedes an exchange as `announce`
-        does. Raises HeapExhausted.
+        """Memory of the heap that every peer can attach. Local; must precede an exchange, as
+        `announce`. Raises HeapExhausted.
         """
         buffer = self.heap.allocate(nbytes)
         self.announce(buffer.block)
         return buffer
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
-        """Memory of `rank`, which it has announced, for cores; None where they have no address."""
+        """Memory that `rank` has announced, for cores; None where it has no address here."""
         memory = self.peer_memory(rank, location, nbytes)
         return None if isinstance(memory, DeviceBytes) else memory
 
     def peer_memory(self, rank: int, location: Location, nbytes: int) -> Memory | None:
-        """Memory of `rank`, which it has announced, for arrays to lie on; None if out of reach."""
+        """Memory that `rank` has announced, for arrays; None where it has no address here."""
         transport, peer = self._reach(rank, location)
         return transport.view(peer, location.segment, location.offset, nbytes)
 
     def peer_address(self, rank: int, location: Location, nbytes: int) -> int | None:
-        """Where memory of `rank`, which it has announced, lies for this rank's cores or its GPU."""
+        """The address of memory that `rank` has announced, for this rank's cores or GPU, if any."""
         transport, peer = self._reach(rank, location)
         return transport.address(peer, location.segment, location.offset, nbytes)
 
     def _reach(self, rank: int, location: Location) -> tuple[Transport, int]:
-        """The transport to memory that `rank` has announced, and the rank's number there."""
+        """The transport, with the segment of `rank` attached, and the rank's number there."""
         transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
             self.board.names.told(transport.attach, peer, location.segment)
@@ -242,9 +244,9 @@ class Context(OnHosts):
         nbytes: int,
         pieces: Iterable[tuple[int, int]] | None = None,
     ) -> Bytes:
-        """Memory of `rank`, which it has announced, for cores to read: in place, or a copy of now.
+        """Memory that `rank` has announced, for cores to read: in place, or a copy made now.
 
-        Of a copy only the bytes from one end of each piece to the other are filled, if given.
+        `pieces`, where given, are the (start, end) of the bytes to copy; the others stay unset.
         """
         memory = self.peer_bytes(rank, location, nbytes)
         if memory is None:
@@ -257,12 +259,12 @@ class Context(OnHosts):
         return memory
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
-        """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
+        """Fill `into` from memory that `rank` has announced. See `Transport.get`."""
         transport, peer = self._reach(rank, location)
         self.board.names.told(transport.get, peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
-        """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
+        """Write `data` to memory of `rank`, which sees it after a later signal or exchange."""
         transport, peer = self._reach(rank, location)
         self.board.names.told(transport.put, peer, location.segment, location.offset, data, stream)
         self.board.names.told(transport.quiet, peer, stream)
@@ -277,8 +279,8 @@ class Context(OnHosts):
     def channel(self, number: int, deliver: Deliver) -> Channel:
         """Messages between this context's ranks of different hosts: see `wires.Channel`.
 
-        `number` is 1 or more, and rises from one channel to the next. `deliver` gets ranks of this
-        context.
+        `number` is 1 or more, and greater than that of any channel before. `deliver` gets this
+        context's numbers of ranks.
         """
         wires = self._runtime.mesh.wires
         assert wires is not None, "there are ranks on other hosts"
@@ -289,30 +291,30 @@ class Context(OnHosts):
         return next(self._shared_ids)
 
     def cache(self, name: Any, make: Callable[[], T]) -> T:
-        """This context's object of that name, made when first asked for, ended with the context."""
+        """This context's object of that name: made when first asked for, dropped at the end."""
         if name not in self.caches:
             self.caches[name] = make()
         kept: T = self.caches[name]
         return kept
 
     def keep_for_kernels(self, buffer: Buffer) -> None:
-        """Keep heap memory until this context has ended, and all its ranks' kernels.
+        """Keep heap memory until this context and the kernels of all its ranks have ended.
 
-        For what kernels write while no array refers to it: they may run on after a `close`.
+        For memory that kernels write and no array refers to: kernels may run on after `close`.
         """
         self.heap.groups.keep(self.number, buffer)
 
     def keep_for_readers(self, memory: Any) -> None:
-        """Let `memory`, of which this rank does not wait for the readers, outlive this context.
+        """Let `memory`, whose readers this rank does not wait for, outlive this context.
 
-        It stays until the next split of the parent, by when all ranks have finished here.
+        It stays until the next split of the parent, when all ranks have finished in this context.
         """
         if self._parent is not None:
             weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
 
     @property
     def threads(self) -> int:
-        """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
+        """The number of threads of this rank's arithmetic, the same in all contexts of a job."""
         return self._runtime.threads
 
     def show(self, why: str) -> None:
@@ -327,9 +329,10 @@ class Context(OnHosts):
             raise RuntimeError(f"this context cannot be used: {self.closed}")
 
     def announce_close(self, why: str) -> None:
-        """Let no peer wait for more operations of this context, which was not split off another.
+        """Let no peer wait for more operations of this context, which has no parent.
 
-        Those that were are closed, and kernels wait for this rank's until these have ended.
+        Contexts that were split off it are closed. Peers' kernels wait for this rank's kernels
+        until these have ended.
         """
         self._close_parts(why)
         if self.team is not None:
@@ -341,9 +344,9 @@ class Context(OnHosts):
                 context.close(why)
 
     def abandon(self, why: str) -> None:
-        """Make the context unusable in this process, and tell nobody: it is not this process's."""
+        """Make the context unusable in this process, a forked child, and tell nobody."""
         self.closed = why
-        self._dropping.detach()  # it would say on the board that the parent has left
+        self._dropping.detach()  # it would say on the board that the parent process has left
         self._runtime.mesh.abandon()
 
 
@@ -413,10 +416,12 @@ class DistributedContext(Context):
                 return None
             sender = next(rank for rank in members if self.same_host(rank))
             board = self._board(members, name, partial(self._require_sender, sender))
-            board.enter("split")  # who waits there is told of an interrupt, too
+            board.enter("split")  # an interrupt is told to peers that wait there, too
             return board
 
-        board = self.on_all_ranks("split", make)  # one that finds no descriptor is heard by all
+        board = self.on_all_ranks(
+            "split", make
+        )  # it may fail on one rank alone
         return None if board is None else self._derive(members, name, board, parent=self)
 
     @collective_call
@@ -439,7 +444,10 @@ class DistributedContext(Context):
             )
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last.closed:
-            self._subsets[chosen] = count + 1, None  # what has failed is not made again
+            self._subsets[chosen] = (
+                count + 1,
+                None,
+            )  # a failed name is not used again
             self.board.enter("subset")
             name = f"{self._name} / subset {chosen} number {count}"
             last = self._derive(chosen, name, self._subset_board(chosen, name), parent=self)
@@ -449,8 +457,8 @@ class DistributedContext(Context):
     def _subset_board(self, ranks: Sequence[int], name: str) -> Board:
         """A board that all of `ranks` have, or none. Collective among them.
 
-        One that cannot have it says so on the board of this context, where the others look while
-        they wait for it. Then all raise HeapExhausted, and this context remains usable.
+        A rank that cannot have it says so on the board of this context, where the others look while
+        they wait. Then all raise HeapExhausted, and this context remains usable.
         """
 
         def watch() -> None:
@@ -472,19 +480,19 @@ class DistributedContext(Context):
     def _board(
         self, ranks: Sequence[int], name: str, watch: Callable[[], None] = lambda: None
     ) -> Board:
-        """A board of `ranks`, which all of them make under the same name. See `Runtime.board`."""
-        self.heap.recycle()  # lets go of the boards of groups that have ended
+        """A board of `ranks`, which all of them make under this name. See `Runtime.board`."""
+        self.heap.recycle()  # drops the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
         return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name, watch)
 
     def _require_peers(self, ranks: Iterable[int]) -> None:
-        """Raise where another of these ranks has died, has left or has given up."""
+        """Raise where one of these ranks, this one aside, has died, has left or has given up."""
         error = self.board.peers.ended_error([r for r in ranks if r != self.rank])
         if error is not None:
             raise error
 
     def _require_sender(self, sender: int) -> None:
-        """Raise where a rank has ended, or where `sender` has gone on and sent nothing."""
+        """Raise where a rank has ended, or where `sender` has gone on without sending memory."""
         self._require_peers(range(self.size))
         if self.board.peers.is_ahead(sender):
             raise RankFailure(
@@ -542,12 +550,12 @@ class DistributedContext(Context):
             current.set_default(made)
         self._leave_to(made)
         if team is not None:
-            team.wait_for_kernels()  # then what they write can go to other arrays, else later
+            team.wait_for_kernels()  # so that memory they write can be reused now rather than later
             self.heap.recycle()
         return made
 
     def _successor(self, ranks: Sequence[int]) -> DistributedContext:
-        """The context that takes this one's place, of these ranks. Collective among them."""
+        """The context of these ranks that takes the place of this one. Collective among them."""
         name = f"{self._name} / recovery {self.board.recoveries}"
         made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
         transport, peers = self._runtime.transport, made._ranks
@@ -594,12 +602,12 @@ class DistributedContext(Context):
             current.set_default(None)
 
     def _end(self, why: str) -> None:
-        """Take no part any more; what this context shares with others stays."""
+        """End this context alone; what it shares with others stays."""
         self.closed = why
         self.board.leave(why)
         self._dropping()
         if self.team is not None:
-            self.team.leave()  # which the garbage collector puts off
+            self.team.leave()  # at once; the finalizer only takes note
         self.team = None
         self.caches.clear()
         self.again.clear()
@@ -626,7 +634,7 @@ def require_context() -> DistributedContext:
 
 
 def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number: int) -> None:
-    """Leave a context. Peers' kernels may write to its memory for longer than they wait for it."""
+    """Leave a context. Its memory is free when no rank runs, or no kernel of a peer is at work."""
     board.leave()
     if drop is None:
         groups.leave(number, board.peers.none_runs)
@@ -636,7 +644,7 @@ def _leave(board: Board, drop: Callable[[], None] | None, groups: Groups, number
 
 
 def open_contexts() -> list[DistributedContext]:
-    """Every context of this process that can be used: the current one, then the oldest."""
+    """Every open context of this process: the current one first, then by age, the oldest first."""
     now = get_context()
     others = sorted(set(_contexts) - {now}, key=lambda context: context.number)
     return [c for c in ([now] if now is not None else []) + others if not c.closed]

@@ -1,7 +1,7 @@
 """The runtime of a process: connections to the peers, the transport, the heap, the GPU.
 
-`initialize` makes it with the first context; contexts split from that one share it. Modules of the
-GPU's side are imported only on ranks that compute on one.
+`initialize` makes it with the first context; contexts split from that one share it. Modules for
+GPUs are imported only on ranks that compute on one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class Runtime:
     """Connections, transport and heap of a context and of those split from it.
 
-    `transport` and `heap` are there after `open`. `threads` is how many this rank's arithmetic
-    uses.
+    `transport` and `heap` exist after `open`. `threads` is the number of threads that this rank's
+    arithmetic uses.
     """
 
     transport: Transport
@@ -97,7 +97,7 @@ class Runtime:
         raise BackendUnavailable(f"no transport serves these ranks ({'; '.join(refused)}){advice}")
 
     def _obstacle(self, transport: type[Transport], group: ProcessGroup) -> str:
-        """Why a transport cannot be used, as far as this rank sees; empty where it can."""
+        """Why this rank cannot use a transport; "" where it can."""
         why = transport.unreached(self.mesh, group)
         return why or transport.probe(0 if self.device is None else self.device.ordinal)
 
@@ -117,7 +117,7 @@ class Runtime:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 
         Collective among them. No two boards have the same `name`; the first is that of all ranks.
-        `watch()` is called now and then while a peer is awaited: it raises where none will come.
+        `watch()` is called now and then in a wait for a peer: it raises where the peer won't come.
         """
         mesh = self.mesh
         rows = self._rows(ranks, rank, name, watch)
@@ -141,9 +141,9 @@ class Runtime:
         return board
 
     def log_accesses(self, board: Board, name: str) -> None:
-        """Let the ranks see what the others do with symmetric memory, for SHARDMATH_CHECK=1.
+        """Log accesses to symmetric memory where the peers see them, for SHARDMATH_CHECK=1.
 
-        Collective. Ranks of several hosts, and of GPUs, do not.
+        Collective. Does nothing for ranks on several hosts, or with GPUs.
         """
         if self.device is not None or len(set(self.mesh.host_of)) > 1:
             return
@@ -163,7 +163,7 @@ class Runtime:
             board.observer = Observer(self._log, name, ranks)
 
     def _rows(self, ranks: Sequence[int], rank: int, name: str, watch: Callable[[], None]) -> Rows:
-        """Where a board's rows lie."""
+        """The rows of a board."""
         mesh, size = self.mesh, len(ranks)
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
         memory = self._memory_of_host(ranks, tag, board_bytes(size), watch)
@@ -185,9 +185,10 @@ class Runtime:
     def _memory_of_host(
         self, ranks: Sequence[int], tag: str, nbytes: int, watch: Callable[[], None]
     ) -> mmap.mmap:
-        """Memory that those of the ranks share that are on this host, of zeros: the first of them
-        makes it for the others. Collective among them. No two have the same `tag`. `watch`: see
-        `board`. Raises HeapExhausted.
+        """Zeroed memory that the ranks on this host share; the first of them makes it.
+
+        Collective among them. Each such memory has another `tag`. `watch`: see `board`. Raises
+        HeapExhausted.
         """
         mesh = self.mesh
         first, *others = [peer for peer in ranks if mesh.same_host(peer)]
@@ -205,9 +206,9 @@ class Runtime:
         return memory
 
     def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
-        """The GPU side of a group: None on cores. Collective.
+        """The GPU side of a group; None on cores. Collective.
 
-        That every device reaches every other's memory is found out here, by mapping it.
+        It maps every peer's memory, and so finds out whether the devices can reach each other.
         """
         if self.device is None:
             return None
@@ -247,7 +248,7 @@ class Runtime:
         return far_team
 
     def close(self) -> None:
-        """Drop transport and connections; mappings that arrays still use stay."""
+        """Close transport and connections; mappings that arrays still use stay."""
         if hasattr(self, "transport"):
             self.transport.close()  # waits for what runs on the GPU
             self.heap.groups.forget_all()

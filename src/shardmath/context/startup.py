@@ -1,7 +1,7 @@
 """Starting and ending: contexts are made here, from the environment or a group, and left at exit.
 
-A call that makes a context makes nothing if it raises. A process that ends, however it does so,
-tells its peers; one that was forked off a rank is no rank, and cannot use the parent's contexts.
+A call that makes a context makes nothing if it raises. A process that exits tells its peers. A
+process that was forked off a rank is no rank, and cannot use the parent's contexts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from typing import Any
 
 from shardmath.arrays import libraries
@@ -71,7 +72,11 @@ def new_context(
     group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:
-        with noticed(group.rank, settings.notice, lambda: _awaited(group)):
+
+        def awaited() -> str:
+            return rank_names(group.awaited) if group.awaited else "the other ranks"
+
+        with noticed(group.rank, settings.notice, awaited):
             runtime = Runtime(group, settings)
         undo.callback(runtime.close)
         ranks = range(group.nranks)
@@ -114,8 +119,8 @@ def new_context(
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.
 
-    Peers that have ended, that do not come in time, or that are in another call, are not waited
-    for: it ends a context in any state.
+    It ends a context in any state: it does not fail where peers have ended, do not come in time, or
+    are in another call.
     Source: nvmath.distributed.finalize.
     """
     context = current.default()
@@ -130,13 +135,8 @@ def finalize() -> None:
         context.close(why)
 
 
-def _awaited(group: ProcessGroup) -> str:
-    """Whom start-up waits for, in words."""
-    return rank_names(group.awaited) if group.awaited else "the other ranks"
-
-
 def _index_or_name(device_id: Any) -> Any:
-    """The index of the CUDA device that is meant, or "cpu"; what is neither, as it is."""
+    """The index of the CUDA device that `device_id` means, or "cpu"; anything else unchanged."""
     kind = type(device_id)
     is_torchs = (kind.__module__, kind.__name__) == ("torch", "device")
     name = str(device_id) if is_torchs or isinstance(device_id, str) else ""
@@ -154,7 +154,7 @@ def _index_or_name(device_id: Any) -> Any:
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     """The index of a CUDA device, or None for "cpu".
 
-    Raises InvalidDevice for what is neither, ValueError for unknown backends.
+    Raises InvalidDevice for anything else, ValueError for unknown backends.
     """
     if backends is not None:
         known = [*names("cpu"), *names("cuda"), "nccl"]
@@ -177,7 +177,7 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
 
 
 def _compare_runs(settings: Settings, group: ProcessGroup, kind: str) -> None:
-    """Compare this run with another, as SHARDMATH_DIGESTS asks. Raises ValueError, OSError."""
+    """Compare this run with an earlier one, for SHARDMATH_DIGESTS. Raises ValueError, OSError."""
     if not settings.check or kind != "cpu":
         raise ValueError("SHARDMATH_DIGESTS takes SHARDMATH_CHECK=1, and ranks on cores")
     from shardmath.inspection import digests
@@ -185,20 +185,15 @@ def _compare_runs(settings: Settings, group: ProcessGroup, kind: str) -> None:
     digests.start(settings.digests, group.rank, group.nranks)
 
 
+@cache
 def _watch_process() -> None:
-    """Once per process: leave at exit, and keep a forked child from using the parent's contexts.
-
-    And warn of variables that mean nothing.
+    """Once per process: leave at exit, keep a forked child from using the parent's contexts, and
+    warn of unknown variables.
     """
-    if not _watching:
-        warn_of_unknown()
-        _watching.append(True)
-        atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_in_forked_child)
-        job.show_on_request(_show)
-
-
-_watching: list[bool] = []
+    warn_of_unknown()
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_in_forked_child)
+    job.show_on_request(_show)
 
 
 def _at_exit() -> None:
@@ -210,7 +205,7 @@ def _at_exit() -> None:
 
 
 def _show() -> bool:
-    """Show where all ranks are; False where there are none."""
+    """Show where all ranks are; False where this process has no context."""
     contexts = open_contexts()
     for context in contexts[:1]:
         context.show("asked by SIGQUIT")

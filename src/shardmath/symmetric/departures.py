@@ -121,7 +121,7 @@ class Departures:
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the GPUs of all ranks, which leave; return if all ended."""
+        """Wait `timeout` seconds at most for the GPUs of all ranks, which leave: whether they end."""
 
         def at_work() -> list[int]:
             _settle()
