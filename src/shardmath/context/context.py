@@ -93,9 +93,7 @@ class Context(OnHosts):
         self._announced: set[int] = set()  # the segments that all its ranks can attach
         if team is not None:
             self.heap.groups.watch(self.number, team.gave_up)
-        self._outlived: list[
-            Any
-        ] = []  # memory of ended parts, which peers may still read
+        self._outlived: list[Any] = []  # memory of ended parts, which peers may still read
         _contexts.add(self)
 
     @contextmanager
@@ -419,9 +417,7 @@ class DistributedContext(Context):
             board.enter("split")  # an interrupt is told to peers that wait there, too
             return board
 
-        board = self.on_all_ranks(
-            "split", make
-        )  # it may fail on one rank alone
+        board = self.on_all_ranks("split", make)  # it may fail on one rank alone
         return None if board is None else self._derive(members, name, board, parent=self)
 
     @collective_call

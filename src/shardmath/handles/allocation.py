@@ -1,9 +1,9 @@
 """Arrays on the symmetric heap: made, recognised and freed.
 
-An array on the heap is an ordinary NumPy array or torch tensor; what makes it symmetric is where
-its memory lies, so it is recognised by address, as is every view of it. Its memory lives as long as
-any of them. Allocation agrees with the peers, so that an error on one rank is raised on all;
-freeing, by hand or by the garbage collector, concerns this rank alone.
+An array on the heap is an ordinary NumPy array, CuPy array or torch tensor; what makes it symmetric
+is where its memory lies, so it and every view of it are recognised by address. The memory lives as
+long as any of them. Ranks agree on an allocation, so that all raise an error of one; freeing, by
+hand or by the garbage collector, is local.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
+from shardmath.arrays import DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.base.collective_call import collective_call
@@ -117,10 +117,10 @@ def is_symmetric(array: Any) -> bool:
 
 
 def block_of(context: Context, array: Any, what: str = "an operand") -> _Place | None:
-    """The block that `array` lies in, and the byte offset there of its element (0, 0, ...).
+    """The block that `array` lies in, and the byte offset of its element (0, 0, ...) there.
 
-    None for ordinary memory, which includes the memory of peers, and arrays that reach beyond their
-    block. Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
+    None for ordinary memory, for memory of peers, and for arrays that reach beyond their block.
+    Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
     """
     place = _find(context.heap, library_of(array), array)
     if place is not None:
@@ -129,7 +129,7 @@ def block_of(context: Context, array: Any, what: str = "an operand") -> _Place |
 
 
 def require_live(block: Block, what: str = "an operand") -> None:
-    """Raise UseAfterFree where the block, in which `what` lies, was freed."""
+    """Raise UseAfterFree, which names `what`, if the block was freed."""
     if block.freed:
         raise UseAfterFree(
             f"{what} lies in symmetric memory that has been freed; free it after its last use, or "
@@ -158,7 +158,7 @@ def strided_on_heap(
 
 
 def observed(context: Context, array: Any) -> Any:
-    """`array`, new on the heap, for the user: it tells of accesses where they are observed."""
+    """`array`, new on the heap, as the user gets it: reporting accesses if they are observed."""
     if context.observer is None:
         return array
     from shardmath.handles.watched import watched
@@ -176,7 +176,7 @@ def maker_on_heap(
     dtype: DType | str,
     strides: Sequence[int],
 ) -> Callable[[], tuple[Any, int]]:
-    """A function that makes arrays as `strided_on_heap` does, and returns each with its address."""
+    """A function that makes arrays as `strided_on_heap` does, each with its address."""
     nbytes = extent_of(shape, strides) * dtype_of(dtype).itemsize
     view = library.viewer(dtype, shape, strides, heap.transport.device)
 
@@ -199,8 +199,8 @@ def array_on(
 ) -> Any:
     """An array on the memory of `owner`, from byte `start` on, that keeps `owner` alive.
 
-    `owner` offers contiguous bytes through NumPy's array interface, or through CUDA's and then says
-    its `device`; `strides` are in elements.
+    `owner` has contiguous bytes as NumPy's array interface, or as CUDA's and then a `device`, too;
+    `strides` are in elements.
     """
     if hasattr(owner, "__cuda_array_interface__"):
         return library.on_device(owner, dtype, shape, strides, start=start)
@@ -210,9 +210,7 @@ def array_on(
 
 
 class Owner:
-    """Memory as arrays take it from `array_on`: they keep this, and so the memory and what is
-    `kept` beside it.
-    """
+    """An owner for `array_on` that keeps `memory` and other objects alive as long as the array."""
 
     def __init__(self, memory: Memory | Buffer, *kept: object) -> None:
         self._kept = (memory, *kept)
@@ -236,10 +234,9 @@ def persistent_array(
 ) -> Any:
     """An array on the memory of `number`, which is reserved when first asked for. Local.
 
-    That memory is never given back while the context lives; it can be asked for again once the last
-    array on it has gone, or was freed.
-    Raises RuntimeError while an earlier array of the number is alive, or when it had another size;
-    HeapExhausted.
+    The memory stays reserved as long as the context lives; the number can be used again once the
+    last array on it is gone or was freed. Raises RuntimeError while an earlier array of the number
+    is alive, or where that had another size; HeapExhausted.
     """
     kept: dict[int, tuple[Buffer, weakref.ref[Owner]]] = context.cache("persistent", dict)
     nbytes = extent_of(shape, strides) * dtype.itemsize
@@ -263,14 +260,14 @@ def persistent_array(
 
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements an array spans from its first to its last, gaps included."""
+    """The number of elements from the first of an array to its last, gaps included."""
     return byte_span(shape, strides, 1)[1]
 
 
 class SharedMemory(Immutable):
-    """One buffer on every rank. This rank's is kept by `buffer`, and by nothing else.
+    """One buffer on every rank; only `buffer` keeps this rank's alive.
 
-    By rank: `locations` and `sizes` of all of them, and the `notes` that came with them.
+    `locations`, `sizes` and `notes` are those of all ranks, by rank.
     """
 
     buffer: Buffer
@@ -295,8 +292,9 @@ def allocate_on_all_ranks(
     """Memory from `allocate()` on every rank: a buffer, and a note for the peers. Collective.
 
     A note is plain data. Peers may read and write the buffer as soon as they know of it, so
-    `allocate` initializes it. `check(notes)`, given those of all ranks, is pure. Raises on all
-    ranks what `allocate` raised on one, HeapExhausted for example, or what `check` raises.
+    `allocate` must initialize it. `check(notes)`, a pure function of all ranks' notes, may raise.
+    Raises on all ranks what `allocate` raised on one, for example HeapExhausted, or what `check`
+    raises.
     """
 
     def describe() -> tuple[Buffer, tuple[int, int, int, Any]]:
@@ -345,7 +343,7 @@ class _Request(Immutable):
 def _allocate_together(
     context: Context, request: Callable[[], _Request], make_symmetric: bool
 ) -> tuple[_Request, Any]:
-    """The request and its array, allocated before the ranks agree: what fails, fails on all."""
+    """The request and its array. It is allocated before the ranks agree: errors are for all."""
 
     def describe() -> tuple[tuple[_Request, Any], tuple[int, bool, list[int]]]:
         asked = request()
@@ -384,7 +382,7 @@ def _require_equal_bytes(sizes: list[int]) -> None:
 
 
 def _check_flags(**flags: Any) -> None:
-    """Raise TypeError for a flag that is none, ValueError for both flags at once."""
+    """Raise TypeError where a flag is no truth value, ValueError for both flags at once."""
     for name, flag in flags.items():
         if not _is(True, flag) and not _is(False, flag):
             raise TypeError(f"{name} is True or False, not {flag!r}")
@@ -393,27 +391,26 @@ def _check_flags(**flags: Any) -> None:
 
 
 def _is(value: bool, flag: Any) -> bool:
-    """Whether `flag` is that truth value, Python's or NumPy's."""
+    """Whether `flag` is this truth value, of Python's type or NumPy's."""
     return isinstance(flag, (bool, np.bool_)) and bool(flag) is value
 
 
 def _extents(shape: Any) -> tuple[int, ...]:
+    extents: tuple[int, ...]
     try:
-        single = operator.index(shape)
+        extents = (operator.index(shape),)
     except TypeError:
         try:
-            extents = tuple(operator.index(extent) for extent in shape)
+            extents = tuple(map(operator.index, shape))
         except TypeError:
             raise TypeError(f"shape is an integer or a sequence of them, not {shape!r}") from None
-    else:
-        extents = (single,)
     if any(extent < 0 for extent in extents):
         raise ValueError(f"shape {extents} has a negative extent")
     return extents
 
 
 def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
-    """The strides in elements; `axis_order` lists the axes from the fastest on."""
+    """The strides in elements; `axis_order`: see `allocate_symmetric_memory`."""
     if isinstance(axis_order, str):
         if axis_order not in ("C", "F"):
             raise ValueError(f'axis_order is "C", "F" or a permutation, not {axis_order!r}')
@@ -434,10 +431,7 @@ def _find(heap: Heap, library: Library, array: Any) -> _Place | None:
     if spec.size == 0:
         block = heap.find(library.anchor(array))
         return None if block is None else (block, 0)
-    return _located(heap, spec, library.pointer(array))
-
-
-def _located(heap: Heap, spec: ArraySpec, address: int) -> _Place | None:
+    address = library.pointer(array)
     block = heap.find(address)
     if block is None:
         return None

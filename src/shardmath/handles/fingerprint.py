@@ -1,8 +1,8 @@
 """Fingerprints of arrays, by which repeated calls are recognised.
 
-A program makes the same few calls for ever. Arrays of the same library, type, shape, strides and
-device, at the same address and in a heap block of the same extent, have the same fingerprint:
-whatever a call found out about such arrays still holds. No element is read.
+A program makes the same few calls again and again. Arrays of the same library, type, shape, strides
+and device, at the same address and in a heap block of the same extent, have the same fingerprint:
+what a call has found out about such arrays still holds. No element is read.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from shardmath.arrays import Library, library_of
+from shardmath.arrays import library_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
 from shardmath.base.lru_cache import LRUCache
@@ -28,33 +29,13 @@ _NAME = "shardmath.handles._fingerprint"  # of the module that fingerprint.c mak
 
 _FORWARD = "torch.autograd.forward_ad"  # until it is in sys.modules, no tensor has a tangent
 
-Looks = Callable[..., tuple[Any, ...] | None]  # of tuples of arrays
-Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and the block there
-
-
-def inspect(context: Context, x: Any) -> Inspected | None:
-    """The facts by which a repeated call recognises an array. Local.
-
-    None where the call has to check its arguments: for what is no array, is lazy, was freed, or may
-    be under a gradient.
-    """
-    try:
-        library = library_of(x)
-        identity = library.identity(x)
-    except (ValueError, RuntimeError):
-        return None
-    if identity is None:
-        return None
-    spec, address = identity
-    block = context.heap.find(address if spec.size else library.anchor(x))
-    return None if block is not None and block.freed else (library, spec, address, block)
+Looks = Callable[..., tuple[Any, ...] | None]  # of tuples of arrays: one look for each
 
 
 class Recognised(LRUCache[Hashable, Any], Generic[V]):
-    """A cache of calls, by their words, and by how their arrays look and where they lie.
+    """A cache of calls, by their words and by the fingerprints of their arrays.
 
-    What a key says of arrays is how they look and where they lie. Which blocks of the heap are
-    there is asked anew only where the heap has changed since.
+    Which blocks of the heap the arrays lie in is looked up again only where the heap has changed.
     """
 
     def __init__(self, context: Context, most: int) -> None:
@@ -64,16 +45,16 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         self.looks = _looks()
 
     def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
-        """The key of such a call; None for arrays that take a closer look. Local."""
+        """The key of a call; None where the call has to check its arrays. Local."""
         try:
             tangents = is_loaded(_FORWARD) and may_have_tangents()
             seen = (_look_at_all if tangents else self.looks)(*arrays)
-        except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory
+        except (TypeError, ValueError, RuntimeError):  # no arrays, or none with memory
             return None
         return None if seen is None else (seen, words)
 
     def find(self, key: Hashable) -> V | None:
-        """The value of that key, or None, also where an array was freed, or lies otherwise."""
+        """The value of `key`; None also where an array was freed or lies in another block."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -85,31 +66,32 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         return value
 
     def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> InBlocks | None:
-        """Keep a value for arrays like these, and return what says whether it holds.
+        """Keep a value for arrays like these, and return the object that says whether it holds.
 
-        None for arrays that lie elsewhere than where this rank computes.
+        None where the call has to check its arrays, or they are not where this rank computes.
         """
         context, version = self._context, self._heap.version
         device = "cpu" if context.team is None else context.team.device.name
+        try:
+            looks = [_look(x) for x in arrays if x is not None]
+        except (ValueError, RuntimeError):
+            return None
         blocks: list[tuple[int, Block | None]] = []
-        for x in arrays:
-            if x is None:
-                continue
-            inspected = inspect(context, x)
-            if inspected is None or inspected[1].device != device:
+        for look in looks:
+            block = None if look is None else self._heap.find(look[1])
+            if look is None or look[0].device != device or (block is not None and block.freed):
                 return None
-            library, spec, address, block = inspected
-            blocks.append((address if spec.size else library.anchor(x), block))
+            blocks.append((look[1], block))
         in_blocks = InBlocks(version, blocks, same=context.team is not None)
         self.keep(key, (in_blocks, value))
         return in_blocks
 
 
 class InBlocks:
-    """The blocks in which the arrays of a call lay when the heap had that `version`.
+    """The blocks in which the arrays of a call lay when the heap had this `version`.
 
-    Others in their places are as good; but they must be the `same` where kernels of late ranks may
-    write to what a call has told them of, which the heap knows by its blocks.
+    Other blocks of the same extent serve as well, unless they must be the `same`: where kernels of
+    late ranks may write to memory that a call has announced, which the heap knows by its blocks.
     """
 
     __slots__ = ("_blocks", "_same", "version")
@@ -121,7 +103,7 @@ class InBlocks:
         self._blocks, self._same = blocks, same
 
     def holds(self, heap: Heap) -> bool:
-        """Whether they still do, as far as this rank has not freed them."""
+        """Whether the arrays still lie in such blocks, and this rank has freed none of them."""
         version = heap.version
         for address, known in self._blocks:
             block = heap.find(address)
@@ -138,7 +120,7 @@ def _extent(block: Block | None) -> tuple[int, int] | None:
 
 
 def _looks() -> Looks:
-    """The function that looks at arrays: compiled where that was built."""
+    """The function that looks at arrays: fingerprint.c's where that was built."""
     built = extension(_NAME)
     if built is None:
         return _look_at_all
@@ -150,7 +132,7 @@ def _looks() -> Looks:
             built.know(torch.Tensor, torch.is_grad_enabled)
 
     def other(x: Any) -> Hashable | None:
-        learn()  # it may have been imported since
+        learn()  # torch may have been imported since
         return _look(x)
 
     learn()
@@ -159,7 +141,7 @@ def _looks() -> Looks:
 
 def _look_at_all(*arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
     looks: list[Hashable] = []
-    for x in (x for group in arrays for x in group):
+    for x in chain(*arrays):
         look = None if x is None else _look(x)
         if x is not None and look is None:
             return None
@@ -167,7 +149,12 @@ def _look_at_all(*arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(looks)
 
 
-def _look(x: Any) -> Hashable | None:
+def _look(x: Any) -> tuple[ArraySpec, int, bool] | None:
+    """The spec of an array, its address, and whether it is writable.
+
+    None where a call has to check it: it is lazy, or may be under a gradient. Raises ValueError or
+    RuntimeError for anything that is no array, or has no memory.
+    """
     library = library_of(x)
     identity = library.identity(x)
     if identity is None:

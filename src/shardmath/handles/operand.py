@@ -1,7 +1,7 @@
 """One array of a call, as this rank's cores or GPU reach it: the descriptor that operators share.
 
-It says where elements lie, and in which block of the heap, so also where peers find them. What is
-kept of an operand from one call to the next holds no memory: whoever passes the array keeps it.
+It says where elements lie, and in which block of the heap, and so where peers find them. A
+descriptor that is kept from one call to the next keeps no memory alive: the caller has the array.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import field, replace
 from functools import cached_property
+from math import prod
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import Order, byte_span, order_of
@@ -20,9 +21,9 @@ _HEAD = struct.Struct("<IQQq")  # segment, offset, bytes, origin
 
 
 class Exposed(Immutable):
-    """`nbytes` at `location` of a rank's memory hold its local array, or the part that is read.
+    """The `nbytes` at `location` of a rank's memory that hold its array, or the part that is read.
 
-    Element 0 is, or would be, `origin` bytes from there. Strides are bytes.
+    Element (0, 0, ...) is, or would be, `origin` bytes from there. Strides are in bytes.
     """
 
     location: Location
@@ -38,7 +39,7 @@ class Exposed(Immutable):
 
     @classmethod
     def unpack(cls, data: bytes) -> Exposed:
-        """The place that a peer packed. Raises struct.error for data of another form."""
+        """What a peer has packed. Raises struct.error for malformed data."""
         segment, offset, nbytes, origin = _HEAD.unpack_from(data)
         strides = struct.unpack(f"<{(len(data) - _HEAD.size) // 8}q", data[_HEAD.size :])
         return cls(Location(segment, offset), nbytes, origin, strides)
@@ -47,9 +48,8 @@ class Exposed(Immutable):
 class Operand(Immutable):
     """Memory of this rank's cores or GPU, seen as an array.
 
-    `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is
-    the heap block that it lies in, which peers can attach, None for ordinary memory; `keep` holds
-    the memory.
+    `address` is that of element (0, 0, ...), `strides` are in bytes. `block` is the heap block that
+    it lies in, which peers can attach, None for ordinary memory; `keep` keeps the memory alive.
     """
 
     address: int
@@ -67,10 +67,7 @@ class Operand(Immutable):
     @property
     def size(self) -> int:
         """The number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +86,7 @@ class Operand(Immutable):
 
     @cached_property
     def exposed(self) -> Exposed:
-        """The place where peers find this array, which is on the heap."""
+        """Where peers find this array, which is on the heap."""
         assert self.block is not None, "on the heap"
         (low, high), start = self.span, self.block.location
         if self.size:
@@ -98,11 +95,11 @@ class Operand(Immutable):
 
     @cached_property
     def told(self) -> bytes:
-        """`exposed`, packed; b"" for ordinary memory."""
+        """`exposed`, packed, for peers; b"" for ordinary memory."""
         return b"" if self.block is None else self.exposed.pack()
 
     def is_there(self, context: Context) -> bool:
-        """Whether what lies there now is in the same block of the heap, which is still in use."""
+        """Whether its address is still in the same block of the heap, which was not freed."""
         block = context.heap.find(self.address)
         return block is self.block and not (block is not None and block.freed)
 

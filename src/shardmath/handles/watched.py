@@ -1,9 +1,9 @@
-"""NumPy arrays on symmetric memory that tell of each access, for SHARDMATH_CHECK=1.
+"""NumPy arrays on symmetric memory that report each access, for SHARDMATH_CHECK=1.
 
-What NumPy does with such an array is told: its elements read and written, by indices, operators,
-NumPy's functions and the array's methods; views of it tell as well, and results that are no views
-are plain arrays. What other code does with the memory is not: compiled code, torch, and
-`np.asarray`, whose result is a plain array on the same memory.
+They report reads and writes of their elements by indices, operators, NumPy's functions and their
+own methods. Views of them report, too; results that are no views are plain arrays. Accesses of
+other code are not seen: compiled code, torch, and `np.asarray`, whose result is a plain array on
+the same memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.symmetric.accesses import Extent, Observer
 from shardmath.symmetric.heap import Location
 
 _Plain = np.ndarray[Any, Any]
 
-# Functions that write into their first argument, and methods that write or read; what NumPy makes
-# of ufuncs, indices and views needs no name here.
+# Functions that write into their first argument, and methods that write or read. Ufuncs, indices
+# and views are recognised without their names.
 _WRITING = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
 _WRITERS = ("fill", "partition", "put", "setfield", "sort")
 _READERS = (
@@ -31,20 +32,17 @@ _READERS = (
 )
 
 
-class _Memory:
-    """Memory of one rank, as this rank has it from `address` on: at `location` of `rank`."""
+class _Memory(Immutable, eq=False):
+    """`nbytes` at `location` of `rank`, which this rank finds from `address` on."""
 
-    def __init__(
-        self, observer: Observer, rank: int, location: Location, address: int, nbytes: int
-    ) -> None:
-        self.observer = observer
-        self.rank = rank
-        self.location = location
-        self.address = address
-        self.nbytes = nbytes
+    observer: Observer
+    rank: int
+    location: Location
+    address: int
+    nbytes: int
 
     def tell(self, x: _Plain, *, writes: bool, what: str) -> None:
-        """Tell of an access to all elements of `x`, if it lies here. Raises DataRace."""
+        """Report an access to all elements of `x`, if it lies here. Raises DataRace."""
         start = x.__array_interface__["data"][0] - self.address
         extent = Extent.of(start, x.shape, x.strides, x.itemsize)
         if extent is not None and extent.low >= 0 and extent.high <= self.nbytes:
@@ -52,7 +50,7 @@ class _Memory:
 
 
 class WatchedArray(np.ndarray[Any, Any]):
-    """An array on symmetric memory, whose accesses are told of. Made by `watched`."""
+    """An array on symmetric memory that reports accesses. Made by `watched`."""
 
     _memory: _Memory | None = None
 
@@ -71,7 +69,7 @@ class WatchedArray(np.ndarray[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, WatchedArray):
-            _tell(value, writes=False, what="an array that is assigned")
+            tell_of(value, writes=False, what="an array that is assigned")
         _plain(self)[key] = _plain(value)
         _tell_selected(self, key, writes=True)
 
@@ -87,9 +85,9 @@ class WatchedArray(np.ndarray[Any, Any]):
         result = getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
         written = {0} if method == "at" else set()
         for number, x in enumerate(inputs):
-            _tell(x, writes=number in written, what=f"np.{ufunc.__name__}")
+            tell_of(x, writes=number in written, what=f"np.{ufunc.__name__}")
         for x in into:
-            _tell(x, writes=True, what=f"np.{ufunc.__name__}")
+            tell_of(x, writes=True, what=f"np.{ufunc.__name__}")
         if into:
             return into[0] if len(into) == 1 else into
         return result
@@ -103,14 +101,17 @@ class WatchedArray(np.ndarray[Any, Any]):
         views = [*_arrays_within(result)]
         for x in operands:
             if function in _WRITING and x is args[0]:
-                _tell(x, writes=True, what=what)
+                tell_of(x, writes=True, what=what)
             elif not any(np.may_share_memory(x, view) for view in views):
-                _tell(x, writes=False, what=what)
-        for x in _watched_within(kwargs.get("out")):
-            _tell(x, writes=True, what=what)
+                tell_of(x, writes=False, what=what)
+        written = [*_watched_within(kwargs.get("out"))]
+        for x in written:
+            tell_of(x, writes=True, what=what)
+        if written:
             return kwargs["out"]
         if isinstance(result, np.ndarray):
-            return next((_like(result, x) for x in operands if _lies_in(result, x)), result)
+            shared = (x for x in operands if np.may_share_memory(result, x))
+            return next((_like(result, x) for x in shared), result)
         return result
 
     # -- what is a plain array ---------------------------------------------------------------------
@@ -130,7 +131,7 @@ def _telling(name: str, *, writes: bool) -> Callable[..., Any]:
 
     def call(self: WatchedArray, *args: Any, **kwargs: Any) -> Any:
         result = method(_plain(self), *_plain_within(args), **kwargs)
-        _tell(self, writes=writes, what=f"{name}()")
+        tell_of(self, writes=writes, what=f"{name}()")
         return result
 
     call.__name__ = name
@@ -147,8 +148,9 @@ for _name in _WRITERS:
 def watched(
     context: Context, array: Any, rank: int, location: Location, address: int, nbytes: int
 ) -> Any:
-    """`array`, on memory of `rank` that lies at `location` there, and in this process from
-    `address` on; where accesses are observed, and it is NumPy's, one that tells of them.
+    """`array`, or where accesses are observed and it is NumPy's, a view of it that reports them.
+
+    It lies in `nbytes` of `rank`'s memory, at `location` there and at `address` in this process.
     """
     if context.observer is None or type(array) is not np.ndarray:
         return array
@@ -158,19 +160,14 @@ def watched(
 
 
 def tell_of(array: Any, *, writes: bool, what: str) -> None:
-    """Tell of an access to all elements of `array`, if it is one that is watched."""
-    if isinstance(array, WatchedArray):
-        _tell(array, writes=writes, what=what)
-
-
-def _tell(x: Any, *, writes: bool, what: str) -> None:
-    memory = getattr(x, "_memory", None)
+    """Report an access to all elements of `array`, if it is a watched one. Raises DataRace."""
+    memory = getattr(array, "_memory", None)
     if memory is not None:
-        memory.tell(_plain(x), writes=writes, what=what)
+        memory.tell(_plain(array), writes=writes, what=what)
 
 
 def _tell_selected(x: WatchedArray, key: Any, *, writes: bool) -> None:
-    """Tell of an access to `x[key]`."""
+    """Report an access to `x[key]`."""
     memory, plain = x._memory, _plain(x)
     if memory is None:
         return
@@ -179,7 +176,7 @@ def _tell_selected(x: WatchedArray, key: Any, *, writes: bool) -> None:
         whole = keys if any(one is ... for one in keys) else (*keys, ...)
         memory.tell(plain[whole], writes=writes, what="an index")
         return
-    # By a list or a mask: the elements that it chooses, in runs of neighbours.
+    # A list or a mask: the elements that it selects, in runs of neighbours.
     rows = plain.reshape(-1) if plain.flags.c_contiguous else None
     if rows is None:
         memory.tell(plain, writes=writes, what="an index")
@@ -208,10 +205,6 @@ def _like(view: _Plain, x: WatchedArray) -> WatchedArray:
     return made
 
 
-def _lies_in(view: _Plain, x: WatchedArray) -> bool:
-    return bool(np.may_share_memory(view, x))
-
-
 def _plain_within(x: Any) -> Any:
     """`x` with plain arrays in place of watched ones, also within tuples and lists."""
     if type(x) in (tuple, list):
@@ -222,15 +215,10 @@ def _plain_within(x: Any) -> Any:
 def _arrays_within(x: Any) -> Iterator[Any]:
     if isinstance(x, np.ndarray):
         yield x
-    elif isinstance(x, (tuple, list)):
-        for one in x:
+    elif isinstance(x, (tuple, list, dict)):
+        for one in x.values() if isinstance(x, dict) else x:
             yield from _arrays_within(one)
 
 
 def _watched_within(x: Any) -> Iterator[WatchedArray]:
-    values = [*x.values()] if isinstance(x, dict) else x
-    if isinstance(values, WatchedArray):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for one in values:
-            yield from _watched_within(one)
+    return (array for array in _arrays_within(x) if isinstance(array, WatchedArray))

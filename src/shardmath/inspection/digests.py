@@ -1,12 +1,12 @@
 """Whether two runs of a program give the same bits: SHARDMATH_DIGESTS, with SHARDMATH_CHECK=1.
 
-The first run notes, for each rank and each call of its main thread, digests of what the call was
-given and of what it returned or wrote, in a file of the rank's. A later run, with as many ranks,
-compares its own calls with the notes, and warns of the first that gives other bits. A call that was
-given the same bits and gives others is at fault itself; else the difference came from outside.
+The first run notes in a file for each rank, for each call of its main thread, digests of the call's
+arguments and of its results. A later run with as many ranks compares its own calls with the notes,
+and warns of the first whose results have other bits. If its arguments have the same bits, the call
+itself is at fault; otherwise the difference came from outside.
 
-An argument that a call changes counts as a result of it, and not as given. New memory that nobody
-has written to has no bits that could be compared.
+An argument that a call changes counts as a result. New memory that nothing was written to is not
+compared.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _UNWRITTEN = ("allocate", "empty")  # how the functions begin whose results are 
 
 
 def start(folder: str, rank: int, size: int) -> None:
-    """Note this process's calls in `folder`, or compare them with what is noted there; once.
+    """Note this process's calls in `folder`, or compare them with the notes there. Once.
 
-    Raises OSError where that cannot be.
+    Raises OSError where the files cannot be read or written.
     """
     if this_process.compared is None:
         this_process.compared = _Digests(Path(folder), rank, size).around
 
 
 class _Digests:
-    """The notes of one rank: those of an earlier run, or, in the first, those that are written."""
+    """The notes of one rank: those of an earlier run, or in the first run those being written."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class _Digests:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
             if threading.current_thread() is not threading.main_thread():
-                return function(*args, **kwargs)  # whose order may differ from run to run
+                return function(*args, **kwargs)  # the order of threads may differ between runs
             arguments = [*_values((args, kwargs))]
             before = [_digest(x) for x in arguments]
             result = function(*args, **kwargs)
@@ -92,7 +92,7 @@ class _Digests:
                 warnings.warn_explicit(text, UserWarning, file, number)
 
     def _difference(self, name: str, given: str, made: str) -> str:
-        """How this call differs from the one of that number before, in words; empty if not."""
+        """How this call differs from the one of its number in the earlier run; "" if it does not."""
         assert self._before is not None, "there was an earlier run"
         called, line, before, then = self._before[self._number - 1]
         if called != name:
@@ -112,7 +112,7 @@ def _values(x: Any) -> Iterator[Any]:
         for value in x:
             yield from _values(value)
     else:
-        yield getattr(x, "local", x)  # an array that knows how it is split is its part
+        yield getattr(x, "local", x)  # a distributed array stands for its local part
 
 
 def _digest(x: Any) -> str:

@@ -1,8 +1,8 @@
-"""The ranks of a job on this host, as one of them sees them, or another process of the same user.
+"""The ranks of a job on this host, as seen by one of them or by another process of the same user.
 
-A rank maps the records of its peers when it starts, so that it can read those of the dead. Who
-comes later finds them through the system's list of a process's descriptors. Nothing here waits for
-a rank, but for a stack, for a moment.
+A rank maps the records of its peers when it starts, and so can read those of ranks that have died.
+Other processes find a record through the system's list of a process's descriptors. Nothing here
+waits for a rank, except briefly for its stack.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _own: list[int] = []  # descriptors of this process's record, and of its stack
 
 
 def start() -> int:
-    """Record this process's operations from now on: the record's descriptor, -1 if there is none.
+    """Record this process's operations from now on, and return the record's descriptor.
 
-    Once in a process.
+    -1 where there is no memory. The second call returns the first one's.
     """
     if not _own:
         try:
@@ -53,7 +53,7 @@ def start() -> int:
 
 
 def start_in(descriptor: int, memory: mmap.mmap) -> None:
-    """Record them in a `new_record`, which may be another process's too. Before `start`."""
+    """As `start`, and before it, in a `new_record` that another process may have made."""
     this_process.start(memory)
     _own.extend([descriptor, answers()])
 
@@ -67,7 +67,7 @@ def new_record(count: int) -> tuple[int, mmap.mmap]:
 
 
 def forget() -> None:
-    """Record nothing: the record is the parent's, off which this process was forked."""
+    """Record nothing more in this process, a forked child: the record is its parent's."""
     this_process.stop()
     if _own:
         os.close(_own[0])
@@ -78,8 +78,8 @@ def forget() -> None:
 class Job:
     """The ranks of one job, as one of them sees them.
 
-    Rank r is process `pids[r]`, whose record has descriptor `descriptors[r]`; `here` are those of
-    this host. `elsewhere(rank)` says what is known of the operation of another.
+    Rank r is process `pids[r]`, whose record has descriptor `descriptors[r]` there; `here` are the
+    ranks on this host. `elsewhere(rank)` is the last operation of a rank on another host.
     """
 
     def __init__(
@@ -110,36 +110,33 @@ class Job:
     def show(self, why: str) -> None:
         """Print the table on stderr, unless a rank of this host has done so a moment ago.
 
-        What goes wrong here is not raised: this is called on the way of an error that matters more.
+        Errors are not raised here: the one that is being reported matters more.
         """
         with suppress(Exception):
             if len(self._pids) > 1 and self._is_first():
                 self.print(f"shardmath: {why}\n{self._table()}")
 
     def _table(self) -> str:
-        seen = [
-            _seen(rank, self._pids[rank], bytes(self._records[rank]))
-            if rank in self._records
-            else Seen(rank, self._pids[rank], elsewhere=self.elsewhere(rank) or "not seen here")
-            for rank in range(len(self._pids))
+        here = {rank: (self._pids[rank], bytes(record)) for rank, record in self._records.items()}
+        others = [
+            Seen(rank, pid, elsewhere=self.elsewhere(rank) or "not seen here")
+            for rank, pid in enumerate(self._pids)
+            if rank not in here
         ]
-        return table(_with_stacks(seen, self._stacks()), _now())
-
-    def _stacks(self) -> dict[int, int]:
-        told = {rank: description(bytes(record)) for rank, record in self._records.items()}
-        return {rank: int(each.get("stack", -1)) for rank, each in told.items()}
+        return _table(here, others)
 
     def _is_first(self) -> bool:
-        """Whether no rank of this host has just shown a table, or does so now."""
+        """Whether no rank of this host has just shown a table or is about to."""
         for rank in self._here:
             with suppress(OSError):
                 record = os.open(_checked(self._pids[rank], self._descriptors[rank]), os.O_RDWR)
                 try:
                     fcntl.lockf(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     last = _WORD.unpack(os.pread(record, _WORD.size, SHOWN))[0]
-                    if _now() - last < _A_MOMENT:
+                    now = time.monotonic_ns()
+                    if now - last < _A_MOMENT:
                         return False
-                    os.pwrite(record, _WORD.pack(_now()), SHOWN)
+                    os.pwrite(record, _WORD.pack(now), SHOWN)
                 except BlockingIOError:
                     return False
                 finally:
@@ -149,7 +146,7 @@ class Job:
 
 
 class _Mapping:
-    """A record, mapped for reading. Unlike one of `mmap` it holds no descriptor."""
+    """A record, mapped for reading. Unlike an `mmap` it holds no descriptor."""
 
     def __init__(self, path: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -173,7 +170,7 @@ class _Mapping:
 
 
 def inspected(pid: int) -> str:
-    """The table of the job on this host that a process belongs to, or that it has started.
+    """The table of the ranks on this host of the job that a process belongs to or has started.
 
     Raises BootstrapError where there is none.
     """
@@ -189,20 +186,14 @@ def inspected(pid: int) -> str:
     told = description(record)
     pids: Mapping[str, int] = told.get("pids", {str(told.get("rank", 0)): pid})
     records = {int(rank): (each, _record_of(each)) for rank, each in pids.items()}
-    seen = [_seen(rank, each, found) for rank, (each, found) in sorted(records.items())]
-    stacks = {
-        rank: int(description(found).get("stack", -1))
-        for rank, (_, found) in records.items()
-        if found is not None
-    }
-    size = told.get("size", len(seen))
-    where = f"{len(seen)} of {size} ranks, on {told.get('host', 'this host')}"
-    return f"{where}\n{table(_with_stacks(seen, stacks), _now())}"
+    size, host = told.get("size", len(records)), told.get("host", "this host")
+    return f"{len(records)} of {size} ranks, on {host}\n{_table(records)}"
 
 
 def show_on_request(show: Callable[[], bool]) -> None:
-    """Call `show` when SIGQUIT comes, which otherwise ends the process, as it does where that is
-    False. Nothing is done where the program has a handler of its own, or in another thread.
+    """Call `show` when SIGQUIT comes; where it returns False, the signal ends the process as usual.
+
+    Does nothing where the program has a handler of its own, or outside the main thread.
     """
 
     def shown(*_: object) -> None:
@@ -215,20 +206,23 @@ def show_on_request(show: Callable[[], bool]) -> None:
             signal.signal(signal.SIGQUIT, shown)
 
 
-def _seen(rank: int, pid: int, record: bytes | None) -> Seen:
-    done = [] if record is None else operations(record)
-    return Seen(rank, pid, done[-1] if done else None, state_of(pid))
+def _table(records: Mapping[int, tuple[int, bytes | None]], others: Sequence[Seen] = ()) -> str:
+    """The table of ranks of this host, by their processes and records, and of `others`.
 
-
-def _with_stacks(ranks: Sequence[Seen], stacks: Mapping[int, int]) -> list[Seen]:
-    """The ranks, and where those are that are in no operation."""
+    The stacks are those of the ranks that are missing, or of all if none is.
+    """
+    ranks = [*others]
+    for rank, (pid, record) in records.items():
+        done = [] if record is None else operations(record)
+        ranks.append(Seen(rank, pid, done[-1] if done else None, state_of(pid)))
+    ranks.sort()
     asked = {each.rank for each in missing(ranks) or ranks if not each.state and not each.elsewhere}
-    return [
-        each._replace(stack=stack_of(each.pid, stacks.get(each.rank, -1)))
-        if each.rank in asked
-        else each
-        for each in ranks
-    ]
+    for place, each in enumerate(ranks):
+        if each.rank in asked:
+            record = records[each.rank][1]
+            told = {} if record is None else description(record)
+            ranks[place] = each._replace(stack=stack_of(each.pid, int(told.get("stack", -1))))
+    return table(ranks, time.monotonic_ns())
 
 
 def _checked(pid: int, descriptor: int) -> Path:
@@ -254,10 +248,6 @@ def _children(pid: int) -> list[int]:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
             found += [int(child) for child in path.read_text().split()]
     return found
-
-
-def _now() -> int:
-    return time.monotonic_ns()
 
 
 def to_stderr(text: str) -> None:

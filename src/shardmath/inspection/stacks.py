@@ -1,8 +1,7 @@
 """Where a process is in its Python program, asked from outside, also while it sleeps or computes.
 
-A process that `answers` has faulthandler write its stack into memory of its own when SIGURG comes.
-That needs no thread and no lock of Python's, and hurts nobody who does not answer: by default the
-signal is ignored.
+A process that `answers` has faulthandler write its stack into its own memory when SIGURG comes.
+That takes no thread and none of Python's locks. Other processes ignore the signal by default.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ class Frame(Immutable):
 
 
 def answers() -> int:
-    """Answer from now on: the descriptor of the memory; -1 where the program has the signal, or
-    the system has no memory.
+    """Answer from now on, and return the descriptor of the memory.
+
+    -1 where the program handles the signal itself, or the system has no memory.
     """
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return -1
@@ -50,7 +50,7 @@ def answers() -> int:
 
 
 def silence(descriptor: int) -> None:
-    """Answer no more: the memory is another process's."""
+    """Stop answering: the memory is the parent process's."""
     if descriptor >= 0:
         faulthandler.unregister(_SIGNAL)
         os.close(descriptor)
@@ -66,8 +66,9 @@ def state_of(pid: int) -> str:
 
 
 def stack_of(pid: int, descriptor: int) -> list[Frame]:
-    """The stack of the main thread of a process, the innermost frame first. Empty where it does not
-    answer; `descriptor` is what `answers` gave there.
+    """The stack of the main thread of a process, the innermost frame first.
+
+    Empty where the process does not answer; `descriptor` is what `answers` returned there.
     """
     path = Path(f"/proc/{pid}/fd/{descriptor}")
     try:
@@ -89,7 +90,7 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
         os.close(memory)
     frames = [Frame(file, int(line), name) for file, line, name in _FRAME.findall(text)]
     while frames and frames[-1].file.startswith(("<frozen ", *PACKAGE)):
-        frames.pop()  # what has started the program
+        frames.pop()  # frames that started the program
     return frames
 
 
@@ -100,7 +101,7 @@ def _catches(pid: int) -> bool:
 
 
 def _end_of_answer(memory: int, begin: int) -> int:
-    """Where an answer ends that begins there: nothing has come for a while."""
+    """Where the answer ends that begins at `begin`: when nothing more has come for a while."""
     deadline, end = time.monotonic() + _PATIENCE, begin
     while time.monotonic() < deadline:
         time.sleep(_LOOK)

@@ -11,13 +11,13 @@ from shardmath.base.recorder import RAISED, Operation
 from shardmath.inspection.stacks import Frame
 
 _HEAD = ("rank", "pid", "#", "operation", "since", "at")
-_RIGHT = (0, 1, 2, 4)  # columns that end in line
+_RIGHT = (0, 1, 2, 4)  # columns that are right-aligned
 
 
 class Seen(NamedTuple):
-    """A rank as it was seen: its last operation, what keeps its process from going on, its stack.
+    """What was seen of a rank: its last operation, `state_of` its process, its stack.
 
-    `elsewhere` says what is known of a rank of another host.
+    `elsewhere` is what is known of a rank on another host.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 def missing(ranks: Sequence[Seen]) -> list[Seen]:
-    """Those that are in no operation while others are."""
+    """The ranks that are in no operation while others are in one."""
     here = [each for each in ranks if not each.elsewhere]
     if not any(each.under_way for each in here):
         return []

@@ -121,7 +121,7 @@ class Departures:
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Wait `timeout` seconds at most for the GPUs of all ranks, which leave: whether they end."""
+        """Whether the GPUs of all ranks, which leave, have done their work within `timeout` s."""
 
         def at_work() -> list[int]:
             _settle()
