@@ -15,7 +15,6 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import bits, owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
-from shardmath.geometry.drawing import draw
 from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
@@ -243,6 +242,8 @@ class Layout(Immutable):
 
     def draw(self) -> str:
         """A text drawing of the ranks on the global array; * where several ranks own an element."""
+        from shardmath.geometry.drawing import draw
+
         return draw(self.global_shape, dict(enumerate(self.parts)))
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """The handle that `rendezvous` returns: the memory of all ranks, and signals between them.
 
-A handle keeps this rank's array alive, and every view that it gives out keeps the handle alive. A
-rank marks a block as dropped only when array, handle and views are all gone there, so no view ever
-shows memory that its owner has given to another array.
+A handle keeps this rank's array alive, and every view made by it keeps the handle alive. A rank
+marks a block as dropped only when array, handle and views are all gone there, so no view ever shows
+memory that its owner has given to another array.
 
 Signals are words and slots of the ranks' pads: see rendezvous_state.py.
 """
@@ -24,7 +24,7 @@ from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
 from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.rows import order
 from shardmath.transport.base import Memory
 
@@ -33,9 +33,9 @@ from shardmath.transport.base import Memory
 class SymmetricMemory(metaclass=PadSetting):
     """Every rank's memory behind one array, and signals between the ranks. Made by `rendezvous`.
 
-    Views are arrays of the library of the array that was brought to the rendezvous, on the peer's
-    memory itself: writing into one writes into the peer's array. Who reads after whom is ordered by
-    `barrier`, or by `put_signal` and `wait_signal`. Every wait ends: after `timeout_ms`, or after
+    Views are arrays of the library whose array was brought to the rendezvous, on the peer's memory
+    itself: writing into one writes into the peer's array. `barrier`, or `put_signal` and
+    `wait_signal`, order accesses of different ranks. Every wait ends: after `timeout_ms`, or after
     SHARDMATH_TIMEOUT when that is 0, with OpTimeout, which names the ranks and leaves the handle
     usable; or with RankFailure when a peer has ended.
 
@@ -137,24 +137,17 @@ class SymmetricMemory(metaclass=PadSetting):
         Raises RuntimeError when it would reach beyond the allocation, ValueError for a rank that
         does not exist, UseAfterFree when this rank's array was freed.
         """
-        self._require_array()
-        location = self._state.peers[self._peer(rank, "rank")]
         wanted = dtypes.of(dtype)
-        skipped = _elements(storage_offset) * wanted.itemsize
-        memory = self._state.memory[rank]
-        view = self._view(memory, sizes, wanted, start=skipped, limit=location.nbytes)
-        return self._watched(view, rank)
+        start = _elements(storage_offset) * wanted.itemsize
+        return self._allocation_view(self._peer(rank, "rank"), sizes, wanted, start)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
         """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
 
         Raises as `get_buffer`.
         """
-        self._require_array()
-        location = self._state.peers[self._peer(peer, "peer")]
-        memory, start = self._state.memory[peer], location.array_offset
-        view = self._view(memory, sizes, dtypes.of(dtype), start=start, limit=location.nbytes)
-        return self._watched(view, peer)
+        start = self._state.peers[self._peer(peer, "peer")].array_offset
+        return self._allocation_view(peer, sizes, dtypes.of(dtype), start)
 
     def get_signal_pad(
         self,
@@ -201,13 +194,16 @@ class SymmetricMemory(metaclass=PadSetting):
         strides = packed_strides(shape)
         return array_on(Owner(memory, self), self._library, dtype, shape, strides, start=start)
 
-    def _watched(self, view: Any, rank: int) -> Any:
-        """A view of a rank's allocation, which tells of accesses where they are observed."""
+    def _allocation_view(self, rank: int, sizes: Sequence[int], dtype: DType, start: int) -> Any:
+        """A view of a rank's allocation, which reports accesses where they are observed."""
+        self._require_array()
+        memory, peer = self._state.memory[rank], self._state.peers[rank]
+        view = self._view(memory, sizes, dtype, start=start, limit=peer.nbytes)
         if self._context.observer is None:
             return view
         from shardmath.handles.watched import watched
 
-        peer, address = self._state.peers[rank], int(self._state.buffer_table[rank])
+        address = int(self._state.buffer_table[rank])
         return watched(self._context, view, rank, peer.location, address, peer.nbytes)
 
     def _require_array(self) -> None:
@@ -229,10 +225,10 @@ class SymmetricMemory(metaclass=PadSetting):
     def get(self, dst: Any, src_rank: int, offset: int = 0) -> None:
         """Fill `dst` with elements of the array that `src_rank` brought, from `offset` on.
 
-        `dst` is contiguous, in ordinary or symmetric memory; its dtype is taken for the peer's. It
-        serves every rank, with an address here or without. On the host it is done on return, on a
-        GPU once the current stream gets there. What the peer wrote before a signal or barrier that
-        this rank has waited for is seen.
+        `dst` is contiguous, in ordinary or symmetric memory; its dtype is assumed of the peer's
+        elements. Ranks on other hosts can be read, too. On the host the copy is done on return, on
+        a GPU once the current stream gets there. It sees what the peer wrote before a signal or
+        barrier that this rank has waited for.
 
         Raises ValueError for a `dst` that is not contiguous or not writable, for elements that the
         peer's allocation does not have and a rank that does not exist; UseAfterFree.
@@ -244,20 +240,20 @@ class SymmetricMemory(metaclass=PadSetting):
     def put(self, src: Any, dst_rank: int, offset: int = 0) -> None:
         """Write `src` over elements of the array that `dst_rank` brought, from `offset` on.
 
-        As `get`, the other way. The peer sees it after a signal or barrier of this rank that it
-        waits for.
+        As `get`, the other way. The peer sees the elements after it has waited for a later signal
+        or barrier of this rank.
         """
         self._copy(src, dst_rank, offset, writes=True)
 
     def _copy(self, array: Any, rank: int, offset: int, *, writes: bool) -> None:
         self._context.require_open()
         self._require_array()
-        peer = self._state.peers[self._peer(rank, "dst_rank" if writes else "src_rank")]
-        library = library_of(array, "src" if writes else "dst")
+        name, rank_name = ("src", "dst_rank") if writes else ("dst", "src_rank")
+        peer = self._state.peers[self._peer(rank, rank_name)]
+        library = library_of(array, name)
         spec = library.spec(array)
         skipped = index(offset, "offset") * spec.itemsize
         if spec.order not in ("C", "both"):
-            name = "src" if writes else "dst"
             raise self._wrong(f"{name} is a contiguous array, not {spec}")
         start = peer.array_offset + skipped
         if skipped < 0 or start + spec.nbytes > peer.nbytes:
@@ -266,23 +262,17 @@ class SymmetricMemory(metaclass=PadSetting):
             raise self._wrong(f"{given}: rank {rank} has {have} of them")
         if not spec.nbytes:
             return
+        there, observer = peer.location.behind(start), self._context.observer
         memory, stream = self._own_bytes(library, array, writable=not writes)
         move = self._context.put if writes else self._context.get
-        move(rank, peer.location.behind(start), memory, stream)
-        if self._context.observer is not None:
-            self._tell_of_copy(array, rank, peer.location.behind(start), spec.nbytes, writes=writes)
+        move(rank, there, memory, stream)
+        if observer is not None:
+            from shardmath.handles.watched import tell_of
+            from shardmath.symmetric.accesses import Extent
 
-    def _tell_of_copy(
-        self, array: Any, rank: int, there: Location, nbytes: int, *, writes: bool
-    ) -> None:
-        """Tell the observer of a copy between `array` and memory of `rank`. Raises DataRace."""
-        from shardmath.handles.watched import tell_of
-        from shardmath.symmetric.accesses import Extent
-
-        observer, what = self._context.observer, "put" if writes else "get"
-        assert observer is not None, "accesses are observed"
-        observer.access(rank, there, Extent.of(0, (nbytes,), (1,), 1), writes=writes, what=what)
-        tell_of(array, writes=not writes, what=what)
+            what, extent = "put" if writes else "get", Extent.of(0, (spec.nbytes,), (1,), 1)
+            observer.access(rank, there, extent, writes=writes, what=what)
+            tell_of(array, writes=not writes, what=what)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """The bytes of an array of this rank, and the stream on which they are used."""
@@ -355,20 +345,20 @@ class SymmetricMemory(metaclass=PadSetting):
             timeout,
         )
         self._observe_signal("raised", "consumed", src_rank, self.rank, channel)
-        slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
+        slots[slot] = 0  # the source may overwrite what it wrote from now on
         if self._state.far is not None:
             self._state.far.consumed(src_rank, channel)
         self._context.board.ring()
 
     def _observe_signal(self, waited: str, tells: str, src: int, dst: int, channel: int) -> None:
-        """Tell the observer, where there is one, that this rank has `waited` for one of the two
-        states of a signal from `src` to `dst`, and is to set the other.
+        """Tell the observer of a signal from `src` to `dst`: this rank has `waited` for one of its
+        two states, and is about to set the other, which `tells` the peer.
         """
         observer, signal = self._context.observer, (self._state.number, src, dst, channel)
         if observer is None or src == dst:
             return
         number = self._state.signals[signal] + 1
-        # The first signal is raised without another having been consumed.
+        # Before the first signal is raised, none has been consumed.
         before = number - (tells == "raised")
         if before:
             observer.met((waited, *signal), before, [dst if self.rank == src else src])
@@ -376,7 +366,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._state.signals[signal] = number
 
     def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:
-        """Begin an operation, once its arguments are known to be right: its timeout in seconds."""
+        """Check the arguments and begin an operation: its timeout in seconds."""
         self._context.require_open()
         self._require_channel(channel)
         timeout = self._seconds(timeout_ms)

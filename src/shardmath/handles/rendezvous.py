@@ -1,14 +1,14 @@
 """Rendezvous: the ranks of a group tell each other where their arrays lie, and get a handle.
 
 A rank that has the handle of an array returns it without asking its peers: what they have dropped
-meanwhile stays as it is until this rank has dropped the array too. So the ranks bring arrays that
-all of them have brought before, or none; one whose peers do otherwise hears of it in the exchange,
-in which it meets their next call.
+meanwhile stays as it is until this rank has dropped the array, too. So ranks must bring arrays that
+all of them have brought before, or that none has; where they do not, the exchange that some of them
+begin meets the next call of the others, and raises.
 
 `agreed_rendezvous` is always an exchange, in which each rank sends the number of the rendezvous
-that it has kept for this array. If all send the same one, its handle is returned; else all make a
-new one. What may fail on one rank (memory for a pad, mapping a peer's segment) happens before an
-exchange, which tells all.
+that it has kept for this array. If all send the same number, its handle is returned; else all make
+a new one. What may fail on one rank (memory for a pad, mapping a peer's segment) comes before an
+exchange, in which all ranks hear of the error.
 """
 
 from __future__ import annotations
@@ -72,23 +72,23 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
 def handle_of(tensor: Any) -> SymmetricMemory:
     """The handle of `tensor` in the current context, or in the oldest that knows it. Local.
 
-    Where none does, of a rendezvous in the current one, or in the group for which it was allocated:
-    collective, and raises as that.
+    Where none knows it, that of a rendezvous in the current context, or in the group for which it
+    was allocated: collective then, and raises as `rendezvous`.
     """
     kept = (_kept(context, tensor) for context in open_contexts())
     return next((handle for handle in kept if handle is not None), None) or rendezvous(tensor)
 
 
 def agreed_rendezvous(tensor: Any, group: Any) -> SymmetricMemory:
-    """The handle of tensors that some ranks may have brought before, agreed on anew. Collective."""
+    """As `rendezvous`, of tensors that some ranks may have brought before. Collective."""
     return _agreed(context_of_group(group), tensor)
 
 
 def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
-    """The handle that this rank has of the tensor, if it has one. Local.
+    """The handle that this rank has of the tensor, if any. Local.
 
-    What is wrong with the tensor all ranks hear of in an exchange; but its peers make none where
-    they have the handle of a tensor that this rank has freed: UseAfterFree.
+    What is wrong with the tensor is left to `_agreed`, whose exchange tells all ranks. Raises
+    UseAfterFree for a tensor that was freed after a rendezvous: its peers would make no exchange.
     """
     try:
         _, offset, buffer = _located(context, tensor)
@@ -97,7 +97,7 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
         if freed is not None and any(group == context.number for group, _ in freed.shared):
             raise
         return None
-    except Exception:  # it is raised again by `_agreed`, on all ranks
+    except Exception:  # `_agreed` raises it again, on all ranks
         return None
     state = buffer.rendezvous_states.get((context.number, offset))
     return None if state is None else _handle_of(state, context, buffer, library_of(tensor))
@@ -128,7 +128,7 @@ def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
 
     Raises RuntimeError when the name is taken.
     """
-    names: dict[str, Any] = require_context().cache("group names", dict)
+    names = _names(require_context())
     if name in names:
         raise RuntimeError(f"the group name {name!r} is registered already")
     names[name] = group
@@ -136,15 +136,18 @@ def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
 
 def is_registered(name: str) -> bool:
     """Whether the current context knows a group of that name."""
-    return name in require_context().cache("group names", dict)
+    return name in _names(require_context())
 
 
 def names_a_group(name: str) -> bool:
     """Whether `rendezvous` finds a group of that name."""
     context = get_context()
-    if context is not None and name in context.cache("group names", dict):
-        return True
-    return _torch_group(name) is not None
+    known = context is not None and name in _names(context)
+    return known or _torch_group(name) is not None
+
+
+def _names(context: Context) -> dict[str, Any]:
+    return context.cache("group names", dict)
 
 
 def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
@@ -191,7 +194,7 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
         return state
 
     state = context.on_all_ranks("rendezvous, reach", attach)
-    # Two marks: array and pad may be dropped at different times.
+    # Two numbers: array and pad may be dropped at different times.
     state.number, pad_number = context.next_shared_id(), context.next_shared_id()
     if context.multi_host and context.team is None:
         state.far = FarSignals(context, state)
@@ -242,14 +245,11 @@ def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None
 
 
 def _group_at_allocation(tensor: Any) -> str | None:
-    """The group that the tensor was allocated for; errors are for the agreement to report."""
-    context = require_context()
+    """The name of the group that the tensor was allocated for; agreement reports what is wrong."""
     try:
-        place = block_of(context, tensor)
+        return _located(require_context(), tensor)[2].group
     except (ValueError, UseAfterFree):
         return None
-    buffer = None if place is None else place[0].buffer()
-    return None if buffer is None else buffer.group
 
 
 def context_of_group(group: Any) -> DistributedContext:
@@ -269,16 +269,13 @@ def context_of_group(group: Any) -> DistributedContext:
         texts = talking.allgather_bytes(context.rank.to_bytes(4, "little"))
         ranks = [int.from_bytes(text, "little") for text in texts]
         same = ranks == list(range(context.size))
-        # The group is kept, so that its id stays its own.
+        # The group is kept, so that no other object gets its id.
         known[id(group)] = (group, context if same else context.subset(ranks))
     return known[id(group)][1]
 
 
 def _named(context: Context, name: str) -> Any:
-    names: dict[str, Any] = context.cache("group names", dict)
-    if name in names:
-        return names[name]
-    group = _torch_group(name)
+    group = _names(context).get(name) or _torch_group(name)
     if group is not None:
         return group
     raise ValueError(

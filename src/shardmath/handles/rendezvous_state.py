@@ -5,9 +5,9 @@ The pad of a rank is one block: first the user's slots, then words of our own.
     uint32  slot (channel, src) = size * channel + src     0: free, 1: signalled
     uint64  word (channel)                                 how many barriers this rank has reached
 
-A slot is written to 1 by one rank, only while it is 0, and to 0 by the other, only while it is 1; a
+One rank sets a slot to 1, only while it is 0, and the other sets it to 0, only while it is 1; a
 word is written by its owner alone. So plain loads and stores suffice; see rows.py for their order.
-Of the pads of ranks on other hosts this rank has copies, which their messages change.
+Of the pads of ranks on other hosts this rank has copies, which messages update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Table = npt.NDArray[np.uint64]
 
 
 class PadSetting(type):
-    """Makes `signal_pad_size` of the class the setting for later ones, of a handle its own."""
+    """Makes `signal_pad_size` of the class the setting for later handles; a handle has its own."""
 
     # Bytes of slots that this rank brings to its next rendezvous; torch's figure, of 32 blocks of
     # 72 ranks' slots.
@@ -55,7 +55,7 @@ class PadSetting(type):
 
 
 def change_pad_setting(nbytes: int) -> None:
-    """Set the bytes of later signal pads. Raises ValueError for no positive multiple of 4."""
+    """Set the bytes of later signal pads: a positive multiple of 4, else ValueError."""
     size = index(nbytes, "the size of a signal pad")
     if size <= 0 or size % SLOT_BYTES:
         raise ValueError(f"a signal pad has a positive multiple of {SLOT_BYTES} bytes, not {size}")
@@ -94,7 +94,7 @@ class RendezvousState:
     memory: list[Memory | None]
     pads: list[Memory | None]
     pad_buffer: Buffer
-    team: Team | None = None  # of GPUs: it signals where the host's words would
+    team: Team | None = None  # of GPUs, which signal in place of the host's words
     tables: DeviceTables | None = None
     far: FarSignals | None = None  # for ranks of several hosts
     handles: dict[str, weakref.ref[Any]] = field(default_factory=dict)
@@ -126,15 +126,14 @@ def address_of(view: Memory | None) -> int:
 
 
 class FarSignals:
-    """Signals to and from ranks whose pad this process cannot use, for one rendezvous.
+    """Signals to and from ranks on other hosts, whose pads this process cannot map, by messages.
 
-    Those are the ranks on other hosts; for contexts of GPUs, all ranks. It gives the state copies
-    of their pads. A message says what has become of a word or a slot; who may write which is as on
-    one host.
+    The state gets copies of their pads. A message carries the new value of a word or a slot; the
+    writers of each are the same as on one host.
     """
 
     _MESSAGE = struct.Struct("<IQ")  # index, value
-    _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the place of a message: what it is about
+    _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the `place` of a message
 
     def __init__(self, context: Context, state: RendezvousState) -> None:
         away = [r for r in range(context.size) if state.slots[r] is None]
@@ -165,7 +164,7 @@ class FarSignals:
             self._channel.send([src], [(self._CONSUMED, self._MESSAGE.pack(channel, 0))])
 
     def deliver(self, src: int, place: int, data: bytes) -> None:
-        """Apply what rank `src` has told."""
+        """Apply a message of rank `src`."""
         if len(data) != self._MESSAGE.size:
             return
         channel, value = self._MESSAGE.unpack(data)
@@ -189,7 +188,7 @@ class DeviceTables:
         self.arguments: dict[float | None, int] = {}  # the struct SymmetricMemory, by its timeout
 
     def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
-        """The address of the struct `packed`, which is put there when first asked for."""
+        """The address of the struct `packed`, which is written there the first time."""
         if timeout not in self.arguments:
             self.arguments[timeout] = self._on_device(heap, team, packed)
         return self.arguments[timeout]

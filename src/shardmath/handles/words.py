@@ -1,9 +1,9 @@
 """Words of 64 bits on symmetric memory, which one rank sets on another and that one waits for.
 
 A word lies at the same place of every rank's array, or of every rank's signal pad: `word_at` finds
-the peers' by that of this rank. Who sets it writes a value, and what it wrote before is seen by
-whoever has seen the value. These are the signals of NVSHMEM; those of a handle, `put_signal` and
-`wait_signal`, need no values.
+those of the peers from this rank's. A rank that sees the value of a word also sees what its setter
+wrote before. These are NVSHMEM's signals; `put_signal` and `wait_signal` of a handle have no
+values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATES = "states of pads"
 
 
 def note_pad(context: Context, state: RendezvousState) -> None:
-    """Let `word_at` find the words of the pads of `state`, for as long as that lives."""
+    """Let `word_at` find words on the pads of `state`, as long as it lives."""
     _states_of_pads(context)[state.pad_buffer.block.address] = state
 
 
@@ -39,9 +39,9 @@ def _states_of_pads(context: Context) -> WeakValueDictionary[int, RendezvousStat
 
 
 class Word(Immutable, words="byte {start} of rendezvous {state.number}"):
-    """One word on every rank: `start` bytes into the pads of `state`, or behind its arrays' start.
+    """One word on every rank: `start` bytes into the pads of `state`, or into its arrays.
 
-    `stream` is where this rank's uses of it are put, on GPUs.
+    `stream` is the stream for this rank's uses of it, on GPUs.
     """
 
     context: Context
@@ -51,7 +51,7 @@ class Word(Immutable, words="byte {start} of rendezvous {state.number}"):
     stream: int
 
     def set(self, peer: int, value: int) -> None:
-        """Set the word of rank `peer`, after all that this rank has written there before.
+        """Set the word of rank `peer`, which then sees all that this rank has written there before.
 
         Raises ValueError for a rank that does not exist, NotImplementedError for one on another
         host, on GPUs.
@@ -75,7 +75,7 @@ class Word(Immutable, words="byte {start} of rendezvous {state.number}"):
     def wait(self, value: int, peer: int | None, *, at_least: bool = False) -> None:
         """Wait until this rank's word is `value`, or `at_least` that; `peer` sets it, if known.
 
-        On a GPU the current stream waits, and the handle reports what its wait has found. Raises
+        On a GPU the stream waits, and errors of the wait are raised by the handle. Raises
         OpTimeout, RankFailure where that rank has ended, ValueError where it does not exist.
         """
         context, memory = self.context, self._memory(self.context.rank)
@@ -144,7 +144,7 @@ def word_at(tensor: Any) -> Word:
         found = _found(context, address)
         if found is not None:
             stream = 0 if context.team is None else library.stream(context.team.device.ordinal)
-            if context.observer is not None:  # words order accesses, which it does not know
+            if context.observer is not None:  # it does not know how words order accesses
                 context.observer.look_away()
             return Word(context, *found, stream)
     raise ValueError(
@@ -154,7 +154,7 @@ def word_at(tensor: Any) -> Word:
 
 
 def _found(context: Context, address: int) -> tuple[RendezvousState, int, bool] | None:
-    """The rendezvous of `context` to which memory belongs, where in it, and whether in its pad."""
+    """The rendezvous of `context` that memory belongs to, the place in it, and if in the pad."""
     block = context.heap.find(address)
     if block is None:
         return None

@@ -92,7 +92,7 @@ class _Digests:
                 warnings.warn_explicit(text, UserWarning, file, number)
 
     def _difference(self, name: str, given: str, made: str) -> str:
-        """How this call differs from the one of its number in the earlier run; "" if it does not."""
+        """How this call differs from the one of its number in the earlier run; "" if not at all."""
         assert self._before is not None, "there was an earlier run"
         called, line, before, then = self._before[self._number - 1]
         if called != name:
