@@ -1,4 +1,4 @@
-"""Exceptions that shardmath raises of its own, and when.
+"""The exceptions of shardmath, and when they are raised.
 
 Each derives from the built-in that a caller would expect, so that `except TimeoutError` works, and
 from `ShardmathError`, so that one clause catches them all. A message says what was given, what was

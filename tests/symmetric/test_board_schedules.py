@@ -137,7 +137,7 @@ def boards_of(schedule, size, limit, patch, hosts=None):
         own = [memories[host] for host in hosts]
         pages = [SlowRows(own, schedule, rank=r, size=size) for r in range(size)]
     boards = []
-    for rank, rows in enumerate(pages):
+    for rows in pages:
         rows.words = [Word(words, schedule) for words in rows.words]
         rows.everybody = pages
         boards.append(

@@ -1,4 +1,4 @@
-"""Memory of a GPU that no peer reaches, and data in it that nobody changes."""
+"""Memory of a GPU that peers do not reach, and constants in it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KEPT_BYTES = 64 << 20  # of memory that is free, from the driver
 
 
 class Allocation:
-    """`nbytes` at `address` on the device, uninitialised; they go with this object.
+    """`nbytes` at `address` on the device, uninitialised, freed with this object.
 
-    Whoever only has to know whether they are still the same ones keeps `identity`.
-    It can be made and dropped while a stream is being captured into a CUDA graph. Dropping it waits
-    for the kernels that may still use it.
+    `identity` tells whether it is still the same memory, without keeping that alive. It can be made
+    and dropped while a stream is being captured into a CUDA graph. Dropping it waits for kernels
+    that may still use it.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -41,10 +41,10 @@ class Allocation:
 
 
 class Constant:
-    """The bytes of an array, written to the device once, at `address`; they go with this object.
+    """The bytes of an array, written to the device once, at `address`, and freed with this object.
 
-    It can be made and dropped while a stream is being captured into a CUDA graph. Dropping it waits
-    for nothing: kernels that were launched before may still read it.
+    It can be made and dropped while a stream is being captured into a CUDA graph. Dropping it does
+    not wait: kernels that were launched before may still read it.
     """
 
     def __init__(self, device: Device, array: npt.NDArray[np.generic]) -> None:
@@ -70,7 +70,7 @@ def _free(device: Device, address: int) -> None:
 
 @contextmanager
 def _waited_for() -> Iterator[Any]:
-    """A stream of its own, which does not wait for the default stream, and is waited for."""
+    """A new stream that does not wait for the default one; the block ends when it is done."""
     stream = call("cuStreamCreate", 1)
     try:
         yield stream
@@ -80,9 +80,9 @@ def _waited_for() -> Iterator[Any]:
 
 
 class _Pool:
-    """Memory of one device for constants. What is dropped returns here behind a fence.
+    """A pool of memory of one device for constants, which are freed behind a fence.
 
-    The driver's own free waits for all that the device does.
+    The driver's own free would wait for all that the device does.
     """
 
     def __init__(self, device: Device) -> None:

@@ -1,8 +1,8 @@
 """CUDA C++ compiled when it is first needed, and kept on disk.
 
 An entry of the cache is a file named by the hash of all that it was made from: the source, every
-header that it could include, the flags, the architecture and the compiler. Of several ranks that
-compile the same thing, the first to finish is believed, and the others use its file.
+header that it could include, the flags, the architecture and the compiler. Where several ranks
+compile the same source, all use the file of the first to finish.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS = ("--std=c++17",)
 def compiled(name: str, defines: Sequence[str], arch: str) -> bytes:
     """The machine code of `kernels/<name>.cu` for `arch`, such as "sm_90".
 
-    `defines` are like "SIZE=8". Raises CudaError, with the compiler's words, where it cannot be.
+    `defines` are like "SIZE=8". Raises CudaError, with the compiler's words, where that fails.
     """
     source = (KERNELS / f"{name}.cu").read_text()
     return _cached(name, source, [f"--define-macro={text}" for text in defines], arch)

@@ -1,7 +1,7 @@
 """A CUDA device as one rank uses it: its primary context, which CuPy and torch share.
 
-The context is retained for the life of the process, so that memory that outlives a distributed
-context can still be given back.
+The context is retained until the process ends, so that memory that outlives a distributed context
+can still be freed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Device:
         attribute = bindings().CUdevice_attribute
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        self.spare_events: list[Any] = []  # without times
+        self.spare_events: list[Any] = []  # events without timing, for reuse
         self.captures = False  # whether one of our own graphs is being captured
-        self.captured_on: int | None = None  # the stream given to an operation, if it is captured
+        self.captured_on: int | None = None  # the stream of an operation, if it is being captured
         self.arch = f"sm_{major}{minor}"
         self.overlaps_launches = major >= 9
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
@@ -58,7 +58,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """The identifier that no other GPU has, on any host: 32 hexadecimal digits."""
+        """The identifier of this GPU, unique on all hosts: 32 hexadecimal digits."""
         return bytes(call("cuDeviceGetUuid", self.handle).bytes).hex()
 
     def activate(self) -> None:
@@ -67,11 +67,11 @@ class Device:
             call("cuCtxSetCurrent", self._context)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Set memory of the device to zero, and wait until it is, but for no other work."""
+        """Set memory of the device to zero; waits for that, and for no other work."""
         self.fill(address, 0, nbytes)
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
-        """Set all bytes of memory of the device, and wait until they are, but for no other work.
+        """Set all bytes of memory of the device; waits for that, and for no other work.
 
         Also while a stream is being captured.
         """
@@ -81,7 +81,7 @@ class Device:
             call("cuStreamSynchronize", self._side)
 
     def write(self, address: int, data: bytes) -> None:
-        """Write to memory of the device, and wait until it is there, but for no other work.
+        """Write to memory of the device; waits for that, and for no other work.
 
         Also while a stream is being captured.
         """
@@ -92,14 +92,14 @@ class Device:
 
     @cached_property
     def _side(self) -> Any:
-        """A stream that waits for no other: what users have put on theirs may wait for a peer."""
+        """A stream that waits for no other: work on users' streams may wait for a peer."""
         return call("cuStreamCreate", 1)
 
     def record_all(self) -> Any:
-        """An event behind what has been put on all streams of the device by this process.
+        """An event behind all work that this process has put on any stream of the device.
 
-        It is the caller's until given back to `spare_events`. Not to be called while a stream is
-        being captured: that would end the capture.
+        The caller gives it back to `spare_events`. Not to be called while a stream is being
+        captured: that would end the capture.
         """
         self.activate()
         try:
@@ -121,7 +121,7 @@ class Device:
 
     @cached_property
     def _marking(self) -> Any:
-        """A stream of its own: marks wait for all others, and nothing is to wait for marks."""
+        """A stream for marks, which wait for all others, and for which nothing must wait."""
         return call("cuStreamCreate", 1)
 
     def reached(self, event: Any) -> bool:

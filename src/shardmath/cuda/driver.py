@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver: one door, one check.
+"""Calls of the CUDA driver, all of them through here, and the check of their status.
 
 `call("cuMemCreate", ...)` returns the function's results without its status, and raises CudaError,
 which names the function and the reason, when the status is not success.
@@ -42,7 +42,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def require_success(name: str, status: int) -> None:
-    """Raise CudaError where the driver's function `name` has answered that."""
+    """Raise CudaError where the driver's function `name` has returned an error."""
     if status:
         raise CudaError(f"{name}: {_reason(status)}")
 
@@ -74,7 +74,7 @@ def status_of(name: str, *args: Any) -> tuple[int, Any]:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Calls of this thread are no part of what it captures, and do not spoil it."""
+    """Within, calls of this thread are not captured, and do not invalidate a capture."""
     relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:

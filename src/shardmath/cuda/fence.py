@@ -1,4 +1,4 @@
-"""When a device is done with what it was given: fences, and what may be used again behind them."""
+"""Fences, which tell when a device is done with its work, and reuse that waits for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class DeviceFence:
     """An event behind all streams of a device's context."""
 
-    _event: Any = None  # also of one that an exception has left half made
+    _event: Any = None  # for `__del__` after an exception in `__init__`
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -28,34 +28,34 @@ class DeviceFence:
 
     @classmethod
     def behind(cls, device: Device) -> DeviceFence | None:
-        """A fence behind what the device has been asked to do; None while that is captured."""
+        """A fence behind all work of the device; None while a stream is being captured."""
         return None if streams.any_capturing(device) else cls(device)
 
     def passed(self) -> bool:
-        """Whether all of it is done. Never blocks."""
+        """Whether all work before it is done. Never blocks."""
         self._passed = self._passed or self._device.reached(self._event)
         return self._passed
 
 
 class DeferredReuse(Generic[T]):
-    """Things that the host has left while kernels may still use them. Nobody waits for these.
+    """Resources that the host has left while kernels may still use them, which are reused later.
 
-    `leave` only appends to a list: the garbage collector may call it in the middle of a capture,
-    when no fence can be set. So fences are set when it is asked what is free again.
+    `leave` only appends to a list: the garbage collector may call it during a capture, when no
+    fence can be set. Fences are set by `free`.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # An exception that strikes before its release must not keep this thread from going on.
+        # Reentrant: after an exception before its release this thread must still get it.
         self._lock = threading.RLock()
         self._left: deque[T] = deque()
         self._behind: list[tuple[DeviceFence, list[T]]] = []
         self.leave = self._left.append
 
     def free(self) -> list[T]:
-        """Things that no kernel uses any more, once: those left before a fence that has passed."""
+        """The resources that no kernel uses any more, each once: a fence behind them has passed."""
         with self._lock:
-            count = len(self._left)  # more may come at any time: the next fence is theirs
+            count = len(self._left)  # more may come at any time, for the next fence
             fence = DeviceFence.behind(self._device) if count else None
             if fence is not None:
                 self._behind.append((fence, [self._left.popleft() for _ in range(count)]))

@@ -1,4 +1,4 @@
-"""Launches that are put together once, as a CUDA graph, and then launched as one."""
+"""Launches that are captured once as a CUDA graph and then launched as one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardmath.errors import CudaError
 
 
 class Graph:
-    """The launches of `launches(stream)` as one, to be put on any stream, often.
+    """The launches of `launches(stream)` as one, which can be put on any stream, often.
 
-    What the launches use must be kept as long as this object, and until the last launch has ended.
-    It can be dropped before: the driver frees it behind that launch.
+    The caller keeps what the launches use, until the last launch has ended. The graph itself may be
+    dropped before: the driver frees it after that launch.
     """
 
     def __init__(self, device: Device, launches: Callable[[int], None]) -> None:
@@ -26,7 +26,7 @@ class Graph:
         stream = _stream(device)
         with beside_captures():
             relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            # Whatever leaves this, also between two statements, leaves no capture open.
+            # An exception, also one between two statements, leaves no capture open.
             try:
                 call("cuStreamBeginCapture", stream, relaxed)
                 device.captures = True
@@ -56,5 +56,5 @@ def _destroy(graph: Any) -> None:
 
 @cache
 def _stream(device: Device) -> Any:
-    """The stream on which this process captures for a device; nothing ever runs there."""
+    """The stream on which this process captures; nothing ever runs on it."""
     return call("cuStreamCreate", 1)

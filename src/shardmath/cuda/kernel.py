@@ -1,7 +1,7 @@
-"""Kernels that are loaded, and how they are launched.
+"""Kernels: loading and launching them.
 
-Our kernels take one argument, a struct by value: the host packs it once, in the layout that C gives
-it, and can launch it many times. Those of users take any number.
+Our kernels take one argument, a struct by value, which the host packs once in C's layout for many
+launches. Users' kernels take any number of arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 
-_PORTABLE = 8  # blocks of a cluster that all devices with clusters can have
+_PORTABLE = 8  # blocks of a cluster that every device with clusters supports
 
 Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z
 
@@ -34,7 +34,7 @@ class Argument:
         return self._bytes[0].tobytes()
 
     def change(self, packed: bytes) -> None:
-        """Let the first parameter be these bytes, of which there are as many."""
+        """Replace the first parameter by as many bytes."""
         memoryview(self._bytes[0])[:] = packed
 
 
@@ -52,11 +52,11 @@ class Kernel:
 
     @property
     def handle(self) -> int:
-        """The driver's."""
+        """The driver's handle."""
         return int(self._function)
 
     def load(self) -> None:
-        """Load it now, rather than at its first launch, which may wait for all that runs."""
+        """Load it now: loading at the first launch may wait for all running kernels."""
         self.device.activate()
         call("cuFuncLoad", self._function)
 
@@ -72,10 +72,10 @@ class Kernel:
     ) -> None:
         """Put it on `stream`.
 
-        `early` is for a kernel that waits itself, first of all, for what is ahead of it on the
-        stream (griddepcontrol.wait): where the device can do it, its launch overlaps with that.
-        Each `cluster` of blocks runs at the same time on neighbouring multiprocessors, of which the
-        device has so many (`holds_clusters`); a grid is a multiple of it along x.
+        `early` is for a kernel that begins by waiting for the work ahead of it on the stream
+        (griddepcontrol.wait): its launch overlaps with that work, where the device can do so. The
+        blocks of a `cluster` run at the same time on neighbouring multiprocessors, if there are
+        enough (`holds_clusters`); the grid along x is a multiple of it.
         """
         self.device.activate()
         grid, block = _three(blocks), _three(threads)
@@ -100,13 +100,13 @@ class Kernel:
         )
 
     def holds_clusters(self, count: int, size: int, threads: Extent) -> bool:
-        """Whether the device can run `count` clusters of `size` blocks at once, and nothing else.
+        """Whether the device, running nothing else, can run `count` clusters of `size` at once.
 
-        After that, launches with such clusters are allowed.
+        It also allows launches with such clusters.
         """
         if size == 1:
             return True
-        if not self.device.overlaps_launches:  # those that have clusters
+        if not self.device.overlaps_launches:  # the same devices have clusters
             return False
         if size > _PORTABLE:
             names = bindings().CUfunction_attribute
@@ -119,7 +119,7 @@ class Kernel:
     def ready(
         self, blocks: Extent, threads: Extent, argument: Argument, *, early: bool = False
     ) -> ReadyLaunch:
-        """A launch of it that is put on streams often. `early` as for `launch`."""
+        """A launch for repeated use. `early` as for `launch`."""
         grid, block = _three(blocks), _three(threads)
         early = early and self.device.overlaps_launches
         config = _config(0, grid, block, self.shared, early=early)
@@ -140,7 +140,7 @@ class ReadyLaunch:
         self._stream = 0
 
     def change(self, packed: bytes) -> None:
-        """Let its one argument be these bytes from the next time on. See Argument."""
+        """Replace its argument from the next time on. See `Argument.change`."""
         self._argument.change(packed)
 
     @property
@@ -151,7 +151,7 @@ class ReadyLaunch:
     def put(self, stream: int) -> None:
         """Put it on `stream`. The device's context must be the calling thread's."""
         if stream != self._stream:
-            self._stream = -1  # whatever an exception leaves
+            self._stream = -1  # in case of an exception before the next line
             self._config.hStream = stream
             self._stream = stream
         call("cuLaunchKernelEx", self._config, self._function, self._argument.address, 0)
@@ -168,7 +168,7 @@ def kernel(
 ) -> Kernel:
     """The kernel `function` of `kernels/<file>.cu`, compiled and loaded when first asked for.
 
-    `features` "a" compiles for exactly this architecture, with what later ones do not have.
+    `features` "a" compiles for this architecture alone, with its own instructions.
     """
     key, arch = (file, *defines), device.arch + features
     return _loaded(device, key, function, shared, lambda: compiled(file, defines, arch))
@@ -210,9 +210,9 @@ def _config(
     early: bool,
     cluster: int = 1,
 ) -> Any:
-    """How a kernel is launched, in clusters of so many blocks.
+    """A launch configuration, with clusters of `cluster` blocks.
 
-    `early`: it may start before the one ahead of it has ended.
+    `early`: the kernel may start before the one ahead of it has ended.
     """
     driver = bindings()
     config = driver.CUlaunchConfig()

@@ -1,8 +1,8 @@
-"""The folder of compiled kernels: read and written so that nobody else's code can be in it.
+"""The folder of compiled kernels, read and written so that it never holds another user's code.
 
-What is read from here runs on the GPU as this user. So the folder must be this user's, no link, and
-such that nobody else can write to it, and so must each file. The folder is opened once for a call,
-and everything is done relative to what was opened: nobody can put another in its place meanwhile.
+Code from this folder runs on the GPU as this user. So the folder and each file must belong to this
+user, must be no link, and must not be writable by others. The folder is opened once in a call, and
+files are opened relative to that descriptor: nobody can exchange the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def kept(folder: Path, name: str) -> bytes | None:
     """The contents of file `name` of `folder`; None where there is none that can be trusted.
 
-    Warns once of a folder that cannot be.
+    Warns once of a folder that cannot be trusted.
     """
     with contextlib.suppress(OSError), _opened(folder) as opened:
         return None if opened is None else _read(opened, name)
@@ -32,9 +32,9 @@ def kept(folder: Path, name: str) -> bytes | None:
 
 
 def keep(folder: Path, name: str, code: bytes) -> bytes:
-    """Put `code` into file `name`, unless another process was faster: then its code is returned.
+    """Put `code` into file `name`, and return it, or the code of a process that was faster.
 
-    A folder that cannot be written, is full, or cannot be trusted costs time and nothing else.
+    Where the folder cannot be written to, is full or cannot be trusted, `code` is not kept.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,7 +66,7 @@ def _opened(folder: Path) -> Iterator[int | None]:
 
 
 def _read(opened: int, name: str) -> bytes | None:
-    """The contents of a file of this user's; None where it is anything else. Raises OSError."""
+    """The contents of a file of this user's; None for anything else. Raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
     with os.fdopen(os.open(name, flags, dir_fd=opened), "rb") as file:
         status = os.fstat(file.fileno())

@@ -1,6 +1,6 @@
-"""Missing packages for GPUs: errors that name all of them, in one line to install them.
+"""Errors for missing GPU packages, which name all that are missing and one line to install them.
 
-Whoever installs one package after another, as each is missed, starts a job for each of them.
+So a user need not start a job again for each package that is missed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ EXTRAS = {
 
 
 def bindings_of(module: str, probe: str, what: str) -> Any:
-    """A module of bindings whose function `probe` loads its library: `what` it is needed for.
+    """A module of bindings, once its function `probe` has loaded the library.
 
-    Raises BackendUnavailable, with the line to run.
+    Raises BackendUnavailable, which says `what` needs it, with the line to run.
     """
     try:
         bindings = import_module(module)

@@ -1,6 +1,6 @@
-"""The user's stream: which one is current in their array library, and what an argument means.
+"""Streams: the user's, ours beside it, and the order of work on several.
 
-A stream is handled here as its driver handle, an int; 0 is the default stream.
+A stream is given by its driver handle, an int; 0 is the default stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
 
 
 def resolve_stream(stream: Any, library: str, device: Device) -> int:
-    """The stream that an argument means; None is the current one of the library of that name.
+    """The stream that an argument means; None is the current one of the array library `library`.
 
     An int is a driver handle; other objects say theirs by `__cuda_stream__`, as cuda.core's,
     torch's and CuPy's do, or by `cuda_stream` or `ptr` in older releases. Raises TypeError for
@@ -29,8 +29,8 @@ def resolve_stream(stream: Any, library: str, device: Device) -> int:
     if stream is None:
         return libraries()[library].stream(device.ordinal)
     handle = _handle(stream)
-    # The default streams are those of whichever device is current; one that is being captured may
-    # not be asked.
+    # The default streams belong to the current device. A stream that is being captured must not be
+    # asked for its device.
     if handle in (0, 1, 2):
         return handle
     if capturing(handle):
@@ -52,10 +52,11 @@ def capturing(stream: int) -> bool:
 
 
 def any_capturing(device: Device) -> bool:
-    """Whether one of the calling thread's current streams is being captured.
+    """Whether a stream is being captured, as far as that can be found out.
 
-    And whether the stream is that was given to the operation under way, one of our own graphs, or
-    any stream that waits for the default stream: asked of that, the driver fails.
+    Looked at are one of our own graphs, the stream that was given to the operation under way, the
+    current streams of array libraries, and the default stream, of which the driver reports an error
+    while a stream that waits for it is being captured.
     """
     if device.captures:
         return True
@@ -72,9 +73,10 @@ def any_capturing(device: Device) -> bool:
 
 
 def new_stream(owner: object, device: Device, *, first: bool = False) -> Any:
-    """A stream that does not wait for the default one, and goes when it is done and `owner` gone.
+    """A stream that does not wait for the default one, destroyed when `owner` is gone and it is
+    done.
 
-    Where it is to be `first`, its kernels come before what is left of kernels of other streams.
+    `first`: blocks of its kernels are scheduled before those of other streams.
     """
     device.activate()
     greatest = call("cuCtxGetStreamPriorityRange")[1] if first else 0
@@ -84,7 +86,7 @@ def new_stream(owner: object, device: Device, *, first: bool = False) -> Any:
 
 
 def new_event(owner: object) -> Any:
-    """An event without times, which goes with `owner`. The device's context is the thread's."""
+    """An event without timing, destroyed with `owner`. The device's context must be current."""
     event = call("cuEventCreate", 2)
     weakref.finalize(owner, _destroy, "cuEventDestroy", event).atexit = False
     return event
@@ -100,7 +102,7 @@ class SideStream:
 
     @contextmanager
     def forked(self, stream: int) -> Iterator[Any]:
-        """Its handle: it starts where `stream` is, which goes on after both are done."""
+        """The handle of the second stream: it starts where `stream` is, which then waits for it."""
         self._device.activate()
         call("cuEventRecord", self._event, stream)
         call("cuStreamWaitEvent", self._stream, self._event, 0)
@@ -112,24 +114,24 @@ class SideStream:
 class StreamOrder:
     """Orders sections of work on several streams that use the same words or memory.
 
-    A section waits for the one before, on whichever stream that was. What is captured into a CUDA
-    graph waits for what was captured before it into the same graph, and for nothing else: whoever
-    replays the graph orders that.
+    A section waits for the one before, whichever stream that was on. A section that is captured
+    into a CUDA graph waits only for sections captured before it into the same graph: the user of
+    the graph orders its launches.
     """
 
     def __init__(self, device: Device) -> None:
         device.activate()
         self._device = device
         self._done = new_event(self)  # see `_mark`
-        self._stream: int | None = None  # of the last section
-        self.captured = False  # whether a CUDA graph has ever been told of such work
+        self._stream: int | None = None  # the stream of the last section
+        self.captured = False  # whether a section was ever captured
         self._last_captured: tuple[int, int] | None = None  # the capture, and the stream in it
-        self._captured_done: Any = None  # an event of that capture
+        self._captured_done: Any = None  # the event behind that section
 
     def section(self, stream: int) -> OrderedSection:
-        """A section: what is launched on `stream` within comes after all earlier sections.
+        """A `with` whose launches on `stream` come after all earlier sections.
 
-        The device's context is the calling thread's within.
+        It makes the device's context current.
         """
         return OrderedSection(self, stream)
 
@@ -143,7 +145,7 @@ class StreamOrder:
             self._end_captured(stream)
 
     def continues(self, stream: int) -> bool:
-        """Whether what is put on `stream` follows the last section as it is: no event is needed."""
+        """Whether work on `stream` follows the last section without an event."""
         return stream == self._stream and stream in _DEFAULT
 
     def wait(self) -> None:
@@ -151,15 +153,15 @@ class StreamOrder:
         self._device.activate()
         if self._stream in _DEFAULT:
             self._mark(self._stream)
-        with beside_captures():  # memory of a lane may grow for what is captured on another stream
+        with beside_captures():  # another stream may be being captured
             call("cuEventSynchronize", self._done)
 
     def _begin(self, stream: int) -> bool:
-        """Whether it is to be ended: false for what is captured."""
+        """Begin a section; False if it is captured, for `_end_captured` to end."""
         self._device.activate()
         if capturing(stream):
             self.captured = True
-            self._device.captured_on = None  # nobody asks before the next operation
+            self._device.captured_on = None  # the next operation sets it again
             self._begin_captured(stream)
             return False
         if self._stream not in (None, stream):
@@ -174,9 +176,9 @@ class StreamOrder:
         self._stream = stream
 
     def _begin_captured(self, stream: int) -> None:
-        """Let what comes on `stream` follow the last section of the capture that it belongs to.
+        """Let work on `stream` follow the last section of the same capture.
 
-        Its streams have been forked from one another, and may wait for each other's events.
+        The streams of a capture are forked from one another, and may wait for each other's events.
         """
         if self._last_captured is not None:
             capture, last = self._last_captured
@@ -184,23 +186,24 @@ class StreamOrder:
                 call("cuStreamWaitEvent", stream, self._captured_done, 0)
 
     def _end_captured(self, stream: int) -> None:
-        """Remember where in the capture the section has ended. It waits for no earlier capture."""
+        """Remember where in the capture the section ends."""
         if self._captured_done is None:
             self._captured_done = new_event(self)
         call("cuEventRecord", self._captured_done, stream)
         self._last_captured = _capture_of(stream), stream
 
     def _mark(self, stream: int | None) -> None:
-        """Let the event say when the last section has ended.
+        """Record the event behind the last section.
 
-        A stream may be gone when the next section comes on another: its event is recorded at once.
-        The default stream stays, and most programs use no other: there it is done when asked for.
+        A user's stream may be gone when the next section comes on another one, so its event is
+        recorded at once. The default stream stays, and most programs use no other: its event is
+        recorded only when needed.
         """
         call("cuEventRecord", self._done, stream)
 
 
 class OrderedSection:
-    """See StreamOrder. `captured`: what is launched within goes into a graph of the user's."""
+    """See StreamOrder. `captured`: the section becomes part of a graph of the user's."""
 
     __slots__ = ("_order", "_stream", "captured")
 
@@ -221,7 +224,7 @@ class OrderedSection:
 
 
 def _capture_of(stream: int) -> int:
-    """The number of the capture that `stream` takes part in; no other has it."""
+    """The unique number of the capture that `stream` takes part in."""
     return int(call("cuStreamGetCaptureInfo", stream)[1])
 
 

@@ -1,7 +1,7 @@
-"""Descriptions of matrices for the copies by boxes that GPUs of capability 9.0 make.
+"""Descriptors of matrices for the tensor copies of GPUs of capability 9.0, box by box.
 
-A box has rows of 128 bytes, swizzled as the multiplying units read them. What lies beyond the
-matrix is read as zeros.
+A box has rows of 128 bytes, swizzled as the multiplying units read them. Elements beyond the matrix
+are read as zeros.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tensor_map(
 ) -> bytes:
     """The struct `TensorMap` of `height` rows of `width` elements, `pitch` elements apart.
 
-    `dtype` is a floating type, of 16, 32 or 64 bits. Zeros where the matrix is empty: then it must
-    not be used.
+    `dtype` is a floating type, of 16, 32 or 64 bits. All zeros for an empty matrix, for which it
+    must not be used.
     """
     if not width or not height:
         return bytes(NBYTES)
@@ -54,7 +54,7 @@ def tensor_map(
 
 
 def require_aligned(**addresses: int) -> None:
-    """Raise ValueError for a matrix, by its name, whose boxes cannot be copied from its address."""
+    """Raise ValueError for a matrix, given by its name, whose address is not aligned for boxes."""
     for name, address in addresses.items():
         if address % ALIGNMENT:
             raise ValueError(f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}")

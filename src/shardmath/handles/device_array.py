@@ -1,8 +1,8 @@
-"""One rank's arrays in a call of a context of GPUs: read where they lie, or carried there and back.
+"""One rank's arrays in a call on GPUs: used where they lie, or copied from and to host memory.
 
-An operator sees `Operand`s only: memory of this rank's GPU. An operand in host memory is copied
-to the GPU when it is read, and a result for it is copied back by `Result.give`, which waits. So an
-operator is written once for CuPy, torch and NumPy, and never asks which it has.
+An operator sees only `Operand`s, memory of this rank's GPU. An operand in host memory is copied to
+the GPU when it is read, and its result is copied back by `Result.give`, which waits. So an operator
+is written once for CuPy, torch and NumPy, and never asks which it has.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
-_MOST_CARRIED = 32 << 20  # bytes, which a GPU copies in the time of a few launches
-_LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
+_MOST_CARRIED = 32 << 20  # bytes that a GPU copies in the time of a few launches
+_LATEST = partial(LRUCache[Any, Any], 256)  # operands of a context, by spec and address
 
 
 Copy = tuple[int, int, int]  # target, source, bytes
@@ -49,29 +49,29 @@ class Result:
         host: HostArray | None = None,
         copy: Copy | None = None,
     ) -> None:
-        """`array` is what is there, or what it will be made of if anybody asks. `copy` is what then
-        brings it to the user's array on this GPU, where that lies elsewhere.
+        """`array` is the operand at `address`, or what it is made of when asked for. `copy` brings
+        the result to the user's array on this GPU, where that lies elsewhere.
         """
         self.address, self._array, self.user, self._host = address, array, user, host
         self.copy = copy
 
     @property
     def array(self) -> Operand:
-        """The array there, as the operator sees it."""
+        """The operand at `address`, as the operator sees it."""
         if isinstance(self._array, tuple):
             self._array = Operand(self.address, *self._array)
         return self._array
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Address, shape, strides and dtype of what is there."""
+        """The address, shape, strides and dtype of the operand."""
         if isinstance(self._array, tuple):
             return self.address, *self._array[:3]
         array = self._array
         return array.address, array.shape, array.strides, array.dtype
 
     def give(self, context: Context, stream: int) -> Any:
-        """The user's array. For one in host memory: waits for `stream`, and copies it back."""
+        """The user's array. Where that is in host memory, waits for `stream` and copies it back."""
         if self._host is not None:
             assert context.team is not None, "a context of GPUs"
             context.team.synchronize(stream)
@@ -80,9 +80,9 @@ class Result:
 
 
 def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
-    """The stream on which a call works: `stream` if given, else the array library's current one.
+    """The stream of a call: `stream` if given, else the array library's current one.
 
-    Operands in host memory have none, and use the default stream. Raises as `resolve_stream`.
+    It is the default stream for operands in host memory. Raises as `resolve_stream`.
     """
     team = context.team
     assert team is not None, "a context of GPUs"
@@ -105,15 +105,15 @@ def read(
 ) -> Operand:
     """The operand on this rank's GPU: where it lies, or a copy of one in host memory.
 
-    `spec` is the operand's, where it is known. An array that was read before is the same object
-    again, which holds no memory. Local. Raises ValueError for what is no array or lies on another
+    `spec` is the operand's, where it is known. An array that was read before gives the same object,
+    which keeps no memory alive. Local. Raises ValueError for what is no array or lies on another
     GPU, UseAfterFree, HeapExhausted.
     """
     library = library_of(x, name)
     spec = spec or library.spec(x)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    if library.is_lazy(x):  # its memory lacks its values
+    if library.is_lazy(x):  # its values are not in its memory
         require_device(context, spec, name)
         x = library.resolved(x)
         return _seen(context, library.spec(x), library.pointer(x), x)
@@ -121,7 +121,7 @@ def read(
 
 
 def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> Operand:
-    """The operand that an array on a GPU is, where it lies; as `read`."""
+    """The operand of an array on a GPU, where it lies. Raises as `read`."""
     key = spec, library.pointer(x)
     known: LRUCache[tuple[ArraySpec, int], Operand]
     known = context.cache("arrays that were read", _LATEST)
@@ -129,13 +129,13 @@ def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: s
     if operand is None or not operand.is_there(context):
         require_device(context, spec, name)
         operand = _seen(context, *key, x)
-        if spec.size:  # else it has no address
+        if spec.size:  # an empty array has no address
             known.keep(key, operand.without_memory())
     return operand
 
 
 def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
-    """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
+    """The operand at `address`, with the block of the heap that it lies in. Raises UseAfterFree."""
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
     operand = Operand(address, spec.shape, strides, spec.dtype, None, x)
     place = block_of(context, x)
@@ -146,8 +146,8 @@ def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
 
 
 class ResultTemplate:
-    """How the new results of one call look, which come back as `operand` came: its library, host
-    memory or GPU. It refers to no array.
+    """The form of the new results of one call, of the library of `operand`, and like it in host
+    memory or on the GPU. It refers to no array.
     """
 
     def __init__(
@@ -160,9 +160,8 @@ class ResultTemplate:
         *,
         on_heap: bool,
     ) -> None:
-        """`on_heap` is for a result on the GPU; where one for host memory is, `_carried` says.
-
-        Raises ValueError where the library has no such arrays.
+        """`on_heap` is for results on the GPU. Raises ValueError where the library has no such
+        arrays.
         """
         self._context, self._library = context, library_of(operand)
         self._shape, self._dtype, self._order = tuple(shape), dtype, order
@@ -170,8 +169,8 @@ class ResultTemplate:
         self._on_host = self._library.spec(operand).device == "cpu"
         self.on_heap = on_heap and not self._on_host
         device = "cpu" if self._on_host else _team(context).device.name
-        # Makes an array like that, of which peers are told nothing. Local. Raises as `make`.
-        # On the heap: (array, address).
+        # Makes a new array, which is not announced to peers; on the heap (array, address). Local.
+        # Raises as `make`.
         self.new: Callable[[], Any] = (
             maker_on_heap(context.heap, self._library, self._shape, dtype, self._steps)
             if self.on_heap
@@ -179,7 +178,7 @@ class ResultTemplate:
         )
 
     def make(self, array: Any = None, address: int | None = None) -> Result:
-        """A new result, or that array on the GPU, which lies at `address`. Local.
+        """A new result, or the result in `array`, which lies at `address` on the GPU. Local.
 
         Raises HeapExhausted, or what a library without memory does.
         """
@@ -190,22 +189,22 @@ class ResultTemplate:
         result = self.at(self.place(array) if address is None else address, array)
         if self.on_heap:
             block = result.array.block
-            # torch's tensors without elements do not say where they lie.
+            # torch tensors without elements have no address.
             assert block is not None or not self._nbytes, "it was allocated there"
             if block is not None:
                 self._context.announce(block)
         return result
 
     def at(self, address: int, array: Any = None) -> Result:
-        """A result at that address of the GPU, of which peers have been told nothing."""
+        """A result at this address of the GPU, not announced to peers."""
         block = self._context.heap.find(address) if self.on_heap else None
         return Result(address, (self._shape, self._strides, self._dtype, block), array)
 
     @property
     def carried(self) -> int:
-        """The bytes of a result that is better written elsewhere and copied; 0 where it is not.
+        """The bytes of a result that is better written to a fixed block and copied; 0 for others.
 
-        Peers then write to the same place each time, and a call is the same for all ranks wherever
+        Peers then write to the same place each time, and the call is the same on all ranks wherever
         its result lies.
         """
         context = self._context
@@ -215,9 +214,10 @@ class ResultTemplate:
     def through(
         self, block: Block | None, array: Any = None, into: Callable[[int], Any] = lambda _: None
     ) -> Result:
-        """A new result, which is written to `block` and copied from there to `array`, or to a new
-        one; as `make` where there is no block, or something that writes `into` its address. Local.
-        Raises as `make`.
+        """A result that is written to `block` and copied from there to `array`, or to a new array.
+
+        As `make` without a block, and as `at` where `into(address)` says that a new array is
+        written in place. Local. Raises as `make`.
         """
         address = None
         if array is None and self.on_heap:
@@ -230,11 +230,11 @@ class ResultTemplate:
         return Result(block.address, form, array, copy=self.copy(block, array))
 
     def place(self, array: Any) -> int:
-        """The address of such an array."""
+        """The address of an array of this form."""
         return self._library.pointer(array)
 
     def copy(self, block: Block, array: Any) -> Copy:
-        """The copy that brings a result from `block` to such an array."""
+        """The copy that brings a result from `block` to an array of this form."""
         return self.place(array), block.address, self._nbytes
 
 
@@ -242,7 +242,7 @@ class ResultTemplate:
 def _packed(
     shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The strides of a packed array in elements and in bytes, and all its bytes."""
+    """The strides of a packed array in elements and in bytes, and its size in bytes."""
     itemsize = dtypes.of(dtype).itemsize
     strides = packed_strides(shape, itemsize, order)
     return packed_strides(shape, 1, order), strides, prod(shape) * itemsize
@@ -266,7 +266,7 @@ def result_in(context: Context, out: Any, name: str = "out") -> Result:
 
 
 def require_separate(spec: ArraySpec, name: str) -> None:
-    """Raise ValueError where several indices of an array to be written are one element."""
+    """Raise ValueError for an array to be written in which several indices are one element."""
     if spec.overlaps:
         raise ValueError(f"{name} is an expanded view, and the call writes into it")
 
@@ -288,9 +288,10 @@ def _back_to(context: Context, user: Any, order: Literal["C", "F"], name: str = 
 def _carried(
     context: Context, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> Operand:
-    """Packed memory for what is in host memory, an array of `shape`. Local. Raises HeapExhausted.
+    """Packed memory on the GPU for an array of `shape` in host memory. Local. Raises HeapExhausted.
 
-    On the heap; among hosts, where operators pack what peers read, not on one that cannot grow.
+    It is on the heap, unless the heap cannot grow and there are several hosts: operators then pack
+    what peers read.
     """
     _, strides, nbytes = _packed(shape, dtype, order)
     if context.multi_host and not context.heap.transport.grows:

@@ -1,11 +1,11 @@
 """The handle on memory of GPUs: the host's table of names, with signals that are kernels.
 
-Signals are put on the current stream of the array library that the handle's arrays are of, can be
-captured in CUDA graphs, and return at once. A wait that expires is reported by the next call, or by
-`synchronize`; the handle and the CUDA context stay usable.
+Signals are put on the current stream of the handle's array library, can be captured in CUDA graphs,
+and return at once. The next call, or `synchronize`, reports a wait that expired; the handle and the
+CUDA context stay usable.
 
-Kernels of the user's get the same from `kernels/symm.cuh`: its struct SymmetricMemory is this
-handle, by value or in memory of the device, and its channels are the handle's.
+Users' kernels have the same through `kernels/symm.cuh`: its struct SymmetricMemory is this handle,
+by value or in memory of the device, and its channels are the handle's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 class HandleKernel:
     """A kernel of the user's for one handle: `kernel(blocks, threads, *arguments, stream=None)`.
 
-    `blocks` and `threads` are integers, or up to three along x, y, z. Arguments are what the
-    kernel's parameters say: the handle itself for the struct SymmetricMemory by value; an array of
-    CuPy or torch for a pointer; an int for `long long`, a float for `double`; a NumPy scalar or
-    array for its own bytes, structs too. `stream` is None for the current one of the handle's
-    library.
+    `blocks` and `threads` are integers, or up to three along x, y, z. Arguments match the kernel's
+    parameters: the handle itself for the struct SymmetricMemory by value; an array of CuPy or torch
+    for a pointer; an int for `long long`, a float for `double`; a NumPy scalar or array, also of
+    structs, for its own bytes. `stream` None is the current stream of the handle's library.
 
     Raises ValueError for another argument, or an array of another device.
     """
@@ -62,7 +61,7 @@ class HandleKernel:
     def __call__(
         self, blocks: Extent, threads: Extent, *arguments: Any, stream: Any = None
     ) -> None:
-        """Put it on a stream. Raises what an earlier kernel's wait has found, too."""
+        """Put it on a stream. Also raises what the wait of an earlier kernel has found."""
         self._handle.check()
         device = self._kernel.device
         packed = Argument(*(_packed(value, device) for value in arguments))
@@ -95,8 +94,8 @@ def _packed(value: Any, device: Device) -> bytes:
 class DeviceSymmetricMemory(SymmetricMemory):
     """A handle whose memory is on GPUs. See SymmetricMemory.
 
-    Where these are of several hosts, no kernel is given it: it would find no addresses. Signals
-    travel beside the memory then, so `get_signal_pad` does not show them.
+    Where they are on several hosts, kernels cannot take it, since there are no addresses. Signals
+    do not use the pads then, so `get_signal_pad` does not show them.
     """
 
     @property
@@ -194,8 +193,8 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """Put a barrier of all ranks on the current stream. Collective.
 
         What a rank wrote on its stream before, every rank sees on its own after. Barriers of one
-        channel follow each other on whichever streams they are put, within a CUDA graph too. It
-        uses no slot of the pads. After OpTimeout the next call waits for the same barrier again.
+        channel are ordered, whichever streams they are put on, also within a CUDA graph. It uses no
+        slot of the pads. After OpTimeout the next call waits for the same barrier again.
         """
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
         self._team.ordered_barrier(self._stream(), channel=channel, timeout=timeout)
@@ -219,7 +218,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
-        """See SymmetricMemory: an array on this rank's GPU, and the current stream."""
+        """See SymmetricMemory: the array is on this rank's GPU; the stream is the current one."""
         spec, device = library.spec(array), self._team.device
         if spec.device != device.name:
             raise ValueError(f"expected an array on {device.name}, got {spec}")
@@ -227,7 +226,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         return memory, library.stream(device.ordinal)
 
     def synchronize(self) -> None:
-        """Wait for the current stream. Raises what a wait on it has found, as every call does."""
+        """Wait for the current stream. As every call, raises what a wait on it has found."""
         self._team.synchronize(self._stream())
 
     def check(self) -> None:

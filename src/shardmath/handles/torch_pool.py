@@ -1,6 +1,6 @@
 """Pools of torch's caching allocator on the symmetric heap: tensors made within one are symmetric.
 
-torch asks for segments, and gives them back, through two C functions; here they are Python's, so
+torch allocates and frees segments through two C functions. Here they are Python functions, so that
 the pool needs no compiler. A segment is one block of the heap.
 """
 
@@ -18,25 +18,25 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, 
 
 
 class PoolAllocator:
-    """What torch's allocator of one context of GPUs asks for memory: `functions`, by address."""
+    """The source of memory of torch's allocator for one context: the addresses of `functions`."""
 
     def __init__(self, context: Context) -> None:
         self._heap = context.heap
         self._segments: dict[int, Buffer] = {}
         calls = _ALLOCATE(self._allocate), _FREE(self._free)
-        # They are never freed: torch may call them when a pool ends, as late as the process.
+        # They are never freed: torch may call them until the process ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(calls))
         self.functions = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
 
     @classmethod
     def of(cls, context: Context) -> PoolAllocator:
-        """The one of `context`."""
+        """The allocator of `context`."""
         return context.cache("torch's pool", lambda: cls(context))
 
     def _allocate(self, nbytes: int, device: int, stream: int | None) -> int | None:
-        """Where a new segment lies; None, of which torch makes its OutOfMemoryError, for none.
+        """The address of a new segment; None, for torch's OutOfMemoryError, where there is none.
 
-        No exception can leave it, to torch's C++.
+        It must not raise into torch's C++.
         """
         try:
             buffer = self._heap.allocate(nbytes)
@@ -52,7 +52,7 @@ class PoolAllocator:
 
 
 def allocator_of(context: Context) -> Any:
-    """What a torch.cuda.MemPool takes for its allocator."""
+    """The allocator of a torch.cuda.MemPool."""
     import torch
 
     return torch._C._cuda_customAllocator(*PoolAllocator.of(context).functions)

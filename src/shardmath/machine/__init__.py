@@ -1,7 +1,6 @@
-"""Processors, whose rates were measured, and hosts that ranks compute on.
+"""The measured rates of processors, and the hosts that ranks compute on.
 
-There is one file for each kind of processor, of rates, which are data. What follows from them for
-an operation is worked out where the operation is planned.
+Each kind of processor has one file of rates. Plans of operations work out what follows from them.
 """
 
 from functools import cached_property
@@ -15,7 +14,7 @@ __all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "OnHosts", "Rates"]
 
 
 class OnHosts:
-    """Objects that know `hosts`, the number of each rank's host: the same on all ranks."""
+    """Objects with `hosts`, the number of each rank's host, equal on all ranks."""
 
     hosts: tuple[int, ...]
 
@@ -38,7 +37,7 @@ class Machine(OnHosts, Immutable):
 
     @property
     def rates(self) -> Rates:
-        """The rates of one rank. GPUs are taken for H200, the one kind measured."""
+        """The rates of one rank. All GPUs have those of an H200, the only kind measured."""
         if self.kind == "cpu":
             return CORES
         return H200_MULTI_HOST if self.multi_host else H200

@@ -1,7 +1,7 @@
 """One core of a server, as measured on an AMD EPYC of family 25, model 1, at 2.45 GHz.
 
-Two ranks were at work, one on each of two cores that share a last cache of 32 MiB, with OpenBLAS
-and ducc0: `benchmarks/predictions.py` says how far predictions are from what is measured.
+Two ranks were at work, on two cores that share a last-level cache of 32 MiB, with OpenBLAS and
+ducc0. `benchmarks/predictions.py` shows how far predictions are from measured times.
 """
 
 from shardmath.machine.rates import Rates

@@ -1,7 +1,7 @@
 """An H200 with NVLink to all peers, as measured on 2, 4 and 8 of them.
 
-`H200` is what all strategies read. The rates below it are of one way to compute each: what a kernel
-reaches beside others, what starts it. Links are bytes per second of one rank.
+All strategies read `H200`. Each rate below it is for one way to compute: what a kernel reaches
+beside others, how long it takes to start. Links are bytes per second of one rank.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ H200 = Rates(
     finishing=2e-5,
     panel=512,
 )
-# The same on several hosts, a network card of 400 Gb/s for each GPU.
+# The same on several hosts, with a network card of 400 Gb/s for each GPU.
 H200_MULTI_HOST = replace(H200, link=4.5e10, latency=4e-5, gathering=6e-5, finishing=5e-5)
 
 PROCESSORS = 132
@@ -39,10 +39,10 @@ FUSED_PRODUCT = 8e14  # the same, by a kernel of ours that waits for nothing
 FLOAT8_PRODUCT = 1.3e15
 READING = 3.6e12  # bytes per second with which a product reads its operands
 PRODUCT_START = 3e-6  # seconds until it has begun
-PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
-TILE = 1.5e-6  # seconds of a tile beside its operations
+PANEL = 6e-6  # seconds for starting one more product, and for ending it with few tiles
+TILE = 1.5e-6  # seconds of a tile in addition to its operations
 
-# Links, by what travels over them.
+# Links, by what they carry.
 SCATTERED = 2.9e11  # a reduce-scatter, or tiles beside a product
 SHARED = 3.1e11  # an all-reduce
 MIXED = 2.7e11  # tiles and sums beside a product
@@ -50,17 +50,19 @@ BURST = 3.45e11  # tiles that all multiprocessors send at once
 GATHERED = 3.2e11  # an all-gather by a kernel, before a product
 PUSHED = 3.3e11  # what a kernel writes into peers' memory
 ENGINE = 3.7e11  # a copy engine
-BESIDE = 1.2e12  # of sums that are sent: in time that the product beside them loses
+BESIDE = 1.2e12  # of sums that are sent: the time that the product beside them loses
 COPIED = 2.1e12  # of sums that are copied to the result, in memory
 
-# Seconds that something takes to begin.
-KERNEL_START = 5e-6  # until a kernel has started, and what peers do is seen
+# Seconds until something begins.
+KERNEL_START = 5e-6  # until a kernel has started and sees what peers do
 GRAPH_STEP = 1.5e-6  # from one kernel of a graph to the next
 COLLECTIVE = 4.5e-6  # a collective of a few bytes
 BARRIER = 4e-6
 COPY_START, PUSH_START = 3e-6, 5e-6
-ENGINES_START = 1.2e-5  # until the first copy of an engine has begun, and a kernel after the last
+ENGINES_START = (
+    1.2e-5  # until an engine's first copy begins, and a kernel after the last
+)
 ENGINES_MET = 1.9e-5  # the same where a kernel first looks whether peers have read
-ENGINE_COPY = 6e-6  # each further copy beside its bytes, with the words behind it
+ENGINE_COPY = 6e-6  # each further copy in addition to its bytes, with the words behind it
 GATHER_START = 1e-5  # two barriers, and a kernel that pushes
 PLAN_CALL = 4e-6  # of the host, for one call of a plan of cuFFT

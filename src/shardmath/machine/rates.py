@@ -11,22 +11,22 @@ from shardmath.base.immutable import Immutable
 class Rates(Immutable):
     """One rank's processor: operations, bytes and seconds.
 
-    `products` are floating-point operations per second of large matrix products by dtype, of all
-    eight-bit floats by "float8": a multiply-add counts as two, a complex product as one.
-    `transforms` are those of Fourier transforms in single precision.
+    `products` are floating-point operations per second of large matrix products, by dtype, with
+    "float8" for all eight-bit floats: a multiply-add counts as two, a complex product as one.
+    `transforms` is the rate of Fourier transforms in single precision.
 
-    Arithmetic reads and writes `memory` bytes per second, or `cached` where all that it touches is
-    less than `cache` bytes; transforms, whose blocks lie at strides, `strided` bytes. A matrix
-    product first copies its operands into blocks that suit it, and at last adds blocks to the
-    result: `packing` bytes of these per second, beside the time of its operations. A product with a
+    Arithmetic reads and writes `memory` bytes per second, or `cached` where it touches fewer than
+    `cache` bytes in all; transforms, whose blocks are strided, `strided` bytes. A matrix product
+    first copies its operands into blocks that suit it, and in the end adds blocks to the result,
+    at `packing` bytes per second, in addition to the time of its operations. A product with a
     vector copies nothing, nor does a GPU.
 
-    A factorisation has panels of `panel` columns where the matrix is large.
+    A factorisation of a large matrix has panels of `panel` columns.
 
-    `link` bytes per second come from peers, and an exchange costs `latency` seconds in
-    synchronisation. Beside its bytes, a product spends `gathering` seconds where operands come from
-    peers, and `finishing` seconds on each step after it: sums of several ranks, a result that
-    moves. These are synchronisation and what the host does meanwhile.
+    `link` bytes per second come from peers, and the synchronisation of an exchange takes `latency`
+    seconds. In addition to the time of its bytes, a product takes `gathering` seconds where
+    operands come from peers, and `finishing` seconds for each step after it, as sums over ranks and
+    moving the result. These are synchronisation and work of the host.
     """
 
     products: Mapping[str, float]

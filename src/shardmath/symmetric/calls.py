@@ -1,18 +1,18 @@
-"""Calls with which ranks run ahead: how many each has made, and which they were.
+"""Calls with which ranks run ahead: how many each rank has made, and which they were.
 
-A call whose arguments are known on all ranks needs no meeting of hosts: this rank lists it in its
-row of the board, and goes on. Who meets the others elsewhere compares: where a peer has listed
-calls that this rank has not, it has passed the place where this rank meets, or will never come.
+A call whose arguments are known on all ranks needs no exchange: a rank lists it in its row of the
+board, and goes on. Where ranks do meet, in an exchange, they compare: a peer that has listed calls
+that this rank has not listed has passed the place of the exchange, or will never come there.
 
     rank 0   list 1 ── list 2 ── list 3 ── meet: 3 ┐
                                                    ├ they differ: rank 1 says what it called
     rank 1   list 1 ── meet: 1 ────────────────────┘
 
-A row's words here are: the number of calls; that number at the last meeting, for even and for odd
-ones; and of the last WINDOW calls the tags, and what the peers cannot know of them, such as how
-much this rank sends: up to MOST_WORDS. A rank is always less than that ahead, so what it did where
-a peer meets, or in the call that a peer has listed last, can still be read there. Whoever sees the
-number of calls sees what is listed of them.
+A row has the number of calls; that number at the last meeting, for even and for odd meetings; and
+for each of the last WINDOW calls its tag, and up to MOST_WORDS words that peers cannot know, such
+as how much this rank sends. A rank is always less than WINDOW calls ahead, so the call that it made
+in place of a peer's meeting, or of the last call that a peer has listed, can still be read there. A
+rank that sees the number of calls also sees what is listed of them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class Calls:
     def places(
         self, tag: int, words: Sequence[int]
     ) -> tuple[int, int, int, int, int, bytes, tuple[int, ...]]:
-        """Places by which compiled code lists a call: addresses of `made`, of the tags and of the
-        words with them, how many tags there are, this call's, its words, and the addresses of the
-        peers' `made`.
+        """What compiled code needs to list a call: the addresses of `made`, of the tags and of the
+        words; the number of tags; the call's tag and words; the addresses of the peers' `made`.
         """
         made, *peers = [
             np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + CALLS
@@ -72,7 +71,7 @@ class Calls:
     ) -> None:
         """List one more call.
 
-        `wait_for_room(number)` returns when no peer has listed less than so many calls.
+        `wait_for_room(number)` returns when every peer has listed at least `number` calls.
         """
         number = self.made + 1
         if number >= self._room:
@@ -85,23 +84,23 @@ class Calls:
         self._rows.publish(_MADE, number)
 
     def tags(self) -> dict[int, int]:
-        """The tags of all ranks' calls of the number of this rank's last, once all have listed it.
+        """By rank, the tag of the call with the number of this rank's last one.
 
-        As `words`, until this rank lists another.
+        To be called once all have listed it, as `words`, and before this rank lists another.
         """
         place = _TAGS + self.made % WINDOW
         return {rank: words[place] for rank, words in enumerate(self._rows.words)}
 
     def words(self, count: int) -> list[tuple[int, ...]]:
-        """The first `count` words of each rank's call that has the number of this rank's last."""
+        """By rank, the first `count` words of the call with the number of this rank's last one."""
         return [self._words_of(rank, self.made, count) for rank in range(self._rows.size)]
 
     def _listed(self) -> int:
-        """The calls that all peers have listed."""
+        """The number of calls that all peers have listed."""
         return min([words[_MADE] for words in self._words], default=self.made)
 
     def missing(self, number: int) -> list[int]:
-        """The peers that have listed less than so many calls."""
+        """The peers that have listed fewer than `number` calls."""
         return [r for r in self._peers if self._rows.words[r][_MADE] < number]
 
     def meet(self) -> None:
@@ -114,16 +113,16 @@ class Calls:
         return _MET + (self._meetings & 1)
 
     def differ(self) -> bool:
-        """Whether ranks meet that have made different numbers of calls: after the exchange."""
+        """After an exchange: whether the ranks have met after different numbers of calls."""
         place, made = self._met, self.made
         return any(words[place] != made for words in self._words)
 
     def ahead(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """The peers, all or of some ranks, that have listed a call that this rank has not."""
+        """The peers, or those among `ranks`, that have listed a call that this rank has not."""
         return self._with(lambda number: number > self.made, ranks)
 
     def behind(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """The peers that have not listed a call that this rank has."""
+        """The peers, or those among `ranks`, that have not listed a call that this rank has."""
         return self._with(lambda number: number < self.made, ranks)
 
     def _with(self, wanted: Callable[[int], bool], ranks: Sequence[int] | None) -> list[int]:
@@ -131,7 +130,7 @@ class Calls:
         return [r for r in some if wanted(self._rows.words[r][_MADE])]
 
     def next_of(self, rank: int) -> int:
-        """The tag of the call of a peer that is ahead with which it has passed this rank."""
+        """The tag of the call with which `rank`, which is ahead, has passed this one."""
         return self._rows.words[rank][_TAGS + (self.made + 1) % WINDOW]
 
     def next_words_of(self, rank: int, count: int) -> tuple[int, ...]:
@@ -149,6 +148,6 @@ def _first_word(number: int) -> int:
 
 
 def packed(words: Sequence[int]) -> bytes:
-    """Words as a row has them."""
+    """The bytes of words in a row."""
     assert len(words) <= MOST_WORDS, words
     return struct.pack(f"={len(words)}Q", *words)

@@ -1,25 +1,24 @@
 """The symmetric heap: this rank's segments, and the blocks that arrays live in.
 
-Allocation is local and needs no peer: offsets may differ by rank, and ranks tell each other where a
-block lies when they use it together. Freeing is local too. A block that peers know of returns to
-use only after every rank of each of its groups has marked it and an exchange that carried the marks
-has passed, so a late reader never sees memory that has been given to another array. The garbage
-collector only ever appends to a list. A block that this rank has dropped or freed is *retired*
-until it can be reused.
+Allocation is local: offsets may differ by rank, and ranks tell each other where a block lies when
+they use it together. Freeing is local, too. A block that peers know of is reused only after every
+rank of each of its groups has marked it, and an exchange has carried the marks: a late reader never
+sees memory that has been given to another array. The garbage collector only appends to a list. A
+block that this rank has dropped or freed is *retired* until it can be reused.
 
-Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
-is retired behind a fence, set on all streams of the device once the drop has been seen: before the
-fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
-for each other where a fence is dear. There, blocks of one size take turns: the one that was
-dropped first is used again where it lies, while a few that were dropped later wait. If the device
-is behind, a small array takes more memory rather than wait for it, up to so many of one size;
-large ones follow each other in a few places.
+Streams. Kernels on any stream of a rank may still read memory that the rank has dropped. So a
+dropped block is retired behind a fence, set on all streams of the device once the drop has been
+seen: until the fence has passed, the rank neither reuses the block nor marks it for its peers.
+Where a fence is expensive, small blocks share one. There, blocks of one size take turns: the block
+that was dropped first is reused where it lies, while a few that were dropped later wait. If the
+device is behind, a small array takes new memory rather than wait, up to a limit for each size;
+large ones take turns in a few places.
 
-Timeouts. Where an operation of GPUs was given up, what its peers were told of is used again only
-when their group has ended: see `groups`.
+Timeouts. After an operation on GPUs was given up, memory that its peers know of is reused only when
+their group has ended: see `groups`.
 
-Interrupts. An exception can leave any of these methods half way. `_blocks` alone says which memory
-is taken, and changes in one step; everything else is worked out from it again by the next call.
+Interrupts. An exception can leave any of these methods midway. `_blocks` alone says which memory is
+taken, and changes in one step; the next call rebuilds everything else from it.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import ALIGNMENT, GRANULE, FreeRanges, OwnSegment
 from shardmath.transport.base import Fence, Transport
 
-_SMALL = 32 << 20  # bytes of a block that need not be used again at once
-_TOGETHER = 64 << 20  # bytes of such, but two at least, that may wait for one fence
-_AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again
-_IN_TURN = 4  # larger ones that wait for the device before the host does
-_MOST_IN_TURN = 64  # smaller ones: so far is the host ahead of the device
-_SIZES = 64  # of blocks that take turns
+_SMALL = 32 << 20  # bytes of a block that need not be reused at once
+_TOGETHER = 64 << 20  # bytes of small blocks, at least two, that may share one fence
+_AT_ONCE = 8  # dropped blocks among which `_last_dropped` looks
+_IN_TURN = 4  # large blocks of one size that may wait for the device before the host does
+_MOST_IN_TURN = 64  # the same of small blocks
+_SIZES = 64  # sizes of blocks that take turns
 _MOST_WAITING = 256 << 20  # bytes of one size that may wait for the device before the host does
-_AHEAD = 1e-3  # seconds that the host waits then for fences that are due
+_AHEAD = 1e-3  # seconds that the host then waits for fences
 _FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
@@ -60,18 +59,18 @@ class Location(Immutable):
     offset: int
 
     def behind(self, nbytes: int) -> Location:
-        """The place so many bytes further on."""
+        """The place `nbytes` further on."""
         return Location(self.segment, self.offset + nbytes)
 
 
 class Block:
     """`nbytes` of the heap.
 
-    `shared` holds the marks, (group, number), that every rank of the group must set before the
-    block can be reused; `announced_to`, the groups that know where it lies. `freed`: the user has
-    freed it. `unused`: no array of this rank refers to it. `fence`: behind what the device was
-    doing when either was seen. `buffer()` is the Buffer while there is one; `handles` are the
-    weakly held objects through which this rank reaches the peers' blocks of the same number.
+    `shared` are the marks, (group, number), that every rank of the group must set before the block
+    is reused; `announced_to` are the groups that know where it lies. `freed`: the user has freed
+    it. `unused`: no array of this rank refers to it. `fence` is behind what the device was doing
+    when either was seen. `buffer()` is the Buffer, as long as there is one; `handles` are weak
+    references to the handles through which this rank reaches the peers' blocks.
     """
 
     __slots__ = (
@@ -106,12 +105,12 @@ class Block:
 
     @property
     def released(self) -> bool:
-        """Whether this rank will touch neither the block nor its peers' blocks again."""
+        """Whether this rank will use neither the block nor its peers' blocks again."""
         return self.unused or (self.freed and not any(handle() for handle in self.handles))
 
     @property
     def idle(self) -> bool:
-        """Whether the device does nothing more with a block that was dropped or freed."""
+        """Whether the device is done with a block that was dropped or freed."""
         return self.fence is not None and self.fence.passed()
 
     def __repr__(self) -> str:
@@ -123,7 +122,7 @@ def _nothing() -> None:
 
 
 def _await(block: Block, give_up: float) -> bool:
-    """Wait for the fence of a block, but not longer than until `give_up`: whether it has passed."""
+    """Wait until the fence of a block has passed: True; or, at the time `give_up`, False."""
     while not block.idle:
         if time.monotonic() > give_up:
             return False
@@ -132,12 +131,11 @@ def _await(block: Block, give_up: float) -> bool:
 
 
 class Buffer:
-    """What an array on a block keeps alive. Its end marks the block.
+    """The object that arrays on a block keep alive. The block is dropped when it goes.
 
     Array libraries take its bytes by the protocol of the transport: `__array_interface__` on hosts,
-    `__cuda_array_interface__` on GPUs. `rendezvous_states` holds what this rank knows of the peers'
-    memory that was tied to the block, `group` the name of the group that it was allocated for, if
-    any.
+    `__cuda_array_interface__` on GPUs. `rendezvous_states` are the results of rendezvous of arrays
+    on the block; `group` is the name of the group that it was allocated for, if any.
     """
 
     __slots__ = (
@@ -148,9 +146,7 @@ class Buffer:
     def __init__(
         self, block: Block, lease: object, protocol: tuple[str, str], dropped: deque[Block]
     ) -> None:
-        """`protocol` is the interface and the device. `dropped` is told of the block at the end:
-        the garbage collector only ever appends.
-        """
+        """`protocol` is (interface, device). The block is appended to `dropped` at the end."""
         self.block = block
         self._dropped = dropped
         self._lease = lease  # keeps the mapping
@@ -159,9 +155,9 @@ class Buffer:
         self.group: str | None = None
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105 - what is dropped in each call is dropped fast
+        try:  # noqa: SIM105 - suppress() would be slower, and each call drops buffers
             self._dropped.append(self.block)
-        except AttributeError:  # an exception has left `__init__`: the heap will find the block
+        except AttributeError:  # `__init__` was interrupted: `restore_order` finds the block
             pass
 
     @property
@@ -189,7 +185,7 @@ class Buffer:
 
 
 class Heap:
-    """This rank's part of the symmetric memory that `transport` reaches."""
+    """This rank's symmetric memory, which peers reach by `transport`."""
 
     def __init__(self, transport: Transport, *, rank: int, segment_bytes: int) -> None:
         self.transport = transport
@@ -199,41 +195,41 @@ class Heap:
         self._segments: dict[int, OwnSegment] = {}  # by the transport's index
         self._blocks: dict[int, Block] = {}  # by address
         self._addresses: list[int] = []  # the same addresses, sorted
-        self.changing = False  # a method is at work, or was when an exception left it
-        self.version = 0  # rises before blocks go or are freed, and before segments come
+        self.changing = False  # while a method changes the books, and after an exception left one
+        self.version = 0  # rises before blocks are reused or freed, and before segments are added
         self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
-        self.freed: set[Block] = set()  # what was freed, and still has an array
-        self._full_at = 0  # how many blocks are retired when small ones are reused next
-        self._turns: dict[int, deque[Block]] = {}  # retired behind fences, by bytes; some no more
-        self._fresh: list[Block] = []  # retired, and without a fence so far
-        self._late: Fence | None = None  # one that had not passed when last asked
-        self._passed: object = object()  # the last one that had
+        self.freed: set[Block] = set()  # blocks that were freed while arrays still refer to them
+        self._full_at = 0  # number of retired blocks at which small ones are reused next
+        self._turns: dict[int, deque[Block]] = {}  # retired blocks by bytes, and some reused
+        self._fresh: list[Block] = []  # retired blocks that have no fence yet
+        self._late: Fence | None = None  # a fence that had not passed when last asked
+        self._passed: object = object()  # the last fence that was found to have passed
         self._protocol = transport.interface, transport.device
         self._lock = threading.RLock()
 
     @property
     def segments(self) -> dict[int, tuple[int, int]]:
-        """Where each segment lies, and its bytes, by its number."""
+        """The address and the bytes of each segment, by its number."""
         return {index: (one.address, one.nbytes) for index, one in self._segments.items()}
 
     @property
     def used(self) -> int:
-        """Bytes in blocks, those that wait for marks included."""
+        """Bytes in blocks, retired ones included."""
         with self._lock:
             self.recycle()
             return sum(one.nbytes - one.ranges.free for one in self._segments.values())
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`; a cache line at least is reserved. Local.
+        """A buffer of `nbytes`, of which a multiple of ALIGNMENT is reserved. Local.
 
         Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
         """
         with self._lock:
             if self.changing:
                 self.restore_order()
-            self.changing = True  # until the block has a buffer that will be dropped
+            self.changing = True  # until the block has a buffer
             many = self.transport.drops_at_once
             block = self._next_in_turn(nbytes, many) if many else self._last_dropped(nbytes)
             buffer = None if block is None else self._buffer(block)
@@ -281,16 +277,15 @@ class Heap:
         return buffer
 
     def _last_dropped(self, nbytes: int) -> Block | None:
-        """One of the last blocks that were dropped, of just so many bytes, to be used again where
-        it lies; None if there is none. The books remain as they are: what was found out about an
-        array there still holds.
+        """A block of `nbytes` among the last that were dropped, to be reused as it is, or None.
 
-        This is where a device does nothing behind the host's back.
+        The books do not change, so what calls have found out about an array there still holds. For
+        hosts, where no kernel may still use what was dropped.
         """
         dropped = self._dropped
         if len(dropped) > _AT_ONCE:
             return None
-        for place in range(len(dropped)):  # which may grow at its end meanwhile
+        for place in range(len(dropped)):  # it may grow at its end meanwhile
             block = dropped[place]
             if block.nbytes == nbytes and not (block.shared or block.freed or block.handles):
                 break
@@ -305,8 +300,8 @@ class Heap:
         return block
 
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
-        """The block of that size whose turn it is, where the device may still use what was dropped;
-        None where none has its turn.
+        """The block of this size whose turn it is, for GPUs, which may still use dropped blocks; or
+        None.
         """
         small = nbytes <= _SMALL
         if many * nbytes >= _TOGETHER:
@@ -316,7 +311,8 @@ class Heap:
             self._collect()
         turn, waiting = self._turns.get(nbytes), many if small else _IN_TURN
         while turn is not None and len(turn) > waiting:
-            # Large ones stay in few places, as each is another graph, and the same on all ranks.
+            # Large ones stay in a few places, the same on all ranks: each place takes another
+            # graph.
             place = 0 if small else -waiting - 1
             block = turn[place]
             if block in self._retired and not (block.shared or block.handles):
@@ -334,8 +330,10 @@ class Heap:
         return None
 
     def _is_due(self, block: Block, waiting: int, ask: bool) -> bool:
-        """Whether the device is done with a block. The host waits for a large one, and where so
-        many small ones are `waiting`, but not long; for few it does not `ask` each time.
+        """Whether the device is done with a block.
+
+        The host waits a little for a large one, and where many small ones are `waiting`. Where few
+        are, the device is not asked each time, but when `ask` is set.
         """
         if block.reserved > _SMALL:
             return _await(block, time.monotonic() + _FENCE_WAIT)
@@ -361,7 +359,7 @@ class Heap:
             return block if address < block.address + block.reserved else None
 
     def free(self, block: Block) -> None:
-        """The user needs `block` no more: give its memory back as soon as no peer can read it."""
+        """Free `block` for the user: its memory is given back once no peer can read it."""
         with self._lock, self._change:
             self.version += 1
             block.freed = True
@@ -380,7 +378,7 @@ class Heap:
             self.freed.discard(block)
             self._retired.pop(block, None)
 
-    # -- marks: what the ranks of a group tell each other ------------------------------------------
+    # -- marks: which blocks the ranks of a group no longer use -----------------------------------
 
     def share(self, block: Block, group: int, number: int) -> None:
         """Let `block` be reused only after every rank of `group` has marked `number`."""
@@ -395,7 +393,7 @@ class Heap:
             return [n for block in released for g, n in block.shared if g == group]
 
     def apply_marks(self, group: int, marks: Iterable[Iterable[int]]) -> None:
-        """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
+        """Remove the marks that every rank of `group` has set, given all ranks' `marks`."""
         common = set.intersection(*(set(numbers) for numbers in marks))
         set_by_all = {(group, number) for number in common}
         with self._lock, self._change:
@@ -404,7 +402,7 @@ class Heap:
             self._recycle()
 
     def recycle(self) -> None:
-        """Reuse what is unused and awaited by no peer."""
+        """Give back the memory of all retired blocks that nobody needs any more."""
         with self._lock, self._change:
             self._recycle()
 
@@ -413,9 +411,9 @@ class Heap:
         self._reclaim()
 
     def _reclaim(self, larger_than: int = 0) -> None:
-        """Reuse what has more bytes than that, whose fence has passed."""
+        """`recycle` of blocks with more bytes than `larger_than`, whose fences have passed."""
         waiting: dict[Block, None] = {}
-        busy = False  # a fence has not passed, nor then have those that were set after it
+        busy = False  # a fence has not passed: later ones have not either
         for block in self._retired:
             kept = block.shared or block.reserved <= larger_than
             busy = busy or not (kept or block.idle)
@@ -428,19 +426,18 @@ class Heap:
         self._retired = waiting
 
     def _collect(self) -> None:
-        """Take over what the garbage collector has marked, and the groups that have ended.
-
-        What has been retired since gets its fence.
+        """Retire the blocks that were dropped, behind a fence, and forget groups that have
+        ended.
         """
         ended = self.groups.ended()
         if ended:
             for block in self._blocks.values():
                 block.shared = {mark for mark in block.shared if mark[0] not in ended}
-            self.groups.forget(ended)  # which drops what was kept for them
+            self.groups.forget(ended)  # it drops the memory that was kept for them
         while self._dropped:
             block = self._dropped.popleft()
             if self._blocks.get(block.address) is not block:
-                continue  # it was found to be unused when its order was restored
+                continue  # `restore_order` has found it already
             block.unused = True
             block.fence = None
             self._retired[block] = None
@@ -459,7 +456,7 @@ class Heap:
         self._fresh = []
 
     def _reuse(self, block: Block) -> None:
-        """Give memory to other arrays."""
+        """Give the memory of a block to other arrays."""
         self.version += 1
         self.freed.discard(block)
         del self._blocks[block.address]
@@ -469,7 +466,7 @@ class Heap:
     # -- interrupts --------------------------------------------------------------------------------
 
     def restore_order(self) -> None:
-        """Work everything out anew from the blocks that there are."""
+        """Rebuild the books from `_blocks`."""
         self.version += 1
         blocks = dict(sorted(self._blocks.items()))
         self._addresses = list(blocks)
@@ -482,7 +479,7 @@ class Heap:
         dropped = set(self._dropped)
         for block in blocks.values():
             if block.buffer() is None and block not in retired and block not in dropped:
-                block.unused, block.fence = True, None  # nobody was given it, or has it any more
+                block.unused, block.fence = True, None  # nobody got it, or has it any more
                 retired[block] = None
         self._retired = retired
         self._fresh = [block for block in retired if block.fence is None]
@@ -499,7 +496,7 @@ class Heap:
         return None
 
     def _reuse_small_blocks(self, many: int) -> None:
-        """Let small blocks that were dropped share fences, and reuse all but the last so `many`."""
+        """Let dropped small blocks share fences, and reuse all but the last `many`."""
         if len(self._dropped) >= many:
             self._collect()
         if len(self._retired) < self._full_at:
@@ -515,12 +512,12 @@ class Heap:
         self._full_at = max(2 * many, len(self._retired) + many)
 
     def _may_run_ahead(self, reserved: int) -> bool:
-        """Whether the heap grows by so much rather than wait for the device."""
+        """Whether the heap grows by `reserved` rather than wait for the device."""
         waiting = sum(block.reserved for block in self._retired if block.unused)
         return self.transport.grows and waiting + reserved <= self.transport.runs_ahead_by
 
     def _take_after_fences(self, reserved: int) -> Location | None:
-        """Wait for fences, but not long: what is before one may wait for this rank's next call."""
+        """Wait briefly for fences: kernels ahead of one may wait for this rank's next call."""
         wait = _FENCE_WAIT if self.transport.grows or not self._segments else _LAST_FENCE_WAIT
         give_up = time.monotonic() + wait
         for block in [b for b in self._retired if b.unused and not b.shared and b.fence]:
@@ -550,7 +547,7 @@ class Heap:
         self._segments[made.index] = OwnSegment(address, made.nbytes, lease)
 
     def _full(self, reserved: int) -> HeapExhausted:
-        """What to raise where there will be no other segment."""
+        """The error where no segment has room and the heap cannot grow."""
         segments = self._segments.values()
         total = sum(segment.nbytes for segment in segments)
         free = sum(segment.ranges.free for segment in segments)
@@ -571,7 +568,7 @@ class Heap:
             segment.note(offset, size, committed=True)
 
     def _decommit(self, block: Block) -> None:
-        """Give back the granules that lie wholly inside a block."""
+        """Give back the memory of granules that lie wholly inside a block."""
         location = block.location
         first = up(location.offset, GRANULE)
         last = (location.offset + block.reserved) // GRANULE * GRANULE
@@ -581,7 +578,7 @@ class Heap:
 
 
 class _Change:
-    """Around what changes the books of a heap, by one thread at a time; not to be nested."""
+    """A `with` for changes of a heap's books, by one thread at a time; not nested."""
 
     __slots__ = ("_heap",)
 
@@ -594,5 +591,5 @@ class _Change:
         self._heap.changing = True
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # what an exception has left half done is put right by the next
+        if kind is None:  # after an exception the next change restores order
             self._heap.changing = False

@@ -1,10 +1,10 @@
 """Messages of ranks about their operations, and how errors name ranks.
 
-Each message of an exchange begins with a header, the name of the operation, the same on all ranks:
-those that have called different operations find out before a message is read as another's. A rank
-that gives an operation up tells its `Reason`. Errors name ranks by number, by number in the job, by
-process and by what they did last (`RankNames`): a rank of a context that was split off has two
-numbers, which differ, and messages give both. What a rank calls is in its row of the board.
+Each message of an exchange begins with a header, the name of the operation. Ranks that have called
+different operations find out before one reads the message of another operation. A rank that gives
+up an operation tells its `Reason`. Errors name ranks by number, process and last operation, which
+is in the rank's row (`RankNames`). A rank of a context that was split off also has a number in the
+job; messages give both numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardmath.symmetric.rows import NAME_BYTES, OPERATION, REASON_BYTES, Rows
 AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
 
 _END = b"\0"
-_DESCRIBED = 4  # ranks of a message that are named in full
-_NOTED = 8  # the same, of an error that all raise
+_DESCRIBED = 4  # ranks that a message names in full
+_NOTED = 8  # the same for the note of an error that all ranks raise
 _RAISED: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (CollectiveMismatch, UseAfterFree, HeapExhausted, ValueError, TypeError)
@@ -43,7 +43,7 @@ def header(operation: str) -> bytes:
 
 
 def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
-    """All ranks' messages, without the header that each must have. Raises CollectiveMismatch."""
+    """All ranks' messages without their header. Raises CollectiveMismatch where headers differ."""
     prefix = header(operation)
     for text in texts:
         if not text.startswith(prefix):
@@ -53,10 +53,7 @@ def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
 
 
 def different(names: Sequence[str | None]) -> str:
-    """Who called which operation, by rank; those together that called the same.
-
-    Ranks of which that is not known are left out.
-    """
+    """The words for ranks that called operations of different `names`; None is left out."""
     callers: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         if name is not None:
@@ -66,11 +63,10 @@ def different(names: Sequence[str | None]) -> str:
 
 
 class Reason(Immutable):
-    """Why a rank gave an operation up: `why`, in words.
+    """Why a rank gave up an operation, in words.
 
-    `blamed` are the ranks whose fault it was, if not its own; `late`: they did not come.
-
-    `raised` names the exception that all ranks are to raise, with the words of `why`, if any.
+    `blamed` are the ranks at fault, if not this one; `late`: they did not come. `raised` names the
+    exception that all ranks are to raise with the words of `why`, if any.
     """
 
     why: str
@@ -79,14 +75,14 @@ class Reason(Immutable):
     raised: str = ""
 
     def pack(self) -> bytes:
-        """REASON_BYTES: the end of a long text is cut off, zeros are behind a short one."""
+        """REASON_BYTES bytes: a long text is cut off, a short one padded with zeros."""
         ranks = " ".join(map(str, self.blamed))
         kind = "late" if self.late else self.raised
         return f"{kind}|{ranks}|{self.why}".encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Reason:
-        """The reason of `pack`ed bytes, with zeros behind them."""
+        """The reason in bytes that `pack` has made."""
         kind, _, rest = data.rstrip(b"\0").decode(errors="replace").partition("|")
         ranks, _, why = rest.partition("|")
         blamed = [int(rank) for rank in ranks.split() if rank.isdigit()]
@@ -103,7 +99,7 @@ class RankNames:
     """The names of one board's ranks, for the messages of one of them.
 
     Rank r is number `numbers[r]` of the job, and `processes[r]` is its process. `job` has the names
-    of all ranks of the job, where these are a part.
+    of all ranks of the job, where these are a part of them.
     """
 
     def __init__(
@@ -121,16 +117,16 @@ class RankNames:
         self._job = job
 
     def name(self, rank: int) -> str:
-        """A rank by its number here and, in a part of the job, by its number there; its process."""
+        """A rank by its number, its number in the job where that is another, and its process."""
         return f"rank {rank} ({self._process(rank)})"
 
     def where(self, number: str = "") -> str:
-        """This rank, its operation, the `number` of a wait, the user's line and the process."""
+        """This rank, its operation, the user's line, the `number` of a wait, and its process."""
         doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}{number}"
         return f"{doing}, {self._process(self.rank)}"
 
     def told(self, verb: Callable[..., object], *arguments: Any) -> None:
-        """Call a verb of the transport, whose errors know the job's ranks: they name these here."""
+        """Call a verb of the transport, and give its errors this board's numbers of ranks."""
         try:
             verb(*arguments)
         except (RankFailure, OpTimeout) as error:
@@ -140,12 +136,14 @@ class RankNames:
             raise type(error)(f"{self.where()}: {of_job}{error}", ranks) from None
 
     def failure_of(self, ranks: Sequence[int], what: str) -> RankFailure:
-        """The error for ranks that have died, or left: `what` they have done."""
+        """The error for ranks that are gone; `what` is for example "died"."""
         reasons = "; ".join(f"{self.name(r)} {what}; {self.last_of(r)}" for r in ranks)
         return RankFailure(f"{self.where()}: {reasons}; {AFTER_FAILURE}", ranks)
 
     def note(self, error: Exception) -> None:
-        """Add to an error that all ranks raise alike where this one does, and who they are."""
+        """Add to an error that all ranks raise a note of where this one raises it, and all
+        names.
+        """
         if len(self._numbers) > 1:
             names = ", ".join(map(self.name, range(min(len(self._numbers), _NOTED))))
             more = (
@@ -156,21 +154,23 @@ class RankNames:
             )
 
     def described(self, ranks: Sequence[int]) -> str:
-        """Ranks by their names, with what they did last; of many, most by their number alone."""
+        """Ranks by their names and last operations; after a few, by their numbers alone."""
         shown = [f"rank {r} ({self._process(r)}; {self.last_of(r)})" for r in ranks[:_DESCRIBED]]
         if len(ranks) > _DESCRIBED:
             shown.append(rank_names(ranks[_DESCRIBED:]))
         return ", ".join(shown)
 
     def _process(self, rank: int) -> str:
-        """The rank's process, after its number in the job where this board has a part of that."""
+        """The rank's process, after its number in the job where this board has a part of the
+        ranks.
+        """
         process = self._processes[rank]
         if self._job is None:
             return process
         return f"rank {self._numbers[rank]} of the job, {process}"
 
     def last_of(self, rank: int) -> str:
-        """The last operation of a rank: here, and in the context of the whole job."""
+        """The last operation of a rank: in this context, and in the context of all ranks."""
         here = self.operation_of(rank)
         job = self._job
         everywhere = "" if job is None else job.operation_of(self._numbers[rank])
@@ -180,6 +180,6 @@ class RankNames:
         return f"its last operation was {', and '.join(done)}" if done else "it has called nothing"
 
     def operation_of(self, rank: int) -> str:
-        """The operation that a rank is in, or was in last; empty where it has called none."""
+        """The operation that a rank is in, or was in last; "" where it has called none."""
         text = bytes(self._rows.bytes[rank][OPERATION : OPERATION + NAME_BYTES])
         return text.rstrip(b"\0").decode(errors="replace")

@@ -1,7 +1,8 @@
-"""Which byte ranges of one segment are free, and which have memory: best fit, neighbours merged.
+"""The byte ranges of one segment that are free, and those that have memory.
 
-Pure bookkeeping over integers. Every offset and size is a multiple of `ALIGNMENT`, so that every
-array starts on its own cache line and a block's end never shares one with the next block.
+Pure bookkeeping over integers: best fit, with free neighbours merged. Every offset and size is a
+multiple of `ALIGNMENT`, so that every array starts on its own cache line and a block's end never
+shares one with the next block.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FreeRanges:
         return offset
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take `nbytes` at `offset`, all of them free."""
+        """Take `nbytes` at `offset`, all of which must be free."""
         place = bisect_right(self._by_offset, (offset, self._most)) - 1
         start, size = self._by_offset[place]
         assert start <= offset and offset + nbytes <= start + size, "a taken range was reserved"
@@ -99,6 +100,6 @@ class OwnSegment:
         return runs
 
     def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
-        """Record that the granules of a run have memory, or have none."""
+        """Record whether the granules of a run have memory."""
         first, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
         self.committed[first:last] = bytes([committed]) * (last - first)

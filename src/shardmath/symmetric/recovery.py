@@ -1,12 +1,12 @@
-"""Which ranks go on after a failure: those that are left agree, on the board that has failed.
+"""The agreement of the remaining ranks, after a failure, on who goes on; on the failed board.
 
     rank 0   ask 1 ──┐                       ┌─ decide 1: ranks 0 and 2
     rank 1   (dead)  ├─ all have asked, left ┤
     rank 2   ask 1 ──┘  or died              └─ read it
 
-The first rank that has asked decides, since two ranks may see a death at different times. A rank
-that asks again, because somebody did not come, asks with a higher number, and whoever still waits
-joins it there. Numbers only rise.
+One rank decides, the first that has asked, since ranks may see a death at different times. A rank
+that asks again, because another did not come, asks with a higher number, and ranks that still wait
+join it there. Numbers only rise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardmath.symmetric.rows import DECISION, MAIL, RECOVERY, Rows
 
 
 class Recovery:
-    """One rank's part in the recoveries of a board: `number` is the last that it asked for.
+    """One rank's part in the recoveries of a board; `number` is the last that it asked for.
 
-    Words of the `rows` say, for each rank, for which it has last asked and decided; who goes on, a
-    bit for each rank, stands where its mail was. `gone()` are the ranks that have died or left;
-    `wait(awaited)` returns when `awaited()` names no rank any more.
+    Words of the `rows` say which number each rank has last asked for and decided; the decision, a
+    bit for each rank that goes on, stands in place of its mail. `gone()` are the ranks that have
+    died or left; `wait(awaited)` returns when `awaited()` is empty.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Recovery:
         self._wait = wait
 
     def survivors(self) -> list[int]:
-        """The ranks that go on, this one among them: the same on all of them. Collective.
+        """The ranks that go on, this one among them; equal on all of them. Collective.
 
-        Raises what `wait` raises for ranks that do not come, and RankFailure where the others count
-        this rank among the dead. It can be called again after either.
+        Raises as `wait` for ranks that do not come, and RankFailure where the others have gone on
+        without this rank. It can be called again after either.
         """
         self.number += 1
         while True:
@@ -77,14 +77,14 @@ class Recovery:
         return max(self._words(RECOVERY)) > self.number
 
     def _silent(self) -> list[int]:
-        """The ranks that live and have not asked; none when this recovery is overtaken."""
+        """The living ranks that have not asked; none once a rank has asked again."""
         if self._is_overtaken():
             return []
         late = [rank for rank in self._ranks if not self._has_asked(rank)]
         return [rank for rank in late if rank not in self._gone()] if late else late
 
     def _undecided(self, first: int) -> list[int]:
-        """`first`, if it lives and its decision is awaited."""
+        """`first`, while it lives and its decision is awaited."""
         if self._has_decided(first) or self._is_overtaken() or first in self._gone():
             return []
         return [first]

@@ -1,7 +1,7 @@
-"""How the words lie that the ranks' GPUs share: the structs of `kernels/symm.cuh`, in bytes.
+"""The layout, in bytes, of the structs of `kernels/symm.cuh`, which the ranks' GPUs share.
 
-For those who read and write them without C++: the host, and Triton. The header has the meanings; a
-test compiles both against each other.
+The host and Triton read and write them without C++. The header says what the members mean; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TEAM_STATUS = 24
 TEAM_PADS = 32  # 8 bytes for each rank
 TEAM_BUFFERS = 32  # and 8 bytes for each rank: behind the pads
 
-# Status: one Late for each rank, of three words: operation, expected, seen. Behind them, where a
-# word for each rank lies that says whether it sends no more.
+# Status: one Late for each rank, of three words: operation, expected, seen. Behind them, the
+# address of the words that say, for each rank, whether it sends no more.
 LATE = 8
 LATE_BYTES = 24
 
 
 def gone_place(size: int) -> int:
-    """The byte of `Status` where the address of those words lies, in a team of `size` ranks."""
+    """The byte of `Status` with the address of those words, in a team of `size` ranks."""
     return LATE + LATE_BYTES * size
 
 

@@ -1,9 +1,10 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s, told by `structs`. A kernel whose wait expires writes
-down whom it waited for, in host memory, and ends; the host raises at its next call or at
-`synchronize`, and then all can be used again: a barrier or a signal that did not come is waited for
-anew. A wait for a rank that has gone, as `departures` knows, ends early in the same way.
+`structs` has the layout of a pad, which is that of `kernels/symm.cuh`. A kernel whose wait expires
+notes in host memory whom it waited for, and ends; the host raises at its next call or at
+`synchronize`. Then everything can be used again: the next call waits anew for a barrier or a signal
+that did not come. A wait for a rank that has gone, as `departures` knows, ends early in the same
+way.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ _REFUSED = {
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
     structs.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
 }
-# What all ranks find alike in an exchange of rows that the GPU counts.
+# Errors, which all ranks find alike, of an exchange of rows that GPUs count.
 _MISCOUNTS = {
     structs.NO_ROOM: "{seen} rows come to rank {place}, whose out has room for {expected}",
     structs.BAD_ROWS: "chunk {seen} of rank {place} is not within the {expected} rows of its input",
     structs.OTHER_ROWS: "rank {place} exchanges rows of another size, or in another order",
 }
-# What leaves the counts of these ranks' kernels in no known state.
+# Errors after which the counts that kernels of these ranks keep are in no known state.
 _BREAKING = (
     *(structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT),
     *_MISCOUNTS,
@@ -75,9 +76,9 @@ _BREAKING = (
 class Team:
     """The GPU side of one group of ranks.
 
-    `pads[rank]` is where a rank's pad lies for this device; `own` keeps this rank's. The operations
-    take a stream's handle and return at once; they can be captured in CUDA graphs and replayed. One
-    channel is used by one stream at a time; different channels are independent.
+    `pads[rank]` is the address of a rank's pad for this device; `own` keeps this rank's alive. The
+    operations take a stream's handle and return at once; they can be captured in CUDA graphs and
+    replayed. One channel is used by one stream at a time; different channels are independent.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class Team:
         self.size = board.size
         self.pads = tuple(pads)
         self.timeout = board.policy.timeout
-        self.broken = ""  # why what collectives count is in no known state
-        self.shares_device = shares_device  # with a peer, which computes on the same GPU
-        self.meets = False  # hosts meet at each call: SHARDMATH_CHECK on some rank
-        # What all ranks raise where kernels found these tags of their calls, by rank, to differ.
+        self.broken = ""  # why the counts of collectives are in no known state
+        self.shares_device = shares_device  # whether a peer computes on the same GPU
+        self.meets = False  # whether hosts meet at each call: SHARDMATH_CHECK on some rank
+        # The error of all ranks where kernels found that the tags of their calls, by rank, differ.
         self.explain: Callable[[Mapping[int, int]], Exception] | None = None
-        # And where what they exchange in a launch of such a tag is not what one of them takes.
+        # The error where a rank has no room for what it gets in a launch of this tag.
         self.explain_misfit: Callable[[int, int], Exception] | None = None
-        self._expired = False  # a kernel's wait, at any time
+        self._expired = False  # whether a kernel's wait has ever expired
         self._board = board
         self._own = own
         self._report = report_of(device, structs.gone_place(self.size) // 8 + 1)
@@ -112,14 +113,14 @@ class Team:
         if departures is None and self.size > 1:
             departures = Departures.of(device, board)
             departures.ask(self.gave_up_counts)
-        self._departures = departures  # of these ranks, for all their teams
+        self._departures = departures  # one for all teams of these ranks
         if departures is not None:
             self._report.words[-1] = departures.address
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
         self._orders: dict[int, StreamOrder] = {}  # of `ordered_barrier`, by channel
 
     def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
-        """A team of the same ranks with pads of its own."""
+        """A team of the same ranks with other pads."""
         return type(self)(
             self.device,
             self._board,
@@ -150,7 +151,7 @@ class Team:
 
     @property
     def ring_order(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
+        """All ranks, from the next one to this one: every rank begins with another one."""
         return [(self.rank + step) % self.size for step in range(1, self.size + 1)]
 
     def packed(self, timeout: float | None = None) -> bytes:
@@ -162,13 +163,13 @@ class Team:
 
     @property
     def report_address(self) -> int:
-        """Where the host reads a word that is not 0 once a kernel has reported something."""
+        """The address of the word that is not 0 once a kernel has reported something."""
         return int(self._notes.ctypes.data)
 
     # -- operations on a stream --------------------------------------------------------------------
 
     def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
-        """Put a barrier of all ranks on `stream`: what was written before, all see after."""
+        """Put a barrier of all ranks on `stream`: they see after it what was written before."""
         self.device.activate()
         self.enqueue_barrier(stream, channel=channel, timeout=timeout)
 
@@ -183,7 +184,7 @@ class Team:
             self._launch("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
 
     def ordered_barrier(self, stream: int, *, channel: int, timeout: float | None = None) -> None:
-        """`barrier`, after the last one here of its channel, on whichever stream that was."""
+        """`barrier`, after the last ordered one of its channel, on whichever stream that was."""
         self._require(channel)
         order = self._orders.get(channel)
         if order is None:
@@ -284,16 +285,16 @@ class Team:
         self.check()
 
     def check(self) -> None:
-        """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
+        """Raise what a kernel has reported: OpTimeout, RankFailure for a rank that has ended, or
+        ValueError for a channel or a rank that does not exist.
 
-        ValueError where a kernel named a channel or a rank that does not exist. Costs one load
-        where nothing has gone wrong. After the error, the team can be used again.
+        Costs one load where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._notes[0]:
             raise settled(self._reported_error())
 
     def check_collectives(self) -> None:
-        """Raise, as `check`, what kernels of collectives have noted: none can follow."""
+        """`check`, for reports after which no collective can follow."""
         if self._notes[0] and self.gave_up_counts():
             raise settled(self._reported_error())
 
@@ -307,22 +308,22 @@ class Team:
             )
 
     def gave_up(self) -> bool:
-        """Whether an operation may have ended here before its peers were done with it."""
+        """Whether an operation may have ended here before the peers were done with it."""
         return self._expired or bool(self._notes[0]) or self._board.failure is not None
 
     def failed(self) -> bool:
-        """Whether a collective, or the group, came to an end here before its peers were done."""
+        """Whether a collective, or the group, has ended here before the peers were done."""
         return self.gave_up_counts() or self._board.failure is not None
 
     def gave_up_counts(self) -> bool:
-        """Whether a wait has expired here after which peers may wait for this rank in vain."""
+        """Whether a wait has expired here that leaves peers waiting for this rank in vain."""
         if self.broken:
             return True
         late = self._notes[1:].reshape(self.size, 3)[:, 0]
         return bool(self._notes[0]) and any(_breaks_counts(int(operation)) for operation in late)
 
     def abort(self) -> None:
-        """End what kernels wait for in any team of these ranks: their group is at its end."""
+        """End all waits of kernels in teams of these ranks: their group is at its end."""
         if self._departures is not None:
             self._departures.end_all()
 
@@ -332,20 +333,21 @@ class Team:
             self._departures.leave()
 
     def wait_for_kernels(self) -> None:
-        """Wait, when all ranks leave, until their kernels have ended, but not for what is behind.
-
-        These end soon, since none waits any more.
+        """When all ranks leave: wait until their kernels have ended, which end soon, since none
+        waits.
         """
         if self._departures is not None:
             self._departures.wait(min(_LAST_KERNELS, self._board.policy.timeout))
 
     @property
     def drop(self) -> Callable[[], None] | None:
-        """The call by which the garbage collector leaves; it keeps no team. None without peers."""
+        """As `leave`, for the garbage collector, without a reference to the team; None on one
+        rank.
+        """
         return None if self._departures is None else self._departures.drop
 
     def _reported_error(self) -> Exception:
-        with suppress(CudaError):  # what else was waiting ends now, and has its say
+        with suppress(CudaError):  # other waits end now, and report, too
             self.device.synchronize()
         self._expired = True
         late = self._notes[1:].reshape(self.size, 3).copy()
@@ -395,13 +397,12 @@ class Team:
 
 
 class FarTeam(Team):
-    """The GPUs of a context whose ranks are on several hosts: signals to these are copies.
+    """The GPUs of a context whose ranks are on several hosts: signals to other hosts are copies.
 
-    No kernel can write the words of a rank without an address: of `pads` those of ranks on other
-    hosts are 0, and `locate` says where they lie. A barrier is therefore three steps on the stream:
-    a kernel that writes down the round, `put` of that word to each rank elsewhere, a kernel that
-    waits for all; a signal is counted by a kernel, and `put`. Words and deadlines are as on one
-    host; what expires is waited for anew.
+    The `pads` of ranks on other hosts have no address here, so they are 0, and no kernel can write
+    there; `locate` says where they lie. A barrier is therefore three steps on the stream: a kernel
+    that writes down the round, `put` of that word to each rank elsewhere, a kernel that waits for
+    all. A signal is counted by a kernel, and `put`. Words and deadlines are as on one host.
     """
 
     def locate(
@@ -452,7 +453,7 @@ class FarTeam(Team):
         channel: int,
         timeout: float | None = None,
     ) -> None:
-        """See Team. The word at `slot` stays as it is: two counts of the channel take its place."""
+        """See Team. Two counters of the channel take the place of the word at `slot`."""
         self.check()
         self.device.activate()
         tail = struct.pack("Ii", channel, peer)
@@ -463,13 +464,13 @@ class FarTeam(Team):
             self._put_counter(peer, channel, counter, half, stream)
 
     def _put_counter(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
-        """Carry a counter to that half of `peer`'s inbox of signals, after what was put before."""
+        """Put a counter into this half of `peer`'s inbox of signals, after earlier puts."""
         self.transport.quiet(self.numbers[peer], stream)
         inbox = structs.SIGNAL * self.size + 2 * _WORD * self.rank + half
         self._put_word(peer, channel, counter, inbox, stream)
 
     def _put_word(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
-        """Put this rank's word of `counter` for `peer` to byte `inbox` of the peer's channel."""
+        """Put this rank's word of `counter` for `peer` at byte `inbox` of the peer's channel."""
         start = structs.PAD_BYTES + structs.CHANNEL_BYTES * self.size * channel
         address = self.pads[self.rank] + start + counter * self.size + _WORD * peer
         word, pad = DeviceBytes(address, _WORD, self.device.name), self._far[peer]
@@ -478,13 +479,13 @@ class FarTeam(Team):
 
 
 def _breaks_counts(operation: int) -> bool:
-    """Whether an expired wait of that kind and place leaves what is counted in no known state."""
+    """Whether an expired wait of this kind and place leaves counts in no known state."""
     kind, number = operation & 0xFFFFFFFF, operation >> 32
     return kind in _BREAKING or (kind == structs.OF_BARRIER and number >= RESERVED)
 
 
 def _signed(word: int) -> int:
-    """A number of 32 bits that a kernel gave: it may have meant a negative one."""
+    """A number of 32 bits from a kernel, which may be negative."""
     return word - (1 << 32) if word >> 31 == 1 else word
 
 

@@ -1,32 +1,32 @@
-"""How a rank waits for another: spinning, then asleep; with a deadline and liveness checks.
+"""How a rank waits for another: it spins, then sleeps, with a deadline and liveness checks.
 
-A wait first spins, since peers mostly arrive within microseconds, for as long as falling asleep and
-waking up would take; yields the core a few times; then it sleeps until the peer that it waits for
-rings, for a millisecond at most, and checks whether the peers are alive, whether one has left, and
-the deadline. So the common case costs a few loads and no system call, and a rank that has no core
-of its own soon lets go of the one that its peer needs. A ring only ends a sleep early: whoever
+Peers mostly arrive within microseconds. So a wait first spins, for as long as falling asleep and
+waking up would take, and yields the core a few times. Then it sleeps until the awaited peer rings,
+for a millisecond at most, and checks whether the peers are alive, whether one has left, and the
+deadline; and so on. The common case costs a few loads and no system call, and a rank without a core
+of its own soon yields the one that its peer needs. A ring only ends a sleep early: a rank that
 wakes looks for itself.
 
-Where peers cannot ring, since nothing was compiled, or what is awaited is not what they ring for,
-a wait yields the core, and then sleeps with exponential backoff up to a millisecond.
+Where peers do not ring, because nothing was compiled or for words that they write without ringing,
+a wait yields the core and then sleeps with exponential backoff, up to a millisecond.
 
-Either all ranks come out of a round or a barrier, or none does: what a rank that has given up lets
-its peers read may change, and who comes late must not take it for what it was. So
+Either all ranks come out of a round or a barrier, or none does: memory of a rank that has given up
+may change, and a late peer must not read it. So
 
     a rank comes out when it has seen every peer arrive, and then, looking once more, has seen that
-    none had taken it back;
-    a rank whose time has passed takes its own arrival back, lets that become visible, and looks
-    once more: where every peer has arrived by then, also one that is just taking it back, it
-    arrives again, and waits for those that do the same; else it fails.
+    none has taken its arrival back;
+    a rank at its deadline takes its own arrival back, lets that become visible, and looks once
+    more: if every peer has arrived by then, including those that are just taking it back, it
+    arrives again, and waits for peers that do the same; otherwise it fails.
 
-Proof. Say that X comes out, and let G be the first that fails. X's second look saw G's arrival, so
-G took it back after that look; all peers had arrived before that look, and arrivals stay visible
-as 2n or 2n-1. So when G looked, it saw that all had arrived, and nobody who had failed: it did not
-fail. A store of X's that G's look does not see is younger than what G took back, which X then sees.
+Proof. Suppose that X comes out, and let G be the first rank that fails. X's second look saw G's
+arrival, so G took it back after that look; all peers had arrived before that look, and arrivals
+stay visible as 2n or 2n-1. So G, when it looked, saw that all had arrived and that none had failed:
+it did not fail. A store of X that G's look does not see is younger than G's, which X then sees.
 
 This holds among ranks that share the page, and between hosts where a message takes less than
 `_FAR_DOUBT` seconds. It cannot hold where a rank is interrupted, stopped or killed between the two
-steps of giving up: some peers may then come out where others raise, and all hear of it in their
+steps of giving up: some peers may then come out where others raise, and all of them raise in their
 next operation.
 """
 
@@ -45,12 +45,12 @@ _YIELDS = 100
 _FIRST_SLEEP = 20e-6
 LONGEST_REST = 1e-3  # seconds of sleep between two looks at whether the peers are alive
 _SPIN = 50e-6  # seconds: about what it takes to fall asleep and to be woken
-_DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores that load it
+_DOUBT = 1e-3  # seconds after which all cores see that a word was taken back
 _FAR_DOUBT = 0.05  # the same between hosts, there and back
 
 
 class WaitPolicy(Immutable):
-    """How long to wait: `timeout` seconds, with a notice after `notice`; it spins for `spin`."""
+    """How long to wait: seconds until the timeout, until a notice on stderr, and of spinning."""
 
     timeout: float
     notice: float
@@ -58,7 +58,7 @@ class WaitPolicy(Immutable):
 
     @classmethod
     def of(cls, timeout: float, notice: float, local_ranks: int) -> WaitPolicy:
-        """Spin only where every rank has a core of its own, as far as this host can tell."""
+        """A policy that spins only where this host has a core for each of its ranks."""
         cores = len(os.sched_getaffinity(0))
         return cls(timeout, notice, _SPIN if local_ranks <= cores else 0.0)
 
@@ -78,12 +78,12 @@ def wait_until(
 ) -> None:
     """Return once `arrived()`.
 
-    `missing()` lists the ranks still waited for, which `named(ranks)` puts into words; `doing()`
-    names this rank, the operation and the user's line, and `peer_error(ranks)` is the exception to
-    raise when one of those that are `late()` (default: missing) will never arrive. `show(why)`
-    shows where all ranks are, with the notice that this one waits. `rest(peer, arrived, seconds)`
-    sleeps until the peer rings: `Rows.rest`.
-    Raises the error at once, and OpTimeout after `timeout` seconds (default: the policy's).
+    `missing()` are the ranks still waited for, `named(ranks)` describes them, and
+    `peer_error(ranks)` is the exception to raise when one of those that are `late()` (default:
+    missing) will never arrive. `doing()` names this rank, the operation and the user's line.
+    `show(why)` shows where all ranks are, with the notice. `rest(peer, arrived, seconds)` sleeps
+    until the peer rings: see `Rows.rest`. Raises a peer error at once, and OpTimeout after
+    `timeout` seconds (default: the policy's).
     """
     limit = policy.timeout if timeout is None else timeout
     late = missing if late is None else late
@@ -130,10 +130,10 @@ def _error_of(
     late: Callable[[], Sequence[int]],
     peer_error: Callable[[Sequence[int]], Exception | None],
 ) -> Exception | None:
-    """What `peer_error` says of the ranks that are late.
+    """`peer_error` of the ranks that are late, if none of them has arrived meanwhile.
 
-    A peer may arrive after `late` has looked, and go on or leave before `peer_error` looks: then it
-    seems to have done so instead. Where the same ranks are late afterwards, none has arrived.
+    A peer may arrive after `late` has looked, and go on or leave before `peer_error` looks: it then
+    seems to have left instead of arriving. If the same ranks are late afterwards, none has arrived.
     """
     ranks = late()
     error = peer_error(ranks)
@@ -149,10 +149,10 @@ def _sleep(peer: int, arrived: Callable[[], bool], seconds: float) -> None:
 
 
 class Arrivals:
-    """Arrivals of the ranks of `rows` at rounds and barriers, as one of them sees them.
+    """The arrivals of the ranks of `rows` at rounds and barriers, as one of them sees them.
 
-    A word of a rank's row is 2n where it has arrived for the n-th time, and 2n-1 where it has taken
-    that back, as a rank does that has waited too long.
+    The word of a rank is 2n when it has arrived for the n-th time, and 2n-1 when it has taken that
+    back at its deadline.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -164,16 +164,16 @@ class Arrivals:
         return [r for r in self._rows.peers if words[r][word] < target]
 
     def second_look(self, word: int, target: int) -> list[int]:
-        """The peers whose `word` is still less than `target`, after what `missing` has seen."""
+        """`missing`, once more: the peers that have taken their arrival back since."""
         if self._rows.needs_polling:
             self._rows.poll()
         order()
         return self.missing(word, target)
 
     def come_after_all(self, word: int, target: int) -> bool:
-        """Take this rank's arrival back, and look once more who has come.
+        """Take this rank's arrival back, and look once more who has arrived.
 
-        Where all have, announces the arrival again, and returns True.
+        If all have, announce the arrival again, and return True.
         """
         self._rows.publish(word, target - 1)
         if self._rows.needs_polling:
@@ -193,7 +193,7 @@ class Arrivals:
         return came
 
     def polling(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
-        """`arrived`, after messages of ranks on other hosts have been taken in."""
+        """`arrived`, preceded by receiving messages of ranks on other hosts, if there are any."""
         if not self._rows.needs_polling:
             return arrived
         poll = self._rows.poll
