@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -55,62 +55,24 @@ class DType(Immutable):
         return self.name
 
 
-_SINGLE, _FAST, _DOUBLE = (68, 69), (74, 75, 77, 78), (70, 71, 79)
-
-
-def _float8(name: str, largest: float, number: int | None = None) -> DType:
-    return DType(
-        name,
-        1,
-        "f",
-        sums="float32",
-        carrier="uint8",
-        number=number,
-        computes=_SINGLE,
-        scalars=(0,),
-        largest=largest,
-    )
-
+_SINGLE, _DOUBLE = (68, 69), (70, 71, 79)
+_FAST = (*_SINGLE, 74, 75, 77, 78)
+_narrow = partial(DType, kind="f", sums="float32")
+_float8 = partial(_narrow, itemsize=1, carrier="uint8", computes=_SINGLE, scalars=(0,))
+_half = partial(_narrow, itemsize=2, complex="complex64")
 
 _ROWS = (
     DType("bool", 1, "b", kernels="boolean"),
     *(DType(f"int{8 * size}", size, "i") for size in (1, 2, 4, 8)),
     *(DType(f"uint{8 * size}", size, "u") for size in (1, 2, 4, 8)),
-    _float8("float8_e4m3fn", 448.0, 28),
-    _float8("float8_e5m2", 57344.0, 29),
-    DType(
-        "float16",
-        2,
-        "f",
-        sums="float32",
-        complex="complex64",
-        number=2,
-        computes=(*_SINGLE, 64, 65),
-        scalars=(0, 2),
-    ),
-    DType(
-        "bfloat16",
-        2,
-        "f",
-        sums="float32",
-        carrier="int16",
-        complex="complex64",
-        number=14,
-        computes=_SINGLE,
-        scalars=(0,),
-    ),
-    DType(
-        "float32",
-        4,
-        "f",
-        complex="complex64",
-        number=0,
-        computes=(*_SINGLE, *_FAST),
-        scalars=(0,),
-    ),
+    _float8("float8_e4m3fn", number=28, largest=448.0),
+    _float8("float8_e5m2", number=29, largest=57344.0),
+    _half("float16", number=2, computes=(*_SINGLE, 64, 65), scalars=(0, 2)),
+    _half("bfloat16", carrier="int16", number=14, computes=_SINGLE, scalars=(0,)),
+    DType("float32", 4, "f", complex="complex64", number=0, computes=_FAST, scalars=(0,)),
     DType("float64", 8, "f", complex="complex128", number=1, computes=_DOUBLE, scalars=(1,)),
     DType("complex32", 4, "V", sums="complex64", carrier="int32", real="float16"),
-    DType("complex64", 8, "c", real="float32", number=4, computes=(*_SINGLE, *_FAST), scalars=(4,)),
+    DType("complex64", 8, "c", real="float32", number=4, computes=_FAST, scalars=(4,)),
     DType("complex128", 16, "c", real="float64", number=5, computes=_DOUBLE, scalars=(5,)),
 )
 _KNOWN = {row.name: row for row in _ROWS}

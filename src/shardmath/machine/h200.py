@@ -59,9 +59,7 @@ GRAPH_STEP = 1.5e-6  # from one kernel of a graph to the next
 COLLECTIVE = 4.5e-6  # a collective of a few bytes
 BARRIER = 4e-6
 COPY_START, PUSH_START = 3e-6, 5e-6
-ENGINES_START = (
-    1.2e-5  # until an engine's first copy begins, and a kernel after the last
-)
+ENGINES_START = 1.2e-5  # until an engine's first copy begins, and a kernel after the last
 ENGINES_MET = 1.9e-5  # the same where a kernel first looks whether peers have read
 ENGINE_COPY = 6e-6  # each further copy in addition to its bytes, with the words behind it
 GATHER_START = 1e-5  # two barriers, and a kernel that pushes

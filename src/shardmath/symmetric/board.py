@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import CollectiveCall, settled, this_thread
@@ -106,7 +106,7 @@ class Board:
         self._page: Any = self._compiled_page(rows, policy)
         self._lock = threading.RLock()
         self._left = ""  # why this rank has left
-        self._watch_first: Callable[[], None] = _all_have_it
+        self._watch: Callable[[], None] | None = None  # see `meet`
 
     @staticmethod
     def _compiled_page(rows: Rows, policy: WaitPolicy) -> Any:
@@ -149,10 +149,10 @@ class Board:
         payload: bytes = b"",
         expected: tuple[bytes, ...] | None = None,
     ) -> Texts:
-        """All ranks' texts, with their headers, which are not compared; their payloads. Collective.
+        """All ranks' texts, with their headers, which are not compared, and payloads. Collective.
 
-        Texts that are those `expected` are that very tuple. A payload is the part of the message
-        that calls do not compare with the last one's.
+        Where the texts equal those `expected`, that very tuple is returned. A payload is the part
+        of a message that repeated calls do not compare with the last one's.
         """
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
@@ -188,30 +188,37 @@ class Board:
             self._lock.release()
 
     def late(self, text: bytes, payload: bytes, expected: tuple[bytes, ...]) -> Texts:
-        """The texts and payloads, where compiled code has published all that this rank has, and
-        a peer was late.
+        """`exchange_raw`, after compiled code has published this rank's part and found a peer
+        late.
         """
         texts = self._gather(text, payload, expected, published=True)
         self.require_level()
         return texts
 
     def meet_calls(self) -> None:
-        """Let no rank run further ahead: the ranks meet now. For compiled code."""
+        """Tell the peers that the ranks are about to meet. For compiled code."""
         if self.calls is not None:
             self.calls.meet()
 
     def require_level(self) -> None:
-        """Raise, on all ranks, where they have met after different numbers of calls."""
+        """Raise, on all ranks, what is wrong where they have met after different numbers of
+        calls.
+        """
         calls = self.calls
-        if calls is not None and calls.differ():
-            self._raise_passed(calls)
+        if calls is None or not calls.differ():
+            return
+        behind = calls.behind()
+        if not behind:
+            raise self.concluded(self._passed_error(calls, calls.ahead()))
+        self._await_calls(lambda: behind)  # ranks that were passed know what they called instead
+        raise AssertionError("whoever was passed gives up")
 
     def _gather(
         self, text: bytes, payload: bytes, expected: tuple[bytes, ...] | None, *, published: bool
     ) -> Texts:
         """All ranks' texts and payloads, in as many rounds as the longest needs.
 
-        `published`: this rank's part of the first round is, which is all that it has.
+        `published`: this rank's message, which takes one round, is published already.
         """
         message = text + payload
         heads, parts = self._round(message, len(payload), 0, published=published)
@@ -231,12 +238,11 @@ class Board:
     def _round(
         self, message: bytes, payload: int, start: int, *, published: bool = False
     ) -> tuple[list[tuple[int, int]], list[bytes]]:
-        """One round: publish a chunk, then read everybody's, and how long each message is in all,
-        and the payload at its end.
+        """One round: publish this rank's chunk, then read all ranks'.
 
-        `start` is where in the messages the chunks begin. The chunk is written before the word, by
-        the same core in the same order; a reader loads the word before the chunk. So whoever sees
-        the round sees its chunk.
+        Returns for each rank (bytes of its message, bytes of the payload at its end), and its
+        chunk. Chunks begin `start` bytes into the messages. A chunk is written before the word of
+        the round, and read after it: a rank that sees the round sees its chunk.
         """
         number = self.rounds + 1
         mailbox = MAIL + (number & 1) * MAIL_BYTES
@@ -250,7 +256,12 @@ class Board:
         heads, chunks = [], []
         for words, row in zip(self._words, self._rows.bytes, strict=True):
             if words[word] != number:
-                raise self._stale(words[word], number)
+                error = RankFailure(
+                    f"{self.names.where()}: a peer published round {number} with the message of "
+                    f"round {words[word]}"
+                )
+                self._fail_with(error)
+                raise error
             whole = words[word + 1]
             left = whole - start
             end = first + left if left < _CHUNK else first + _CHUNK
@@ -258,23 +269,14 @@ class Board:
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return heads, chunks
 
-    def _stale(self, other: int, number: int) -> RankFailure:
-        """The error for a mailbox of another round than the one that was published."""
-        error = RankFailure(
-            f"{self.names.where()}: a peer published round {number} with the message of round "
-            f"{other}"
-        )
-        self._fail_with(error)
-        return error
-
     # -- calls without a meeting ---------------------------------------------------------------
 
     def let_run_ahead(self, explain: Callable[[Mapping[int, int | None]], Exception]) -> None:
         """From now on ranks may make calls without meeting here: `run_ahead`. Collective, once.
 
-        `explain(tags)` is what all ranks are to raise where this rank meets, and peers have gone on
-        with calls of these tags, by rank; None is that of a rank that has not come so far. Nothing
-        is done for ranks of several hosts.
+        `explain(tags)` is the error of all ranks where this rank meets and peers have gone on with
+        calls of these tags, by rank; None for a rank that has not come so far. Does nothing for
+        ranks on several hosts.
         """
         if self.calls is None and not self._rows.needs_polling:
             self.calls = Calls(self._rows, explain)
@@ -282,7 +284,7 @@ class Board:
     def run_ahead(self, operation: str, tag: int, words: Sequence[int] = ()) -> None:
         """List a call that this rank makes without waiting for its peers, and `words` of it.
 
-        Waits only for those that are a whole window behind: RankFailure, OpTimeout as elsewhere.
+        It waits only for peers that are a whole window behind, and then raises as a wait does.
         """
         calls = self.calls
         assert calls is not None, "ranks may run ahead"
@@ -293,9 +295,9 @@ class Board:
         calls.add(tag, self._await_listed, words)
 
     def listed_words(self, count: int) -> list[tuple[int, ...]]:
-        """The first `count` words of each rank with the call that this one has listed last. Waits.
+        """By rank, the first `count` words of the call that this rank has listed last. Waits.
 
-        Raises, on all ranks, what is wrong where they have listed different calls.
+        Where ranks have listed different calls, all raise what is wrong.
         """
         calls = self.calls
         assert calls is not None, "ranks may run ahead"
@@ -306,7 +308,7 @@ class Board:
         return calls.words(count)
 
     def next_tag_of(self, rank: int) -> int | None:
-        """The tag of the next call that `rank` lists, when it has; None where it meets instead."""
+        """The tag of the next call of `rank`; None where it meets instead. Waits for either."""
         calls, words, own = self.calls, self._words[rank], self._own
         assert calls is not None, "ranks may run ahead"
 
@@ -321,17 +323,6 @@ class Board:
         calls = self.calls
         assert calls is not None, "ranks may run ahead"
         self._await_calls(lambda: calls.missing(number))
-
-    def _raise_passed(self, calls: Calls) -> NoReturn:
-        """Raise, on all ranks, what is wrong where they meet after different calls.
-
-        Those that were passed know what they have called instead, and say it.
-        """
-        behind = calls.behind()
-        if not behind:
-            raise self.concluded(self._passed_error(calls, calls.ahead()))
-        self._await_calls(lambda: behind)
-        raise AssertionError("whoever was passed gives up")
 
     def _passed_error(self, calls: Calls, late: Sequence[int]) -> Exception:
         ahead = calls.ahead(late)
@@ -351,7 +342,7 @@ class Board:
         return error
 
     def _await_calls(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until no rank is `missing` that is to list calls."""
+        """Wait until no rank is `missing`, for calls that are to be listed."""
         try:
             self._wait_until(lambda: not missing(), missing, self.peers.ended_error)
         except BaseException as error:
@@ -359,10 +350,10 @@ class Board:
             raise
 
     def arrive(self, operation: str) -> None:
-        """Tell the peers that this rank has come to the next barrier, at which it waits later.
+        """Tell the peers that this rank has reached the next barrier, at which it waits later.
 
-        What it wrote before, a peer sees that is past that barrier. Local; `barrier` must follow.
-        Where this rank fails first, it takes that back: `fail`.
+        Peers past that barrier see what this rank wrote before. Local; `barrier` must follow. If
+        this rank fails first, `fail` takes the arrival back.
         """
         self.enter(operation)
         if self.observer is not None:
@@ -370,10 +361,7 @@ class Board:
         self._rows.publish(BARRIER, 2 * (self.barriers + 1))
 
     def barrier(self, operation: str = "barrier") -> None:
-        """Wait until every rank has called it. Collective.
-
-        What a rank wrote before, every rank sees after.
-        """
+        """Wait until every rank has called it; all then see what each wrote before. Collective."""
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
         try:
@@ -399,18 +387,17 @@ class Board:
             self._lock.release()
 
     def late_barrier(self, value: int) -> bool:
-        """Wait where compiled code has set this rank's word of a barrier, and a peer was late."""
+        """`barrier`, after compiled code has set this rank's word and found a peer late."""
         self._await(BARRIER, value)
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
-        """The parts of which compiled code makes rounds; None where rounds take more than these, as
-        where they are observed.
+        """What compiled code needs to make rounds; None where it cannot, as where they are
+        observed.
 
-        They are functions that take the board and leave it, the page, and what is called before and
-        after ranks meet that run `ahead`, None where none do.
-
-        It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
+        That is: functions that lock and unlock the board, the page, and functions to call before
+        and after a meeting of ranks that run `ahead`, None where none do. Compiled code counts
+        `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """
         page = self._page
         if page is None or self.size == 1 or self.observer is not None:
@@ -419,22 +406,23 @@ class Board:
         return self._lock.acquire, self._lock.release, page, *around
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes takes one round."""
+        """Whether a message of `nbytes` takes one round."""
         return nbytes <= _CHUNK
 
     def meet(self, operation: str, watch: Callable[[], None]) -> None:
-        """A barrier of ranks that may not all have this board: `watch()` raises where one has not.
+        """A barrier of ranks not all of which may have this board: `watch()` raises where one lacks
+        it.
 
         Collective among those that have it.
         """
-        self._watch_first = watch
+        self._watch = watch
         try:
             self.barrier(operation)
         finally:
-            self._watch_first = _all_have_it
+            self._watch = None
 
     def begin(self, operation: str) -> None:
-        """Let this thread use the board, if no other thread does. See `OperationGuard`."""
+        """Lock the board for this thread. Raises RuntimeError where another thread uses it."""
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
         try:
@@ -446,7 +434,7 @@ class Board:
             raise
 
     def _enter(self, call: CollectiveCall | None, operation: str) -> None:
-        """Note that `call` uses this board, unless the call before it has not come to its end."""
+        """Note that `call` uses this board. Where the last call has not ended, the board fails."""
         last = self.call
         if last is not None and not last.finished:
             if last.thread == threading.get_ident():
@@ -468,7 +456,7 @@ class Board:
             self._show(f"{self.names.where()} was interrupted")
 
     def _second_thread(self, operation: str) -> RuntimeError:
-        """The error where two threads use this board, which has failed then."""
+        """The error where two threads use this board, which fails."""
         self.fail(f"a second thread called {operation} during {self._operation}")
         return RuntimeError(
             f"rank {self.rank}: {operation} was called while another thread is in "
@@ -477,9 +465,10 @@ class Board:
         )
 
     def enter(self, operation: str) -> None:
-        """Note that the public call under way uses this board, before it does so.
+        """Note that the public call under way is going to use this board.
 
-        An exception that leaves it from now on fails the board. Raises RankFailure when it has.
+        An exception that leaves the call from now on fails the board. Raises RankFailure where the
+        board has failed before.
         """
         if this_thread.call is not self.call:
             self.begin(operation)
@@ -488,17 +477,17 @@ class Board:
             self._require_usable()
 
     def end(self) -> None:
-        """Let other threads use the board again."""
+        """Unlock the board."""
         self._lock.release()
 
     # -- recovery ------------------------------------------------------------------------------
 
     def survivors(self) -> list[int]:
-        """The ranks that go on when this board has failed, the same on all of them. Collective.
+        """The ranks that go on when this board has failed, equal on all of them. Collective.
 
-        It fails here, if it has not yet: whoever waits in another operation is to come too. Raises
-        OpTimeout, naming the ranks that live and do not come, and RankFailure where the others
-        count this rank among the dead. It can be called again after either.
+        The board fails here if it has not yet, so that ranks that wait in other operations come,
+        too. Raises OpTimeout, naming the ranks that live and do not come, and RankFailure where the
+        others have gone on without this rank. It can be called again after either.
         """
         self.fail("it called recover()")
         self.operation = "recover"
@@ -511,14 +500,14 @@ class Board:
             self.recoveries = recovery.number
 
     def await_ranks(self, awaited: Callable[[], list[int]], timeout: float | None = None) -> None:
-        """Wait until `awaited()` names no rank, whatever has failed. Raises OpTimeout."""
+        """Wait until `awaited()` is empty, whatever has failed. Raises OpTimeout."""
         self._wait_until(lambda: not awaited(), awaited, lambda _: None, timeout=timeout)
 
     # -- states --------------------------------------------------------------------------------
 
     @property
     def operation(self) -> str:
-        """The operation that this rank is in, as peers see it in messages."""
+        """The operation that this rank is in; peers name it in messages."""
         return self._operation
 
     @operation.setter
@@ -528,15 +517,15 @@ class Board:
             self._rows.write(OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self, why: str = "it was dropped") -> None:
-        """Tell the peers that this rank takes part no more: it has finished. `why` is for threads
-        of this rank that still wait.
+        """Tell the peers that this rank has finished. `why` is for threads of this rank that
+        wait.
         """
         if self._own[STATE] == RUNNING:
             self._left = why
             self._rows.publish(STATE, LEFT)
 
     def _fail_with(self, error: BaseException) -> None:
-        """After an error in a wait: no later operation can be in step with the peers."""
+        """Fail after an error in a wait: later operations would not be in step with the peers."""
         if isinstance(error, Exception):
             self.concluded(error)
         if isinstance(error, CollectiveMismatch) and self.failure is None:
@@ -549,14 +538,14 @@ class Board:
     def fail(
         self, why: str, blamed: Sequence[int] = (), *, late: bool = False, raised: str = ""
     ) -> None:
-        """Tell the peers that this rank gave an operation up; no later one can be in step.
+        """Tell the peers that this rank has given up an operation; later ones would not be in step.
 
-        `blamed` are the ranks whose fault it was, if not this one's; `late`: they did not come.
-        `raised` names the exception that all are to raise, in the same words. See Reason.
+        `why`, `blamed`, `late` and `raised`: see Reason.
         """
         if self.failure is None:
             self.failure = why
-            # Who comes now may read what has changed: what is not complete is taken back.
+            # A peer that arrives now may read memory that has changed: take back unfinished
+            # arrivals.
             for word, done in ((EXCHANGE, self.rounds), (BARRIER, self.barriers)):
                 if self._own[word] > 2 * done + 1:
                     self._rows.publish(word, 2 * done + 1)
@@ -567,8 +556,8 @@ class Board:
     def _meeting_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never meet this one, else None.
 
-        A peer that is late, and has listed calls that this rank has not, has passed this place. One
-        that this rank has passed will say so. After this rank has left nobody comes.
+        A late peer that has listed calls which this rank has not listed has passed this place. A
+        peer that this rank has passed will say so. Once this rank has left, no peer comes.
         """
         if self._own[STATE] == LEFT:
             why = f"this rank has left the context: {self._left}"
@@ -584,7 +573,7 @@ class Board:
     # -- words ---------------------------------------------------------------------------------
 
     def _await(self, word: int, target: int) -> None:
-        """Come out when every peer's `word` is `target` and none takes it back: see `waiting`."""
+        """Return when every peer's `word` is `target` and none takes it back: see `waiting`."""
         late = self._arrivals.missing(word, target)
         if late or (self._looks_twice and (late := self._arrivals.second_look(word, target))):
             self._await_late(word, target, late)
@@ -602,11 +591,12 @@ class Board:
                 late.extend(self._arrivals.second_look(word, target))
             return not late
 
-        def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
+        def missing() -> list[int]:  # a rank that has taken its arrival back still waits
             return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
         def peer_error(late: Sequence[int]) -> Exception | None:
-            self._watch_first()
+            if self._watch is not None:
+                self._watch()
             return self._meeting_error(late)
 
         def wait() -> None:
@@ -638,13 +628,11 @@ class Board:
         operation: str,
         timeout: float | None = None,
     ) -> None:
-        """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
+        """Wait for anything else that peers write: they `ring` afterwards. See `wait_until`.
 
-        Who writes it rings afterwards: `ring`.
-
-        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a
-        `timeout` of the caller's own, a peer that waits in another operation is no error: this rank
-        will follow.
+        A timeout leaves the board usable, since nothing was announced; RankFailure does not. With a
+        `timeout` of the caller's, a peer that waits in another operation is no error, since this
+        rank will follow.
         """
         self._require_usable()
         self.operation = operation
@@ -671,7 +659,7 @@ class Board:
         suffix: str = "",
         late: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """`waiting.wait_until` in this board's words. `rings`: who is awaited rings afterwards."""
+        """`waiting.wait_until`, with the names of this board. `rings`: the awaited peers ring."""
         wait_until(
             self._arrivals.polling(arrived),
             policy=policy or self.policy,
@@ -686,7 +674,7 @@ class Board:
         )
 
     def ring(self) -> None:
-        """Wake the peers that sleep until this rank writes what it has written just now."""
+        """Wake the peers that sleep until this rank writes, which it has done."""
         self._rows.ring()
 
     def _require_usable(self) -> None:
@@ -697,17 +685,12 @@ class Board:
             )
 
 
-def _all_have_it() -> None:
-    """Watch nothing: the ranks have met on this board."""
-
-
 class OperationGuard:
-    """One thread's use of a board, around what follows agreement: an error there ends the wait of
-    the peers at once.
+    """A `with` for the work after agreement: an error in it ends the peers' waits at once.
 
-    Meanwhile no other thread may use the board. Words that two threads wrote alternately would mix
-    their calls: a thread that finds the board in use raises RuntimeError, and the board has failed,
-    on all ranks: which thread came first on another rank, nobody knows.
+    Only one thread may use the board meanwhile: the words of two threads would mix their calls. A
+    thread that finds the board in use raises RuntimeError, and the board fails on all ranks, since
+    another thread may have come first elsewhere.
     """
 
     __slots__ = ("_board", "_operation")
