@@ -1,15 +1,15 @@
-/* Memory as array libraries exchange it by DLPack: what a new array on the heap is made from, in one call.
+/* DLPack capsules, from which libraries make new arrays on the heap.
  *
- * Built when the package is installed where there is a C compiler; without it an array interface serves, which
- * libraries take several times as long to read. Invariant: a capsule keeps the memory's owner until the array
- * that is made of it ends, or until the capsule does if nobody has made one.
+ * Built at installation where there is a C compiler; without it an array interface serves, which libraries take
+ * several times as long to read. Invariant: a capsule keeps the memory's owner alive until the array that is made of it
+ * is gone, or until the capsule itself is, if no array was made.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
-/* DLPack's, as its version 0 has them. */
+/* The structs of DLPack, version 0. */
 typedef struct {
     int32_t type, ordinal;
 } Device;
@@ -37,9 +37,9 @@ typedef struct Managed {
 
 enum { CPU = 1, CUDA = 2 };
 
-static const char unused[] = "dltensor"; /* the name of a capsule of which no array has been made */
+static const char unused[] = "dltensor"; /* the name of a capsule from which no array has been made yet */
 
-/* Called by the array's library when the array ends, in any thread. */
+/* Called by the array's library when the array is gone, in any thread. */
 static void end(Managed *managed) {
     if (Py_IsInitialized()) {
         PyGILState_STATE state = PyGILState_Ensure();
@@ -56,8 +56,8 @@ static void end_capsule(PyObject *capsule) {
     }
 }
 
-/* capsule(code, bits, ordinal, shape, strides, owner, address): an array of that DLPack type, its strides in
- * elements, at that address of a GPU; of the host where the ordinal is -1. */
+/* capsule(code, bits, ordinal, shape, strides, owner, address): an array of this DLPack type, with strides in
+ * elements, at an address of GPU `ordinal`, or of the host where that is -1. */
 static PyObject *capsule(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
     if (count != 7 || !PyTuple_Check(given[3]) || !PyTuple_Check(given[4]) ||

@@ -1,4 +1,4 @@
-/* NumPy's arrays as all of its versions since 1.0 lay them out, which is a part of its binary interface. */
+/* The layout of NumPy's arrays, which is part of its binary interface and the same since version 1.0. */
 #ifndef SHARDMATH_NDARRAY_H
 #define SHARDMATH_NDARRAY_H
 

@@ -1,4 +1,4 @@
-/* What a core does between two looks at a word that another writes. */
+/* An instruction for a core that spins on a word which another core writes. */
 #ifndef SHARDMATH_PAUSE_H
 #define SHARDMATH_PAUSE_H
 

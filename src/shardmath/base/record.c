@@ -1,8 +1,8 @@
-/* What this rank's operations write into its record: which one, of what, called in which line, since when.
+/* The record of this rank's operations: each one's name, operands, calling line and times.
  *
- * The record lies in memory that peers and `inspect` read at any time, as recorder.py says. Only this process
- * writes there, and a thread of it only while it has Python's lock. An entry's number is 0 while it is written.
- * Looking for the user's line costs most: lines are kept by code and offset, and told apart once.
+ * Peers and `inspect` read the record at any time; recorder.py has its layout. Only this process writes it, in
+ * threads that hold the GIL. An entry's number is 0 while it is written. Finding the user's line takes most of
+ * the time, so places in code are cached by code object and offset.
  */
 
 #include "ndarray.h"
@@ -18,7 +18,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { OPERATIONS = 256, HEAD = 4096, PLACES = 512 }; /* the fewest operations, and the head, as recorder.py has them */
+enum { OPERATIONS = 256, HEAD = 4096, PLACES = 512 }; /* OPERATIONS and HEAD as in recorder.py */
 
 typedef struct {
     uint64_t number, begun, ended, state, stream;
@@ -26,7 +26,7 @@ typedef struct {
     char name[48], operands[72], file[88];
 } Entry;
 
-_Static_assert(sizeof(Entry) == 256, "as recorder.py has it");
+_Static_assert(sizeof(Entry) == 256, "as in recorder.py");
 
 typedef struct {
     PyObject *code;
@@ -35,10 +35,10 @@ typedef struct {
 } Place;
 
 static Py_buffer memory;
-static uint64_t turn; /* operations that there is room for, a power of two, less 1 */
-static PyObject *ours, *passed, *shape; /* how files begin whose lines are not the user's, and what is in such names */
+static uint64_t turn; /* the number of entries, a power of two, minus 1 */
+static PyObject *ours, *passed, *shape; /* beginnings, and parts, of names of files that are not the user's */
 static Place places[PLACES];
-static _Thread_local uint64_t under_way; /* the number of this thread's operation, 0 for none */
+static _Thread_local uint64_t under_way; /* the number of this thread's operation; 0 for none */
 
 static uint64_t *last_number(void) {
     return (uint64_t *)memory.buf;
@@ -56,7 +56,7 @@ static uint64_t now(void) {
 
 /* -- the user's line ------------------------------------------------------------------------------------- */
 
-/* The end of a text, as much as there is room for. */
+/* Copy the end of a text, as much as there is room for. */
 static void put_end(char *room, size_t size, const char *text) {
     size_t length = strlen(text), left_out = length < size ? 0 : length - size + 1;
     memcpy(room, text + left_out, length - left_out + 1);
@@ -76,7 +76,7 @@ static int passes_through(const char *file) {
     return 0;
 }
 
-/* Where a place is kept, if it is known. */
+/* The slot in which a place is cached, if it is known. */
 static Place *kept_place(const PyCodeObject *code, int offset) {
     return places + (((uintptr_t)code >> 5) ^ ((uintptr_t)(unsigned)offset * 37u)) % PLACES;
 }
@@ -98,8 +98,9 @@ static const Place *place_of(PyFrameObject *frame) {
     return place;
 }
 
-/* The innermost line that is not the package's, where all up to there are known: Python makes no object of a frame
- * for this, which takes as long as all else here. NULL where one is not known, or frames lie otherwise. */
+/* The innermost line of the user's, where the places of all frames up to there are cached. This needs no Python
+ * object of a frame, which would take as long as everything else here. NULL where a place is not cached, or in
+ * versions of Python whose frames are laid out otherwise. */
 static const Place *known_line_of_user(void) {
 #if PY_VERSION_HEX < 0x030C0000
     const struct _PyInterpreterFrame *frame = PyThreadState_Get()->cframe->current_frame;
@@ -115,7 +116,7 @@ static const Place *known_line_of_user(void) {
     return NULL;
 }
 
-/* The same, whether it is known or not; NULL for none. */
+/* The innermost line of the user's; NULL for none. */
 static const Place *line_of_user(void) {
     const Place *place = known_line_of_user();
     PyFrameObject *own = place == NULL ? PyEval_GetFrame() : NULL, *frame = own == NULL ? NULL : PyFrame_GetBack(own);
@@ -166,14 +167,14 @@ static void put_axes(Text *text, PyTypeObject *type, const Py_ssize_t *lengths, 
     put(text, "]");
 }
 
-/* NumPy's types of elements begin, in all of its versions, with the type of their scalars. */
+/* In all versions of NumPy, a dtype object begins with the type of its scalars. */
 static void put_array(Text *text, const NDArray *x) {
     put_axes(text, *(PyTypeObject **)((PyObject *)x->dtype + 1), x->shape, x->axes);
 }
 
-/* What knows its shape: -1 with an exception that is none of its own. */
+/* Add an object that has a shape. -1 with an exception that `x` itself did not raise, such as an interrupt. */
 static int put_operand(Text *text, PyObject *x) {
-    static PyTypeObject *ndarray; /* which stays where it is */
+    static PyTypeObject *ndarray; /* found once, and kept alive */
     if (ndarray == NULL && strcmp(Py_TYPE(x)->tp_name, "numpy.ndarray") == 0)
         ndarray = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(x));
     if (Py_TYPE(x) == ndarray) {
@@ -204,7 +205,7 @@ static void put_name(Entry *entry, PyObject *function) {
     PyErr_Clear();
 }
 
-/* Write an entry. Nothing of Python's is made here: no other thread comes in between. */
+/* Write an entry. No Python object is made here, so no other thread comes in between. */
 static void publish(PyObject *function, Text *operands, const Place *line) {
     uint64_t number = *last_number() + 1;
     Entry *entry = entry_of(number);
@@ -237,7 +238,7 @@ static int begin_known(PyObject *function, PyObject *const *arrays, int count) {
         if (put_operand(&operands, arrays[i]) < 0)
             return -1;
     const Place *line = line_of_user();
-    if (memory.buf != NULL) /* a shape may be asked of Python */
+    if (memory.buf != NULL) /* Python code that was asked for a shape may have stopped recording */
         publish(function, &operands, line);
     return 0;
 }
@@ -251,7 +252,7 @@ static void end_with(int state) {
     under_way = 0;
 }
 
-/* As if it had not begun: it is begun again. */
+/* Remove the operation under way: it begins again. */
 static void withdraw(void) {
     if (memory.buf != NULL && under_way != 0 && under_way == *last_number()) {
         __atomic_store_n(&entry_of(under_way)->number, 0, __ATOMIC_RELEASE);
@@ -261,7 +262,7 @@ static void withdraw(void) {
     end_with(RETURNED);
 }
 
-/* begin(function, arguments): its operation begins in this thread. */
+/* begin(function, arguments): an operation of `function` begins in this thread. */
 static PyObject *begin(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
     if (count != 2 || !PyTuple_Check(given[1])) {
@@ -276,7 +277,7 @@ static PyObject *begin(PyObject *module, PyObject *const *given, Py_ssize_t coun
         if (put_operand(&operands, PyTuple_GET_ITEM(given[1], i)) < 0)
             return NULL;
     const Place *line = line_of_user();
-    if (memory.buf != NULL) /* a shape may be asked of Python */
+    if (memory.buf != NULL) /* as in begin_known */
         publish(given[0], &operands, line);
     Py_RETURN_NONE;
 }
@@ -288,7 +289,7 @@ static PyObject *end(PyObject *module, PyObject *none) {
     Py_RETURN_NONE;
 }
 
-/* leave(): an exception has left it, if one is under way. */
+/* leave(): an exception has left this thread's operation, if one is under way. */
 static PyObject *leave(PyObject *module, PyObject *none) {
     (void)module, (void)none;
     end_with(RAISED);
@@ -311,7 +312,7 @@ static PyObject *on_stream(PyObject *module, PyObject *given) {
     Py_RETURN_NONE;
 }
 
-/* record_in(memory, ours, passed): write there from now on, nowhere for None. */
+/* record_in(memory, ours, passed): record in `memory` from now on; None: record nothing. */
 static PyObject *record_in(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
     if (count != 3 || !PyTuple_Check(given[1]) || !PyTuple_Check(given[2])) {

@@ -1,6 +1,6 @@
-/* How compiled code of other layers records an operation that it makes: the module `_record` has a `Record` in a
- * capsule of that name. No line of Python runs in these, but what the garbage collector does, and where the shape of a
- * tensor is asked.
+/* Functions by which compiled code of other layers records its operations: the module `_record` has a `Record` in a
+ * capsule of the name RECORDING. They run no Python code, apart from the garbage collector and from asking tensors for
+ * their shapes.
  */
 #ifndef SHARDMATH_RECORD_H
 #define SHARDMATH_RECORD_H
@@ -14,14 +14,14 @@
 enum { RETURNED, RAISED };
 
 typedef struct {
-    /* The operation of a function begins in this thread, on these arrays. -1 with an error, where the shape of one
-     * was asked of Python. */
+    /* An operation of `function` on these arrays begins in this thread. -1 with an exception that was raised when
+     * one was asked for its shape. */
     int (*begin)(PyObject *function, PyObject *const *arrays, int count);
-    /* It works on that stream. */
+    /* The operation works on that stream. */
     void (*on_stream)(uint64_t address);
-    /* It has ended so. */
+    /* The operation has ended: RETURNED or RAISED. */
     void (*end)(int state);
-    /* It has not begun after all. */
+    /* Remove the operation, as if it had not begun. */
     void (*withdraw)(void);
 } Record;
 

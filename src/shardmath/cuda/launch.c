@@ -1,11 +1,11 @@
-/* A call of a collective that is made again: look at its arrays, list it, launch its kernel, in one call.
+/* A repeated call of a collective: check its arrays, list it, launch its kernel, all in one call.
  *
- * Built when the package is installed where there is a C compiler; without it Python does the same, step by
- * step. Whatever is not as it was the last time is left to Python: `go` then has done nothing, and says so.
+ * Built at installation where there is a C compiler; without it Python does the same, step by step. Where anything
+ * differs from the last time, `go` does nothing and returns None, and Python makes the call.
  *
- * Invariant: between the word that lists a call and its launch no line of Python runs in this thread, so no
- * signal handler does. The driver may wait for room in the queue of launches: other threads run meanwhile,
- * the one among them that ends kernels whose peers have gone.
+ * Invariant: between the word that lists a call and its launch no Python code runs in this thread, and so no signal
+ * handler. The driver may wait for room in its queue of launches: other threads run meanwhile, among them the one that
+ * ends kernels whose peers have gone.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -31,14 +31,14 @@ typedef int (*CurrentContext)(void **);
 static LaunchKernel launch_kernel;
 static CurrentContext current_context;
 
-/* What an array of torch's must be. Of a call with counts the first extent may be any: `nbytes` are of one index. */
+/* What a tensor must be. In a call with counts its first extent may be any: `nbytes` are those of one index. */
 typedef struct {
     PyObject *dtype, *shape;
     long device;
     uint64_t nbytes;
 } Expected;
 
-/* An array that is as expected: where it lies (0 for one that is not), its bytes, and its first extent. */
+/* A tensor: its address (0 where it is not as expected), its bytes, and its first extent. */
 typedef struct {
     uint64_t address, nbytes, extent;
 } Found;
@@ -54,23 +54,23 @@ typedef struct {
     PyObject *kind;             /* torch.Tensor */
     Expected operand, result;
     Grid grid;
-    void *context;              /* of CUDA, which must be current */
-    Py_ssize_t parameters, place; /* bytes of the kernel's argument, and where two addresses lie in it */
-    uint64_t unaligned;         /* bits that no address may have */
+    void *context;              /* the CUDA context, which must be current */
+    Py_ssize_t parameters, place; /* bytes of the kernel's argument, and the place of two addresses in it */
+    uint64_t unaligned;         /* bits that must be 0 in addresses */
     int in_place;               /* whether the result may lie where the operand does */
-    const uint64_t *report;     /* not 0 where kernels have something to say */
-    uint64_t *made, *tags, *words; /* this rank's list of calls: how many; of the last `window` the tags, and more */
-    uint64_t own_words[WORDS];  /* what is listed with this one, */
-    Py_ssize_t word_bytes;      /* which is so much */
-    Py_ssize_t ranks;           /* of a call with counts; 0 for others */
-    uint64_t mail;              /* the most bytes to or from a peer for which the `grid` has blocks, else `lane_blocks` */
+    const uint64_t *report;     /* not 0 once a kernel has reported something */
+    uint64_t *made, *tags, *words; /* this rank's list of calls: how many; tags and words of the last `window` */
+    uint64_t own_words[WORDS];  /* the words of this call, */
+    Py_ssize_t word_bytes;      /* and their bytes */
+    Py_ssize_t ranks;           /* for a call with counts; 0 for others */
+    uint64_t mail;              /* bytes to or from a peer up to which `grid` serves; beyond, `lane_blocks` */
     unsigned lane_blocks, rank;
-    Grid few;                   /* of another kernel, where no part is known to have more than so many bytes */
+    Grid few;                   /* another kernel, for calls whose parts have at most `few_bytes` */
     uint64_t few_bytes;
     uint64_t window, tag;
     Py_ssize_t peers;
     const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
-    int asks;                   /* whether the launch is right only if each peer lists these words, too: */
+    int asks;                   /* whether to launch only if each peer lists these words: */
     uint64_t others[WORDS][WORDS];
     char argument[PARAMETERS];
 } Repeat;
@@ -78,7 +78,7 @@ typedef struct {
 static PyObject *s_dtype, *s_shape, *s_requires_grad, *s_is_neg, *s_is_conj, *s_is_contiguous, *s_get_device,
     *s_data_ptr;
 
-/* Whether an attribute, or what a method returns, is true: 1, 0, or -1 with an error. */
+/* The truth of an object, whose reference is stolen: 1, 0, or -1 with an exception. */
 static int truth(PyObject *found) {
     if (found == NULL)
         return -1;
@@ -87,7 +87,7 @@ static int truth(PyObject *found) {
     return is;
 }
 
-/* Whether a shape is as expected, but for the first extent of a call with counts; that is `extent`. 1, 0 or -1. */
+/* Whether a shape is as expected: 1, 0 or -1. In a call with counts any first extent is, and goes to `extent`. */
 static int fits(const Repeat *self, const Expected *expected, PyObject *shape, uint64_t *extent) {
     if (shape == NULL || !self->ranks)
         return shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
@@ -103,7 +103,7 @@ static int fits(const Repeat *self, const Expected *expected, PyObject *shape, u
     return PyErr_Occurred() ? -1 : 1;
 }
 
-/* An array, if it is as expected and that can be asked. */
+/* Look at a tensor. An exception may be set, which the caller clears. */
 static Found look(const Repeat *self, const Expected *expected, PyObject *x) {
     Found found = {0, expected->nbytes, 1};
     if ((PyObject *)Py_TYPE(x) != self->kind)
@@ -132,7 +132,7 @@ static Found look(const Repeat *self, const Expected *expected, PyObject *x) {
     return found;
 }
 
-/* Whether the result can be written where it lies: apart from the operand, or just there. */
+/* Whether the result may be written: it is apart from the operand, or in its very place, if that is allowed. */
 static int apart(const Repeat *self, Found x, Found out) {
     if (x.address == 0 || out.address == 0 || ((x.address | out.address) & self->unaligned) != 0)
         return 0;
@@ -140,7 +140,7 @@ static int apart(const Repeat *self, Found x, Found out) {
            (self->in_place && x.address == out.address);
 }
 
-/* So many counts of a tuple; 0 where it has others, or no counts. */
+/* Read a tuple of `ranks` counts; 0 where it is anything else. */
 static int counts_of(PyObject *given, Py_ssize_t ranks, uint64_t *counts, uint64_t *sum) {
     if (!PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != ranks)
         return 0;
@@ -151,15 +151,15 @@ static int counts_of(PyObject *given, Py_ssize_t ranks, uint64_t *counts, uint64
             return 0;
         counts[r] = PyLong_AsUnsignedLongLong(each);
         *sum += counts[r];
-        if (PyErr_Occurred() || counts[r] > UINT32_MAX) /* negative ones, and such as make sums wrap */
+        if (PyErr_Occurred() || counts[r] > UINT32_MAX) /* negative counts, and those that could make sums wrap */
             return 0;
     }
     return 1;
 }
 
-/* Write into the argument of exchange.cu, behind the addresses, what goes where: starts of parts; counts sent,
- * expected and in all; and what all ranks' are taken for, as `Parts.guessed` has it. Returns the launch that is
- * needed; one of no blocks for what Python has to look at. */
+/* Write into the argument of exchange.cu, behind the addresses: the starts of parts; the counts sent, expected and in
+ * all; and the guess of all ranks' counts, as `Parts.guessed`. Returns the launch to make; with no blocks where Python
+ * has to make the call. */
 static Grid write_counts(const Repeat *self, char *argument, uint64_t *words, Found x, Found out,
                          PyObject *sent, PyObject *expected) {
     const Grid none = {NULL, 0, 0};
@@ -174,7 +174,7 @@ static Grid write_counts(const Repeat *self, char *argument, uint64_t *words, Fo
         memset(row + ranks, 0xff, (size_t)ranks * sizeof *row);
     else if (!counts_of(expected, ranks, row + ranks, &sum) || sum != out.extent)
         return none;
-    if (ranks == 1 && sum != out.extent) /* an error, of which no kernel is needed to tell */
+    if (ranks == 1 && sum != out.extent) /* an error, which Python raises without a kernel */
         return none;
     row[2 * ranks] = out.extent;
     for (Py_ssize_t r = 0, at = 0; r < ranks; at += row[r++]) {
@@ -201,7 +201,7 @@ static Grid write_counts(const Repeat *self, char *argument, uint64_t *words, Fo
     return grid;
 }
 
-/* Whether no peer is so far behind that it could not read this call in the list any more. */
+/* Whether every peer is close enough behind to find this call in the list. */
 static int has_room(const Repeat *self, uint64_t number) {
     for (Py_ssize_t i = 0; i < self->peers; i++)
         if (__atomic_load_n(self->listed[i], __ATOMIC_RELAXED) + self->window <= number)
@@ -209,8 +209,8 @@ static int has_room(const Repeat *self, uint64_t number) {
     return 1;
 }
 
-/* Whether all peers list this call, and with the words that they listed the last time. A peer that is late is
- * left to Python, which notices whether it has died. */
+/* Whether all peers list this call with the same words as the last time. A late peer is left to Python, which notices
+ * if it has died. */
 static int peers_agree(const Repeat *self, uint64_t number) {
     const ptrdiff_t tags = self->tags - self->made, words = self->words - self->made;
     const uint64_t place = number % self->window;
@@ -229,7 +229,7 @@ static int peers_agree(const Repeat *self, uint64_t number) {
 }
 
 /* go(operand, result, stream[, counts sent, counts expected or None]): None where Python has to make the call, LISTED
- * where it has to end it, else what the driver answers. */
+ * where Python has to complete it, else the driver's status. */
 static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     if (count != (self->ranks ? 5 : 3)) {
         PyErr_SetString(PyExc_TypeError, "go(operand, result, stream), and counts where there are any");
@@ -248,7 +248,7 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     memcpy(words, self->own_words, sizeof words);
     if (self->ranks && x.address && out.address)
         grid = write_counts(self, argument, words, x, out, given[3], given[4]);
-    PyErr_Clear(); /* what cannot be asked here, Python asks */
+    PyErr_Clear(); /* Python makes the call then, and raises it again */
     void *context = NULL;
     uint64_t number = self->peers ? *self->made + 1 : 0;
     if (!apart(self, x, out) || grid.blocks == 0 || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
@@ -360,12 +360,12 @@ static void drop(Repeat *self) {
 
 static PyMethodDef methods[] = {
     {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
-     "Make the call; None if it is not as it was, and nothing was done; LISTED where it was only listed."},
+     "Make the call. None: it differs, and nothing was done. LISTED: it was only listed."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "A call that can be made again, on arrays that look the same."},
+    {Py_tp_doc, "A call that can be repeated, on arrays that look the same."},
     {Py_tp_new, make},
     {Py_tp_dealloc, drop},
     {Py_tp_methods, methods},

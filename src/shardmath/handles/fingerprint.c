@@ -1,16 +1,16 @@
-/* What a repeated call recognises its arrays by, in one call for all of them.
+/* Fingerprints of all arrays of a call, by which repeated calls recognise them.
  *
- * Built when the package is installed where there is a C compiler; without it fingerprint.py does the
- * same. Here are plain ndarrays and tensors; arrays of other types, and those that have no elements, are for
- * `other`, a function of Python's. Invariant: what two calls find is equal only where library, type, shape, strides,
- * device, address and right to write are; and no reference to an array is kept.
+ * Built at installation where there is a C compiler; without it fingerprint.py does the same. This handles plain
+ * ndarrays and tensors; arrays of other types, and those without elements, are left to `other`, a Python function.
+ * Invariant: two fingerprints are equal only where library, type, shape, strides, device, address and writability are;
+ * and no reference to an array is kept.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
-/* NumPy's, as its documentation has it: what a capsule in `__array_struct__` holds. */
+/* NumPy's struct in the capsule of `__array_struct__`, as documented. */
 typedef struct {
     int two, nd;
     char typekind;
@@ -31,7 +31,7 @@ static const char *const texts[] = {"dtype", "__array_struct__", "device", "layo
                                     "stride", "data_ptr", "requires_grad"};
 static PyObject *names[LAZY], *is_conj, *is_neg;
 
-/* Append what is new, a reference that is given away. */
+/* Append an object, whose reference is stolen. 1, or -1 with an exception. */
 static int append(PyObject *list, PyObject *item) {
     int failed = item == NULL || PyList_Append(list, item) < 0;
     Py_XDECREF(item);
@@ -62,7 +62,7 @@ static int append_array(PyObject *list, PyObject *x) {
     return found < 0 ? found : append(list, PyObject_GetAttr(x, names[DTYPE]));
 }
 
-/* Whether `x.name` or `x.name()` is true; -1 for an error. */
+/* The truth of an object, whose reference is stolen; -1 with an exception. */
 static int is_true(PyObject *value) {
     int found = value == NULL ? -1 : PyObject_IsTrue(value);
     Py_XDECREF(value);
@@ -82,7 +82,7 @@ static int append_tensor(const State *state, PyObject *list, PyObject *x) {
         return learnt < 0 ? -1 : 0;
     PyObject *address = PyObject_CallMethodNoArgs(x, names[DATA_PTR]);
     int there = address == NULL ? -1 : PyObject_IsTrue(address);
-    if (there <= 0) { /* it has no elements, or stands for others */
+    if (there <= 0) { /* it has no elements, or only stands for other tensors */
         Py_XDECREF(address);
         return there;
     }
@@ -94,7 +94,7 @@ static int append_tensor(const State *state, PyObject *list, PyObject *x) {
     return 1;
 }
 
-/* 1 where the array was recognised, 0 where it takes a closer look, -1 for an error. */
+/* 1 where the fingerprint of the array was appended, 0 where the call has to check it, -1 with an exception. */
 static int look_at(const State *state, PyObject *list, PyObject *x, PyObject *other) {
     int found = 0;
     if (x == Py_None)
@@ -114,7 +114,7 @@ static int look_at(const State *state, PyObject *list, PyObject *x, PyObject *ot
     return found;
 }
 
-/* looks(other, arrays, ...): tuples of arrays; None where one takes a closer look. */
+/* looks(other, arrays, ...): the fingerprints of tuples of arrays; None where the call has to check one. */
 static PyObject *looks(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     const State *state = PyModule_GetState(module);
     PyObject *list = PyList_New(0), *found = NULL;
@@ -135,7 +135,7 @@ static PyObject *looks(PyObject *module, PyObject *const *given, Py_ssize_t coun
     return found;
 }
 
-/* know(ndarray) or know(Tensor, is_grad_enabled): plain arrays are of these types. */
+/* know(ndarray) or know(Tensor, is_grad_enabled): the types of plain arrays. */
 static PyObject *know(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     State *state = PyModule_GetState(module);
     if (count < 1 || count > 2 || !PyType_Check(given[0])) {
@@ -153,8 +153,8 @@ static PyObject *know(PyObject *module, PyObject *const *given, Py_ssize_t count
 
 static PyMethodDef methods[] = {
     {"looks", (PyCFunction)(void (*)(void))looks, METH_FASTCALL,
-     "What the arrays of a call are recognised by; None where one takes a closer look."},
-    {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Tell which types are plain arrays."},
+     "The fingerprints of the arrays of a call; None where the call has to check one."},
+    {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Set the types of plain arrays."},
     {NULL, NULL, 0, NULL},
 };
 

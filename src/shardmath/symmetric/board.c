@@ -1,20 +1,21 @@
 /* Rounds and barriers of a board, each in one call: write, publish, and look for the peers.
  *
- * Rows, words and mailboxes are as board.py has them. Built when the package is installed where there is
- * a C compiler; without it board.py does the same, word by word. What is rare stays there: a call here
- * looks for peers for a while, sleeps for a while, and where one is late, or something is wrong, it says
- * so, and board.py waits, or raises. So no signal has to be looked at here, and no deadline.
+ * Rows, words and mailboxes are those of rows.py. Built at installation where there is a C compiler; without
+ * it board.py does the same, word by word. Rare cases are left to board.py: a call here looks for peers for a
+ * while, sleeps for a while, and returns where one is late or something is wrong; board.py then waits or
+ * raises. So nothing here has to handle signals or deadlines.
  *
- * Invariant: whoever loads a word, which was released, sees what its rank wrote before it. A rank comes
- * out when it has seen every peer arrive and then, looking once more, that none has taken it back; with
- * one peer there is nothing that a second look could find. See waiting.py.
+ * Invariant: a rank that loads a word, which was stored with release, sees what the word's rank wrote before
+ * it. A rank comes out when it has seen every peer arrive and then, looking once more, that none has taken
+ * its arrival back; with a single peer a second look could find nothing new. See waiting.py.
  *
- * No wake-up is lost. A rank that is going to sleep until a certain peer publishes something writes that
+ * No wake-up is lost. A rank that is about to sleep until a certain peer publishes something writes that
  * peer's number into its own bell, notes how often the peer has rung, and then looks once more for what it
- * waits for. A peer that publishes looks, after that, at all bells; where one has its number it counts its
- * own rings up, and wakes whoever sleeps on that count. These stores and loads are in one order. So either
- * the sleeper's look sees what was published, or the publisher's sees the sleeper's bell; and then the
- * count is no longer what the sleeper has noted, or the sleeper sleeps already, and is woken.
+ * waits for. A peer that has published looks at all bells; where it finds its own number it increments its
+ * count of rings and wakes the ranks that sleep on that count. These stores and loads are sequentially
+ * consistent. So either the sleeper's look sees what was published, or the publisher's look sees the
+ * sleeper's bell; and then the count differs from what the sleeper has noted, or it sleeps already and is
+ * woken.
  */
 
 #include "board.h"
@@ -33,10 +34,10 @@
 enum { EXCHANGE, BARRIER, BELL = 7 }; /* words */
 enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, LOOKS = 64, YIELDS = 3, WITHOUT_YIELDS = 300 };
 
-#define LONG_YIELD 3e-4 /* seconds; ranks that only wait hand the core on sooner */
+#define LONG_YIELD 3e-4 /* seconds; ranks that only wait give the core back sooner */
 
-/* A rank's bell, which it alone writes: how often it has rung, and for whom it sleeps, as 1 + the peer's
- * number; 0 while it is awake. */
+/* A rank's bell, which only that rank writes: how often it has rung, and 1 + the number of the peer for which
+ * it sleeps, 0 while it is awake. */
 typedef struct {
     uint32_t rings, sleeps_for;
 } Bell;
@@ -45,8 +46,8 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes;
-    int no_yields; /* for so many waits to come */
-    double spin, nap; /* seconds for which a late peer is looked for, and slept for after that */
+    int no_yields; /* waits to come that do not yield */
+    double spin, nap; /* seconds to look for a late peer, and then to sleep */
 } Page;
 
 static char *row_of(const Page *page, Py_ssize_t rank) {
@@ -57,7 +58,7 @@ static Bell *bell_of(const Page *page, Py_ssize_t rank) {
     return (Bell *)(row_of(page, rank) + BELL * WORD);
 }
 
-/* Wake the peers that sleep until this rank publishes something, which it has done before. */
+/* Wake the peers that sleep until this rank publishes something, which it has just done. */
 static void ring(const Page *page) {
     int sleeping = 0;
     for (Py_ssize_t rank = 0; rank < page->size; rank++) {
@@ -76,7 +77,7 @@ static void publish(const Page *page, Py_ssize_t word, uint64_t value) {
     ring(page);
 }
 
-/* How often `peer` has rung, noted before the last look at what this rank is going to sleep for. */
+/* How often `peer` has rung: noted before the last look at what this rank waits for. */
 static uint32_t begin_sleep(const Page *page, Py_ssize_t peer) {
     __atomic_store_n(&bell_of(page, page->rank)->sleeps_for, (uint32_t)peer + 1, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&bell_of(page, peer)->rings, __ATOMIC_SEQ_CST);
@@ -86,7 +87,7 @@ static void end_sleep(const Page *page) {
     __atomic_store_n(&bell_of(page, page->rank)->sleeps_for, 0, __ATOMIC_RELAXED);
 }
 
-/* Sleep for up to so many seconds while `peer` has not rung again. 0 where a signal has come. */
+/* Sleep until `peer` rings again, for `seconds` at most. 0 where a signal has come. */
 static int sleep_until_it_rings(const Page *page, Py_ssize_t peer, uint32_t rings, double seconds) {
     struct timespec most = {(time_t)seconds, 0};
     most.tv_nsec = (long)(1e9 * (seconds - (double)most.tv_sec));
@@ -94,7 +95,7 @@ static int sleep_until_it_rings(const Page *page, Py_ssize_t peer, uint32_t ring
            errno != EINTR;
 }
 
-/* Whether all ranks' words have that value, of which the first `*come` were seen to. */
+/* Whether all ranks' words have at least that value; the first `*come` are known to. */
 static int all_come(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
     for (; *come < page->size; ++*come) {
         uint64_t *own = (uint64_t *)row_of(page, *come) + word;
@@ -119,8 +120,8 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Yield the core a few times, which is quicker than to sleep where a late peer waits for it. Where another
- * process had it meanwhile, and kept it, none is yielded for a while. */
+/* Yield the core a few times, which is quicker than sleeping where a late peer waits for the core. Once another
+ * process has kept the core, the next waits do not yield. */
 static int look_and_yield(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
     int done = 0;
     for (int i = 0; !done && page->no_yields == 0 && i < YIELDS; i++) {
@@ -133,8 +134,8 @@ static int look_and_yield(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_
     return done;
 }
 
-/* Spin, yield, then sleep until one late peer after the other has come. A peer that rings and has not come, and a
- * signal, are board.py's to look at. */
+/* Spin, yield, then sleep until one late peer after the other has come. Returns early, to board.py, at a signal, or
+ * where a peer rings that has not come. */
 static int look_and_sleep(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
     double start = now(), waited = 0;
     int done = 0, going_on = 1;
@@ -159,7 +160,7 @@ static int look_and_sleep(Page *page, Py_ssize_t word, uint64_t value, Py_ssize_
     return done;
 }
 
-/* Whether all come out. Other threads of Python run meanwhile, unless it is over at once. */
+/* Whether all come out. Other Python threads run meanwhile, unless all have arrived already. */
 static int await_all(Page *page, Py_ssize_t word, uint64_t value) {
     Py_ssize_t come = 0;
     int done = look(page, word, value, &come, LOOKS_WITH_LOCK);
@@ -176,11 +177,11 @@ static int await_all(Page *page, Py_ssize_t word, uint64_t value) {
     return done;
 }
 
-/* A rank's mailbox. False where it is of another round, or its text goes on in the next: board.py sees
- * to that. */
+/* Read a rank's mailbox. False where it is of another round, or its text continues in the next one: board.py
+ * handles these. */
 static int open_mail(const Page *page, Py_ssize_t rank, Py_ssize_t mailbox, uint64_t number, Mail *mail) {
     const char *from = row_of(page, rank) + mailbox;
-    uint64_t head[3]; /* round, bytes in all, of which at the end are the payload's */
+    uint64_t head[3]; /* round, bytes in all, bytes of the payload at their end */
     memcpy(head, from, sizeof head);
     Py_ssize_t text = (Py_ssize_t)(head[1] - head[2]);
     *mail = (Mail){from + HEAD, from + HEAD + text, text, (Py_ssize_t)head[2]};
@@ -201,7 +202,7 @@ static int is_expected(PyObject *expected, Py_ssize_t rank, const Mail *mail) {
            memcmp(PyBytes_AS_STRING(text), mail->text, (size_t)mail->text_bytes) == 0;
 }
 
-/* What all ranks' mailboxes hold, if `made` makes an object of one. */
+/* A tuple of the objects that `made` makes of all ranks' mailboxes. */
 static PyObject *made_of_all(const Page *page, Py_ssize_t mailbox, uint64_t number,
                              PyObject *(*made)(const Mail *)) {
     PyObject *all = PyTuple_New(page->size);
@@ -217,7 +218,7 @@ static PyObject *made_of_all(const Page *page, Py_ssize_t mailbox, uint64_t numb
     return all;
 }
 
-/* (texts, payloads) of all ranks; the texts are `expected` where they are equal to those. None where
+/* (texts, payloads) of all ranks; the texts are the object `expected` where they are equal to it. None where
  * board.py has to read them. */
 static PyObject *read_all(const Page *page, Py_ssize_t mailbox, uint64_t number, PyObject *expected) {
     int as_expected = PyTuple_Check(expected) && PyTuple_GET_SIZE(expected) == page->size;
@@ -239,7 +240,7 @@ static Py_ssize_t mailbox_of(const Page *page, uint64_t number) {
     return page->mailbox + (Py_ssize_t)(number & 1) * page->mailbox_bytes;
 }
 
-/* Whether all ranks have published that round. -1 for a message that no mailbox holds. */
+/* Publish a round: whether all ranks have. -1 for a message too long for a mailbox. */
 static int met(Page *page, uint64_t number, const Mail *own) {
     Py_ssize_t text = own->text_bytes, payload = own->payload_bytes;
     if (text + payload > page->mailbox_bytes - HEAD)
@@ -261,7 +262,7 @@ static int exchange_mail(PyObject *self, uint64_t number, const Mail *own, Mail 
     return done;
 }
 
-/* exchange(number, text, payload, expected): round `number` of texts that a mailbox holds. */
+/* exchange(number, text, payload, expected): round `number`, with a message that fits a mailbox. */
 static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) {
     if (count != 4 || !PyBytes_Check(given[1]) || !PyBytes_Check(given[2])) {
         PyErr_SetString(PyExc_TypeError, "exchange(number, text, payload, expected)");
@@ -288,13 +289,13 @@ static int arrive_at(PyObject *self, uint64_t number) {
     return await_all(page, BARRIER, 2 * number);
 }
 
-/* arrive(number): set the own word of a barrier, and whether all peers' have that value. */
+/* arrive(number): set this rank's word of a barrier; whether all peers have arrived. */
 static PyObject *arrive(PyObject *page, PyObject *given) {
     uint64_t number = PyLong_AsUnsignedLongLong(given);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(arrive_at(page, number));
 }
 
-/* ring(): wake the peers that sleep until this rank publishes something, which it has done. */
+/* ring(): wake the peers that sleep until this rank publishes something, which it has just done. */
 static PyObject *ring_bell(const Page *page, PyObject *none) {
     (void)none;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -302,7 +303,7 @@ static PyObject *ring_bell(const Page *page, PyObject *none) {
     Py_RETURN_NONE;
 }
 
-/* begin_sleep(peer): how often it has rung. What this rank waits for is to be looked at once more after that. */
+/* begin_sleep(peer): how often it has rung. The caller then looks once more for what it waits for. */
 static PyObject *begin_to_sleep(const Page *page, PyObject *given) {
     Py_ssize_t peer = PyNumber_AsSsize_t(given, PyExc_OverflowError);
     if (peer == -1 && PyErr_Occurred())
@@ -316,7 +317,7 @@ static PyObject *begin_to_sleep(const Page *page, PyObject *given) {
     return PyLong_FromUnsignedLong(rings);
 }
 
-/* sleep(peer, rings, seconds): until it has rung again, for up to so long; a signal ends it. */
+/* sleep(peer, rings, seconds): until it rings again, for `seconds` at most; a signal ends it. */
 static PyObject *sleep_for(const Page *page, PyObject *given) {
     Py_ssize_t peer;
     unsigned int rings;
@@ -372,8 +373,8 @@ static void drop(Page *page) {
 
 static PyMethodDef methods[] = {
     {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
-     "All ranks' texts and payloads in a round; None if board.py has to see to the rest."},
-    {"arrive", arrive, METH_O, "Set the own word; whether all peers were seen to arrive."},
+     "All ranks' texts and payloads in a round; None if board.py has to go on."},
+    {"arrive", arrive, METH_O, "Set this rank's word; whether all peers were seen to arrive."},
     {"ring", (PyCFunction)ring_bell, METH_NOARGS, "Wake the peers that sleep until this rank publishes something."},
     {"begin_sleep", (PyCFunction)begin_to_sleep, METH_O, "How often a peer has rung, before the last look."},
     {"sleep", (PyCFunction)sleep_for, METH_VARARGS, "Sleep until a peer has rung again, for up to so many seconds."},
@@ -381,7 +382,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "The rows that all ranks of a host see, for one of them."},
+    {Py_tp_doc, "The rows that all ranks of a host share, as seen by one of them."},
     {Py_tp_new, make},
     {Py_tp_dealloc, drop},
     {Py_tp_methods, methods},
@@ -410,7 +411,7 @@ PyMODINIT_FUNC PyInit__board(void) {
         PyModule_AddObjectRef(module, "ROUNDS", capsule) < 0 ||
         PyModule_AddIntConstant(module, "INTERFACE", 3) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
-    kind_of_pages = (PyTypeObject *)type; /* which the module keeps */
+    kind_of_pages = (PyTypeObject *)type; /* the module keeps it alive */
     Py_XDECREF(capsule);
     Py_XDECREF(type);
     return module;
