@@ -24,7 +24,7 @@ from shardmath.errors import OpTimeout, RankFailure
 from shardmath.symmetric import departures as module
 from shardmath.symmetric import structs, team
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.departures import Departures, watch, watching
+from shardmath.symmetric.departures import Departures, watch
 from shardmath.symmetric.rows import Rows, board_bytes
 from shardmath.symmetric.team import Team
 from shardmath.symmetric.waiting import WaitPolicy
@@ -193,6 +193,11 @@ def test_a_mark_that_cannot_be_set_now_is_set_when_the_next_group_is_left():
 
 
 # -- the thread ------------------------------------------------------------------------------------
+
+
+def watching():
+    """The thread, while there is one."""
+    return module._watch().thread
 
 
 def until(true):

@@ -214,11 +214,6 @@ def watch(departures: Departures) -> None:
     _watch().add(departures)
 
 
-def watching() -> threading.Thread | None:
-    """The thread, while there is one."""
-    return _watch().thread
-
-
 # -- words in the host's memory ------------------------------------------------------------------
 
 

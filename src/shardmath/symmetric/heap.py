@@ -161,11 +161,6 @@ class Buffer:
             pass
 
     @property
-    def interface(self) -> str:
-        """The name of the protocol."""
-        return self._protocol[0]
-
-    @property
     def device(self) -> str:
         """Where the block lies: "cpu", or like "cuda:0"."""
         return self._protocol[1]

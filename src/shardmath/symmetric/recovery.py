@@ -11,7 +11,7 @@ join it there. Numbers only rise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from shardmath.errors import RankFailure
 from shardmath.symmetric.rows import DECISION, MAIL, RECOVERY, Rows
@@ -35,7 +35,6 @@ class Recovery:
     ) -> None:
         self.number = number
         self._rows = rows
-        self._rank = rows.rank
         self._ranks = range(rows.size)
         self._gone = gone
         self._wait = wait
@@ -48,58 +47,53 @@ class Recovery:
         """
         self.number += 1
         while True:
-            self.number = max(self.number, *self._words(RECOVERY))
+            self.number = max(self.number, self._highest())
             self._rows.publish(RECOVERY, self.number)
             self._wait(self._silent)
             gone = self._gone()
-            asked = [r for r in self._ranks if r not in gone and self._has_asked(r)]
+            asked = [r for r in self._ranks if r not in gone and self._has(RECOVERY, r)]
             while not self._is_overtaken():
-                decided = [r for r in self._ranks if self._has_decided(r)]
+                decided = [r for r in self._ranks if self._has(DECISION, r)]
                 first = (decided or asked)[0]
-                if first == self._rank and not decided:
-                    self._decide(asked)
+                if first == self._rows.rank and not decided:
+                    mask = sum(1 << rank for rank in asked)
+                    self._rows.write(MAIL, mask.to_bytes(self._mask_bytes, "little"))
+                    self._rows.publish(DECISION, self.number)
                 self._wait(lambda first=first: self._undecided(first))  # type: ignore[misc]
-                if self._has_decided(first):
+                if self._has(DECISION, first):
                     return self._decision_of(first)
-                asked.remove(first)  # it died before it could
+                asked.remove(first)  # it died before it could decide
 
-    def _words(self, word: int) -> list[int]:
-        return [words[word] for words in self._rows.words]
+    def _has(self, word: int, rank: int) -> bool:
+        """Whether `rank` has asked for this recovery, or decided it, by the `word` for that."""
+        return self._rows.words[rank][word] >= self.number
 
-    def _has_asked(self, rank: int) -> bool:
-        return self._rows.words[rank][RECOVERY] >= self.number
-
-    def _has_decided(self, rank: int) -> bool:
-        return self._rows.words[rank][DECISION] >= self.number
+    def _highest(self) -> int:
+        return max(words[RECOVERY] for words in self._rows.words)
 
     def _is_overtaken(self) -> bool:
         """Whether a rank has asked again since."""
-        return max(self._words(RECOVERY)) > self.number
+        return self._highest() > self.number
 
     def _silent(self) -> list[int]:
         """The living ranks that have not asked; none once a rank has asked again."""
         if self._is_overtaken():
             return []
-        late = [rank for rank in self._ranks if not self._has_asked(rank)]
+        late = [rank for rank in self._ranks if not self._has(RECOVERY, rank)]
         return [rank for rank in late if rank not in self._gone()] if late else late
 
     def _undecided(self, first: int) -> list[int]:
         """`first`, while it lives and its decision is awaited."""
-        if self._has_decided(first) or self._is_overtaken() or first in self._gone():
+        if self._has(DECISION, first) or self._is_overtaken() or first in self._gone():
             return []
         return [first]
 
-    def _decide(self, ranks: Sequence[int]) -> None:
-        mask = sum(1 << rank for rank in ranks)
-        self._rows.write(MAIL, mask.to_bytes(self._mask_bytes, "little"))
-        self._rows.publish(DECISION, self.number)
-
     def _decision_of(self, rank: int) -> list[int]:
         data = self._rows.bytes[rank][MAIL : MAIL + self._mask_bytes].tobytes()
-        mask = int.from_bytes(data, "little")
+        mask, own = int.from_bytes(data, "little"), self._rows.rank
         survivors = [rank for rank in self._ranks if mask >> rank & 1]
-        if self._rank not in survivors:
-            raise RankFailure(f"rank {self._rank}: the other ranks went on without it", survivors)
+        if own not in survivors:
+            raise RankFailure(f"rank {own}: the other ranks went on without it", survivors)
         return survivors
 
     @property
