@@ -15,7 +15,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec
+from shardmath.arrays.spec import ArraySpec, Packed
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
 Array = TypeVar("Array")  # any library's: what a public function returns is of the kind it is given
@@ -117,22 +117,14 @@ class Library(ABC):
         """The start of the memory that `x` is a view of, even where `x` has no elements."""
 
     def empty(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"] = "C",
-        device: str = "cpu",
+        self, shape: Sequence[int], dtype: DType | str, order: Packed = "C", device: str = "cpu"
     ) -> Any:
         """A new array with undefined elements; ValueError where there is none on `device`."""
         return self.maker(shape, dtype, order, device)()
 
     @abstractmethod
     def maker(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"],
-        device: str = "cpu",
+        self, shape: Sequence[int], dtype: DType | str, order: Packed, device: str = "cpu"
     ) -> Callable[[], Any]:
         """A function that makes a new array each time, as `empty` does."""
 

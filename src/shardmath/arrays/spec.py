@@ -15,6 +15,7 @@ from typing import Literal
 from shardmath.base.immutable import Immutable
 
 Order = Literal["C", "F", "both", "strided"]
+Packed = Literal["C", "F"]  # the order of an array without gaps
 
 
 class ArraySpec(Immutable):
@@ -112,7 +113,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def packed_strides(
-    shape: Sequence[int], step: int = 1, axes: Sequence[int] | Literal["C", "F"] = "C"
+    shape: Sequence[int], step: int = 1, axes: Sequence[int] | Packed = "C"
 ) -> tuple[int, ...]:
     """The strides of an array without gaps, whose elements are `step` apart.
 

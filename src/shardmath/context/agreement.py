@@ -40,10 +40,7 @@ _FACTS = ("need", "have", "ranks")  # what our exceptions carry besides words
 
 
 def agree(
-    board: Board,
-    operation: str,
-    describe: Callable[[], Any],
-    check: Callable[[list[Any]], Agreed],
+    board: Board, operation: str, describe: Callable[[], Any], check: Callable[[list[Any]], Agreed]
 ) -> Agreed:
     """`check` of every rank's `describe()`, in rank order. Collective.
 

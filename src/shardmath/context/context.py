@@ -138,10 +138,7 @@ class Context(OnHosts):
     # -- agreement ---------------------------------------------------------------------------------
 
     def agree(
-        self,
-        operation: str,
-        describe: Callable[[], Any],
-        check: Callable[[list[Any]], Agreed],
+        self, operation: str, describe: Callable[[], Any], check: Callable[[list[Any]], Agreed]
     ) -> Agreed:
         """See `agreement.agree`. Collective."""
         self.require_open()
@@ -440,10 +437,7 @@ class DistributedContext(Context):
             )
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last.closed:
-            self._subsets[chosen] = (
-                count + 1,
-                None,
-            )  # a failed name is not used again
+            self._subsets[chosen] = count + 1, None  # a name that fails is not used again
             self.board.enter("subset")
             name = f"{self._name} / subset {chosen} number {count}"
             last = self._derive(chosen, name, self._subset_board(chosen, name), parent=self)

@@ -108,11 +108,7 @@ class Runtime:
         )
 
     def board(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        name: str,
-        watch: Callable[[], None] = lambda: None,
+        self, ranks: Sequence[int], rank: int, name: str, watch: Callable[[], None] = lambda: None
     ) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.arrays.spec import byte_span, packed_strides
+from shardmath.arrays.spec import Packed, byte_span, packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.base.log import LOGGER
@@ -142,7 +142,7 @@ def empty_on_heap(
     library: Library,
     shape: Sequence[int],
     dtype: DType | str,
-    order: Literal["C", "F"] = "C",
+    order: Packed = "C",
 ) -> Any:
     """A new uninitialised array on the heap. Local. Raises HeapExhausted."""
     strides = _strides(tuple(shape), order)
@@ -170,11 +170,7 @@ def observed(context: Context, array: Any) -> Any:
 
 
 def maker_on_heap(
-    heap: Heap,
-    library: Library,
-    shape: Sequence[int],
-    dtype: DType | str,
-    strides: Sequence[int],
+    heap: Heap, library: Library, shape: Sequence[int], dtype: DType | str, strides: Sequence[int]
 ) -> Callable[[], tuple[Any, int]]:
     """A function that makes arrays as `strided_on_heap` does, each with its address."""
     nbytes = extent_of(shape, strides) * dtype_of(dtype).itemsize

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
-from shardmath.arrays.spec import ArraySpec, packed_strides
+from shardmath.arrays.spec import ArraySpec, Packed, packed_strides
 from shardmath.base.lru_cache import LRUCache
 from shardmath.base.recorder import this_process
 from shardmath.context.context import Context
@@ -156,7 +156,7 @@ class ResultTemplate:
         operand: Any,
         shape: Sequence[int],
         dtype: str,
-        order: Literal["C", "F"],
+        order: Packed,
         *,
         on_heap: bool,
     ) -> None:
@@ -240,7 +240,7 @@ class ResultTemplate:
 
 @lru_cache(maxsize=1024)
 def _packed(
-    shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
+    shape: tuple[int, ...], dtype: str, order: Packed
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """The strides of a packed array in elements and in bytes, and its size in bytes."""
     itemsize = dtypes.of(dtype).itemsize
@@ -278,16 +278,14 @@ def laid_out_alike(context: Context, array: Operand) -> Operand:
     return replace(array, address=buffer.block.address - low, block=None, keep=buffer)
 
 
-def _back_to(context: Context, user: Any, order: Literal["C", "F"], name: str = "out") -> Result:
+def _back_to(context: Context, user: Any, order: Packed, name: str = "out") -> Result:
     host = library_of(user).host_view(user, writable=True, name=name)
     dtype = dtypes.of(host.dtype)
     array = _carried(context, host.shape, dtype.name, order)
     return Result(array.address, array, user, host)
 
 
-def _carried(
-    context: Context, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
-) -> Operand:
+def _carried(context: Context, shape: tuple[int, ...], dtype: str, order: Packed) -> Operand:
     """Packed memory on the GPU for an array of `shape` in host memory. Local. Raises HeapExhausted.
 
     It is on the heap, unless the heap cannot grow and there are several hosts: operators then pack
@@ -303,7 +301,7 @@ def _carried(
 
 
 def _uploaded(context: Context, host: HostArray) -> Operand:
-    order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
+    order: Packed = "F" if host.flags.f_contiguous else "C"
     array = _carried(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
         packed = np.asarray(host, order=order)
@@ -316,7 +314,7 @@ def _download(array: Operand, host: HostArray) -> None:
     """Copy packed memory of the GPU to `host`. What writes it must have ended."""
     if not host.size:
         return
-    order: Literal["C", "F"] = "F" if array.order == "F" else "C"
+    order: Packed = "F" if array.order == "F" else "C"
     is_packed = host.flags.f_contiguous if order == "F" else host.flags.c_contiguous
     packed = host if is_packed else np.empty(host.shape, host.dtype, order)
     call("cuMemcpyDtoH", packed.ctypes.data, array.address, packed.nbytes)

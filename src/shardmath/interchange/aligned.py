@@ -7,12 +7,13 @@ from it are plain ndarrays, aligned. JAX copies what begins elsewhere.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray, Library
 from shardmath.arrays.libraries.numpy import NumPy
+from shardmath.arrays.spec import Packed
 
 ALIGNMENT = 64
 
@@ -21,7 +22,7 @@ class AlignedNumPy(NumPy):
     """NumPy, whose new arrays begin at a multiple of `ALIGNMENT` bytes."""
 
     @staticmethod
-    def _new(shape: tuple[int, ...], dtype: np.dtype[Any], order: Literal["C", "F"]) -> HostArray:
+    def _new(shape: tuple[int, ...], dtype: np.dtype[Any], order: Packed) -> HostArray:
         raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
         start = -raw.__array_interface__["data"][0] % ALIGNMENT
         return np.ndarray(shape, dtype, raw, start, order=order)

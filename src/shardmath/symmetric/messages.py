@@ -103,12 +103,7 @@ class RankNames:
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        *,
-        numbers: Sequence[int],
-        processes: Sequence[str],
-        job: RankNames | None,
+        self, rows: Rows, *, numbers: Sequence[int], processes: Sequence[str], job: RankNames | None
     ) -> None:
         self.rank = rows.rank
         self._rows = rows

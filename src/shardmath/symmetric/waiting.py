@@ -127,8 +127,7 @@ def wait_until(
 
 
 def _error_of(
-    late: Callable[[], Sequence[int]],
-    peer_error: Callable[[Sequence[int]], Exception | None],
+    late: Callable[[], Sequence[int]], peer_error: Callable[[Sequence[int]], Exception | None]
 ) -> Exception | None:
     """`peer_error` of the ranks that are late, if none of them has arrived meanwhile.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec
+from shardmath.arrays.spec import ArraySpec, Packed
 
 
 class CuPy(Library):
@@ -86,11 +86,7 @@ class CuPy(Library):
         return 0 if cupy is None else int(cupy.cuda.get_current_stream(ordinal).ptr)
 
     def maker(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"],
-        device: str = "cpu",
+        self, shape: Sequence[int], dtype: DType | str, order: Packed, device: str = "cpu"
     ) -> Callable[[], Any]:
         import cupy
 

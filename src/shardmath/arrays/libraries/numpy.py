@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec, byte_span, overlaps
+from shardmath.arrays.spec import ArraySpec, Packed, byte_span, overlaps
 
 
 class NumPy(Library):
@@ -81,11 +81,7 @@ class NumPy(Library):
         return int(x.__array_interface__["data"][0])
 
     def maker(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"],
-        device: str = "cpu",
+        self, shape: Sequence[int], dtype: DType | str, order: Packed, device: str = "cpu"
     ) -> Callable[[], HostArray]:
         if device != "cpu":
             raise ValueError(f"numpy has no arrays on {device}")

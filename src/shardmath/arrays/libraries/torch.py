@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec, overlaps, packed_strides
+from shardmath.arrays.spec import ArraySpec, Packed, overlaps, packed_strides
 from shardmath.base.compiled import extension
 from shardmath.base.untraced import has_tangent
 
@@ -160,11 +160,7 @@ class Torch(Library):
         return view or super().viewer(dtype, shape, strides, device)
 
     def maker(
-        self,
-        shape: Sequence[int],
-        dtype: DType | str,
-        order: Literal["C", "F"],
-        device: str = "cpu",
+        self, shape: Sequence[int], dtype: DType | str, order: Packed, device: str = "cpu"
     ) -> Callable[[], Any]:
         import torch
 
