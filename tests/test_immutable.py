@@ -45,6 +45,10 @@ class Alone(Immutable, eq=False):
     x: Any
 
 
+class Hashed(Immutable, hashes_once=True):
+    x: Any
+
+
 def as_dataclass(kind, *bases, **how):
     """The class as `dataclass` makes it of the same declaration, and with the same name."""
     members = {name: value for name, value in vars(kind).items() if name in DECLARED}
@@ -150,3 +154,6 @@ def test_it_travels_between_processes():
     one = pickle.loads(pickle.dumps(Solid(1, note="a")))
     assert one == Solid(1, note="a")
     assert type(one) is Solid
+    hashed = Hashed("a")
+    assert hash(hashed) == hash(Hashed("a")) == hash(pickle.loads(pickle.dumps(hashed)))
+    assert "_hash" not in vars(copy.copy(hashed))

@@ -18,7 +18,7 @@ Order = Literal["C", "F", "both", "strided"]
 Packed = Literal["C", "F"]  # the order of an array without gaps
 
 
-class ArraySpec(Immutable):
+class ArraySpec(Immutable, hashes_once=True):
     """An array's library, dtype name, shape, strides in elements, device, and bytes per element.
 
     `library` is the name that `library_named` takes; `device` is "cpu" or like "cuda:0".
@@ -30,13 +30,6 @@ class ArraySpec(Immutable):
     strides: tuple[int, ...]
     device: str
     itemsize: int
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # a call looks things up by its specs, several times
-        return hash((self.library, self.dtype, self.shape, self.strides, self.device))
 
     @cached_property
     def space(self) -> str:

@@ -22,8 +22,9 @@ class Immutable:
 
     `dataclasses.field` serves as in a dataclass: for a default that is made for each object, and
     for a value that is not shown or not compared. Objects of one class with equal values are equal;
-    with the class argument `eq=False` an object equals only itself. `words` is the format string by
-    which they print. `__post_init__` may check the values.
+    with the class argument `eq=False` an object equals only itself. With `hashes_once=True` it
+    keeps its hash. `words` is the format string by which they print. `__post_init__` may check the
+    values.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {}  # `dataclasses.replace` reads them
@@ -32,7 +33,9 @@ class Immutable:
     _compared: ClassVar[attrgetter[Any]]
     _printed: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, eq: bool = True, words: str = "") -> None:
+    def __init_subclass__(
+        cls, *, eq: bool = True, hashes_once: bool = False, words: str = ""
+    ) -> None:
         super().__init_subclass__()
         cls._printed = words or cls._printed
         fields = cls.__dataclass_fields__ = {**cls.__dataclass_fields__}
@@ -54,6 +57,8 @@ class Immutable:
         cls._compared = attrgetter("__class__", *[name for name, x in fields.items() if x.compare])
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[method-assign]
+        if hashes_once:
+            cls.__hash__ = _kept_hash  # type: ignore[method-assign]
 
     def __init__(self, *values: Any, **named: Any) -> None:
         fields, state = self.__dataclass_fields__, self.__dict__
@@ -94,6 +99,12 @@ class Immutable:
     def __hash__(self) -> int:
         return hash(self._compared(self))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The values, for copies and pickles: a copy may get others, another process hashes
+        anew.
+        """
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __repr__(self) -> str:
         shown = [name for name, x in self.__dataclass_fields__.items() if x.repr]
         values = ", ".join([f"{name}={getattr(self, name)!r}" for name in shown])
@@ -107,3 +118,11 @@ class Immutable:
 
     def __delattr__(self, name: str) -> NoReturn:
         raise FrozenInstanceError(f"{type(self).__name__} is immutable: its {name} stays")
+
+
+def _kept_hash(self: Immutable) -> int:
+    kept = self.__dict__.get("_hash")
+    if kept is None:
+        kept = self.__dict__["_hash"] = hash(self._compared(self))
+    found: int = kept
+    return found

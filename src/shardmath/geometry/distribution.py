@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import field
-from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.base import current
@@ -63,7 +62,7 @@ class Argument(Immutable):
         return value if self.appended is None else value + (self.appended,) * (ndim - len(value))
 
 
-class Distribution(Immutable, ABC):
+class Distribution(Immutable, ABC, hashes_once=True):
     """How a global array is split over ranks.
 
     The `_arguments` of a class determine what ranks compare and send, and how it prints.
@@ -75,13 +74,6 @@ class Distribution(Immutable, ABC):
 
     _arguments: ClassVar[tuple[Argument, ...]]
     binding: Binding | None = field(default=None, init=False)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._compared(self))
 
     @property
     @abstractmethod

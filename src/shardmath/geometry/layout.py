@@ -22,7 +22,7 @@ Part = tuple[Spans, ...]
 _length, _stop = attrgetter("length"), attrgetter("stop")
 
 
-class Layout(Immutable):
+class Layout(Immutable, hashes_once=True):
     """The parts of all ranks: `parts[rank][axis]` is a `Spans`.
 
     Raises ValueError when a part has another number of axes than the global shape, or exceeds it.
@@ -248,13 +248,6 @@ class Layout(Immutable):
 
     def __str__(self) -> str:
         return self.describe()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.global_shape, self.parts))
 
     def _check_tiling(self) -> None:
         """Raise BindDistributionError unless every element has exactly one owner."""
