@@ -125,9 +125,7 @@ Dimension = tuple[int, int, int]  # extent, stride in one array, stride in anoth
 
 
 def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
-    """The same pairs of elements in as few dimensions as possible, the fastest dimension first, as
-    given.
-    """
+    """The same pairs of elements in as few dimensions as possible, the fastest first."""
     kept: list[Dimension] = []
     for extent, one, two in dimensions:
         if extent == 1:
@@ -140,9 +138,7 @@ def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
 
 
 def offsets(dimensions: Sequence[Dimension]) -> Iterator[tuple[int, int]]:
-    """For each element, how far it lies from the first one in either array. The last dimension is
-    the fastest.
-    """
+    """How far each element lies from the first, in either array; the last dimension is fastest."""
     for index in product(*(range(extent) for extent, _, _ in dimensions)):
         pairs = list(zip(index, dimensions, strict=True))
         yield sum(i * one for i, (_, one, _) in pairs), sum(i * two for i, (_, _, two) in pairs)

@@ -100,9 +100,7 @@ class Immutable:
         return hash(self._compared(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The values, for copies and pickles: a copy may get others, another process hashes
-        anew.
-        """
+        """The values, for copies and pickles, which must not keep the hash."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def __repr__(self) -> str:

@@ -197,9 +197,7 @@ _constants: list[type] = []
 
 
 def constant_to_compiler(kind: Class) -> Class:
-    """`kind`, whose immutable objects torch's compiler takes for constants, even those made in code
-    that it compiles.
-    """
+    """`kind`, whose objects are constants to torch's compiler, even where compiled code makes them."""
     _constants.append(kind)
     tell_compiler()
     return kind

@@ -73,8 +73,7 @@ def any_capturing(device: Device) -> bool:
 
 
 def new_stream(owner: object, device: Device, *, first: bool = False) -> Any:
-    """A stream that does not wait for the default one, destroyed when `owner` is gone and it is
-    done.
+    """A stream that does not wait for the default one, destroyed after `owner` and its work.
 
     `first`: blocks of its kernels are scheduled before those of other streams.
     """

@@ -160,9 +160,7 @@ class ResultTemplate:
         *,
         on_heap: bool,
     ) -> None:
-        """`on_heap` is for results on the GPU. Raises ValueError where the library has no such
-        arrays.
-        """
+        """`on_heap` is for results on the GPU. Raises ValueError where the library lacks them."""
         self._context, self._library = context, library_of(operand)
         self._shape, self._dtype, self._order = tuple(shape), dtype, order
         self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)

@@ -188,9 +188,7 @@ class Board:
             self._lock.release()
 
     def late(self, text: bytes, payload: bytes, expected: tuple[bytes, ...]) -> Texts:
-        """`exchange_raw`, after compiled code has published this rank's part and found a peer
-        late.
-        """
+        """`exchange_raw`, after compiled code has published this rank's part: a peer is late."""
         texts = self._gather(text, payload, expected, published=True)
         self.require_level()
         return texts
@@ -201,9 +199,7 @@ class Board:
             self.calls.meet()
 
     def require_level(self) -> None:
-        """Raise, on all ranks, what is wrong where they have met after different numbers of
-        calls.
-        """
+        """Raise the error of all ranks where they have met after different numbers of calls."""
         calls = self.calls
         if calls is None or not calls.differ():
             return
@@ -331,9 +327,7 @@ class Board:
         return self.peers.verdict
 
     def concluded(self, error: Exception, *, by_all: bool = False) -> Exception:
-        """`error`, which this rank raises now. The peers hear of an error that is to be raised
-        `by_all` in the same words.
-        """
+        """`error`, which this rank raises now; peers are told of one that is raised `by_all`."""
         if by_all:
             self.peers.verdict = error
         if error is self.peers.verdict and self.failure is None:
@@ -392,8 +386,7 @@ class Board:
         return True
 
     def compiled(self, *, ahead: bool) -> tuple[Any, ...] | None:
-        """What compiled code needs to make rounds; None where it cannot, as where they are
-        observed.
+        """What compiled code needs to make rounds; None where it cannot make them.
 
         That is: functions that lock and unlock the board, the page, and functions to call before
         and after a meeting of ranks that run `ahead`, None where none do. Compiled code counts
@@ -410,8 +403,7 @@ class Board:
         return nbytes <= _CHUNK
 
     def meet(self, operation: str, watch: Callable[[], None]) -> None:
-        """A barrier of ranks not all of which may have this board: `watch()` raises where one lacks
-        it.
+        """A barrier of ranks that may not all have this board: `watch()` then raises.
 
         Collective among those that have it.
         """
@@ -470,9 +462,14 @@ class Board:
         An exception that leaves the call from now on fails the board. Raises RankFailure where the
         board has failed before.
         """
-        if this_thread.call is not self.call:
-            self.begin(operation)
-            self.end()
+        call = this_thread.call
+        if call is not self.call:
+            if not self._lock.acquire(blocking=False):
+                raise self._second_thread(operation)
+            try:
+                self._enter(call, operation)
+            finally:
+                self._lock.release()
         if self.failure is not None:
             self._require_usable()
 
@@ -517,9 +514,7 @@ class Board:
             self._rows.write(OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self, why: str = "it was dropped") -> None:
-        """Tell the peers that this rank has finished. `why` is for threads of this rank that
-        wait.
-        """
+        """Tell the peers that this rank has finished. `why` is for its threads that still wait."""
         if self._own[STATE] == RUNNING:
             self._left = why
             self._rows.publish(STATE, LEFT)
@@ -544,8 +539,7 @@ class Board:
         """
         if self.failure is None:
             self.failure = why
-            # A peer that arrives now may read memory that has changed: take back unfinished
-            # arrivals.
+            # A late peer must not read memory that has changed: take unfinished arrivals back.
             for word, done in ((EXCHANGE, self.rounds), (BARRIER, self.barriers)):
                 if self._own[word] > 2 * done + 1:
                     self._rows.publish(word, 2 * done + 1)

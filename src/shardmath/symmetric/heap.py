@@ -295,9 +295,7 @@ class Heap:
         return block
 
     def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
-        """The block of this size whose turn it is, for GPUs, which may still use dropped blocks; or
-        None.
-        """
+        """The block of this size whose turn it is, or None; for GPUs, which may still use it."""
         small = nbytes <= _SMALL
         if many * nbytes >= _TOGETHER:
             many = max(_TOGETHER // (nbytes + 1), 2)
@@ -306,8 +304,7 @@ class Heap:
             self._collect()
         turn, waiting = self._turns.get(nbytes), many if small else _IN_TURN
         while turn is not None and len(turn) > waiting:
-            # Large ones stay in a few places, the same on all ranks: each place takes another
-            # graph.
+            # Large ones stay in a few places, equal on all ranks: each takes another graph.
             place = 0 if small else -waiting - 1
             block = turn[place]
             if block in self._retired and not (block.shared or block.handles):
@@ -421,9 +418,7 @@ class Heap:
         self._retired = waiting
 
     def _collect(self) -> None:
-        """Retire the blocks that were dropped, behind a fence, and forget groups that have
-        ended.
-        """
+        """Retire dropped blocks behind a fence, and forget the groups that have ended."""
         ended = self.groups.ended()
         if ended:
             for block in self._blocks.values():

@@ -136,9 +136,7 @@ class RankNames:
         return RankFailure(f"{self.where()}: {reasons}; {AFTER_FAILURE}", ranks)
 
     def note(self, error: Exception) -> None:
-        """Add to an error that all ranks raise a note of where this one raises it, and all
-        names.
-        """
+        """Add to an error that all ranks raise a note of where this one is, and of all names."""
         if len(self._numbers) > 1:
             names = ", ".join(map(self.name, range(min(len(self._numbers), _NOTED))))
             more = (
@@ -156,9 +154,7 @@ class RankNames:
         return ", ".join(shown)
 
     def _process(self, rank: int) -> str:
-        """The rank's process, after its number in the job where this board has a part of the
-        ranks.
-        """
+        """The rank's process, after its number in the job where this board is not of all ranks."""
         process = self._processes[rank]
         if self._job is None:
             return process

@@ -333,17 +333,13 @@ class Team:
             self._departures.leave()
 
     def wait_for_kernels(self) -> None:
-        """When all ranks leave: wait until their kernels have ended, which end soon, since none
-        waits.
-        """
+        """When all ranks leave: wait until their kernels, which wait no more, have ended."""
         if self._departures is not None:
             self._departures.wait(min(_LAST_KERNELS, self._board.policy.timeout))
 
     @property
     def drop(self) -> Callable[[], None] | None:
-        """As `leave`, for the garbage collector, without a reference to the team; None on one
-        rank.
-        """
+        """`leave` for the garbage collector, without a reference to the team; None on one rank."""
         return None if self._departures is None else self._departures.drop
 
     def _reported_error(self) -> Exception:

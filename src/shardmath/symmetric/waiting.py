@@ -86,7 +86,6 @@ def wait_until(
     `timeout` seconds (default: the policy's).
     """
     limit = policy.timeout if timeout is None else timeout
-    late = missing if late is None else late
     start, noticed = time.monotonic(), False
     while not arrived():
         if time.monotonic() - start >= policy.spin:
@@ -103,7 +102,7 @@ def wait_until(
         pause = LONGEST_REST
     while not arrived():
         waited = time.monotonic() - start
-        error = _error_of(late, peer_error)
+        error = _error_of(late or missing, peer_error)
         if error is not None:
             raise error
         missing_ranks = missing()
