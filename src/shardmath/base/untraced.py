@@ -197,7 +197,7 @@ _constants: list[type] = []
 
 
 def constant_to_compiler(kind: Class) -> Class:
-    """`kind`, whose objects are constants to torch's compiler, even where compiled code makes them."""
+    """`kind`, whose objects are constants to torch's compiler, even if made in compiled code."""
     _constants.append(kind)
     tell_compiler()
     return kind

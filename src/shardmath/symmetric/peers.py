@@ -141,8 +141,8 @@ class Peers:
         One that died without a word is the cause. Else one that gave up says whose fault it was,
         and the error is the same as there; unless it was this rank's, or its own.
         """
-        names, states = self._names, {rank: self._words[rank][STATE] for rank in late}
-        ended = self._ended()
+        names, ended = self._names, self._ended()  # first: a rank leaves, and then its process ends
+        states = {rank: self._words[rank][STATE] for rank in late}
         died = [rank for rank in late if states[rank] == RUNNING and rank in ended]
         if died:
             return names.failure_of(died, "died")
