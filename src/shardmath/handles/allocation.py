@@ -239,10 +239,14 @@ def persistent_array(
     if number in kept:
         buffer, lease_of = kept[number]
         if lease_of() is not None and not buffer.block.freed:
-            raise RuntimeError(f"alloc_id {number} is in use: an array allocated with it is alive")
+            raise RuntimeError(
+                f"alloc_id {number} is in use: an array allocated with it is alive; drop that, or "
+                "take another alloc_id"
+            )
         if buffer.block.nbytes != nbytes:
             raise RuntimeError(
-                f"alloc_id {number} has {buffer.block.nbytes} bytes; asked for were {nbytes}"
+                f"alloc_id {number} has {buffer.block.nbytes} bytes, not {nbytes}: take another "
+                "alloc_id for arrays of another size"
             )
         if buffer.block.freed:
             context.heap.restore(buffer.block)

@@ -97,7 +97,9 @@ def require_device(context: Context, spec: ArraySpec, name: str) -> None:
     """Raise ValueError for an array on another GPU than this rank's."""
     own = _team(context).device.name
     if spec.device not in ("cpu", own):
-        raise ValueError(f"{name} is on {spec.device}, and this rank computes on {own}")
+        raise ValueError(
+            f"{name} is on {spec.device}, and this rank computes on {own}: copy it there"
+        )
 
 
 def read(
@@ -257,7 +259,9 @@ def result_in(context: Context, out: Any, name: str = "out") -> Result:
     if spec.device == "cpu":
         return _back_to(context, out, "F" if spec.order == "F" else "C", name)
     if library.is_lazy(out):
-        raise ValueError(f"{name} is a lazy conjugate, and the call writes into it")
+        raise ValueError(
+            f"{name} is a lazy conjugate, and the call writes into it: pass an ordinary tensor"
+        )
     require_separate(spec, name)
     array = _placed(context, library, spec, out, name)
     return Result(array.address, array, out)
@@ -266,7 +270,9 @@ def result_in(context: Context, out: Any, name: str = "out") -> Result:
 def require_separate(spec: ArraySpec, name: str) -> None:
     """Raise ValueError for an array to be written in which several indices are one element."""
     if spec.overlaps:
-        raise ValueError(f"{name} is an expanded view, and the call writes into it")
+        raise ValueError(
+            f"{name} is an expanded view, and the call writes into it: pass an ordinary array"
+        )
 
 
 def laid_out_alike(context: Context, array: Operand) -> Operand:

@@ -130,7 +130,7 @@ def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
     """
     names = _names(require_context())
     if name in names:
-        raise RuntimeError(f"the group name {name!r} is registered already")
+        raise RuntimeError(f"the group name {name!r} is registered already: take another name")
     names[name] = group
 
 

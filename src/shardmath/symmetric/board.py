@@ -221,7 +221,9 @@ class Board:
         longest = max(length for length, _ in heads)
         if longest > _MESSAGE_LIMIT:
             rank = next(rank for rank, (length, _) in enumerate(heads) if length == longest)
-            raise CollectiveMismatch(f"rank {rank} announced a message of {longest} bytes")
+            raise CollectiveMismatch(
+                f"rank {rank} has a message of {longest:,} bytes; {_MESSAGE_LIMIT:,} are the most"
+            )
         for start in range(_CHUNK, longest, _CHUNK):
             _, more = self._round(message, len(payload), start)
             parts = [a + b for a, b in zip(parts, more, strict=True)]

@@ -242,7 +242,7 @@ class Team:
         self.check()
         self._require(channel)
         if not 0 <= peer < self.size:
-            raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
+            raise ValueError(f"rank {peer} does not exist: there are {self.size}, numbered from 0")
         self.device.activate()
         self._launch(function, stream, timeout, struct.pack("Ii", channel, peer))
 
@@ -271,7 +271,9 @@ class Team:
 
     def _require(self, channel: int) -> None:
         if not 0 <= channel < self.channels:
-            raise ValueError(f"channel {channel}: there are {self.channels}, numbered from 0")
+            raise ValueError(
+                f"channel {channel} does not exist: there are {self.channels}, numbered from 0"
+            )
 
     # -- errors ------------------------------------------------------------------------------------
 

@@ -42,9 +42,13 @@ class NumPy(Library):
 
     def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
         if writable and not x.flags.writeable:
-            raise ValueError(f"{name} is read-only, and the call writes into it")
+            raise ValueError(
+                f"{name} is read-only, and the call writes into it: pass a writable array"
+            )
         if writable and overlaps(x.shape, x.strides):
-            raise ValueError(f"{name} is a broadcast view, and the call writes into it")
+            raise ValueError(
+                f"{name} is a broadcast view, and the call writes into it: pass an ordinary array"
+            )
         return np.asarray(x)
 
     def from_host(self, host: HostArray) -> HostArray:
@@ -84,7 +88,7 @@ class NumPy(Library):
         self, shape: Sequence[int], dtype: DType | str, order: Packed, device: str = "cpu"
     ) -> Callable[[], HostArray]:
         if device != "cpu":
-            raise ValueError(f"numpy has no arrays on {device}")
+            raise ValueError(f"numpy has no arrays on {device}: pass the module cupy or torch")
         return partial(self._new, tuple(shape), dtypes.to_numpy(dtype), order)
 
 

@@ -76,9 +76,13 @@ class Torch(Library):
                 f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
             )
         if writable and self.is_lazy(x):
-            raise ValueError(f"{name} is a lazy conjugate, and the call writes into it")
+            raise ValueError(
+                f"{name} is a lazy conjugate, and the call writes into it: pass an ordinary tensor"
+            )
         if writable and overlaps(tuple(x.shape), x.stride()):
-            raise ValueError(f"{name} is an expanded view, and the call writes into it")
+            raise ValueError(
+                f"{name} is an expanded view, and the call writes into it: pass an ordinary tensor"
+            )
         dtype = dtypes.of(x.dtype)
         tensor = x.detach().resolve_conj().resolve_neg()
         if not dtype.carrier:
@@ -106,9 +110,13 @@ class Torch(Library):
         dtype = dtypes.of(host.dtype)
         native = _native(dtype)
         if any(stride < 0 for stride in host.strides):
-            raise ValueError(f"torch has no negative strides; numpy's are {host.strides}")
+            raise ValueError(
+                f"torch has no negative strides, and this array has {host.strides}: pass a copy"
+            )
         if not host.flags.writeable:
-            raise ValueError("torch has no read-only tensors, and this numpy array is read-only")
+            raise ValueError(
+                "torch has no read-only tensors, and this numpy array is read-only: pass a copy"
+            )
         if not dtype.carrier:
             return torch.from_numpy(host)
         return torch.from_numpy(host.view(dtype.carrier)).view(native)
