@@ -3,7 +3,7 @@
 from changed import run_with
 
 ADDED = """\
-    _float8("float8_e4m3fnuz", 240.0),
+    _float8("float8_e4m3fnuz", largest=240.0),
     DType("float8_e8m0fnu", 1, "f", sums="float32", carrier="uint8"),
 """
 PROGRAM = '''
