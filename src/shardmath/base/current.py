@@ -35,7 +35,7 @@ def get() -> CurrentContext | None:
 
 
 def places() -> tuple[object, object]:
-    """Where compiled code finds the current context: last in the first, or else in the second."""
+    """The variable and the list that hold `with` contexts and the default one: for direct.c."""
     return _stack, _default
 
 

@@ -61,7 +61,7 @@ class Groups:
         self._anywhere.clear()
 
     def may_write(self, told: Iterable[int]) -> bool:
-        """Whether late kernels may write to a block that the groups `told` know of."""
+        """Whether late kernels may write to a block that these groups were `told` of."""
         return any(failed() for failed in self._anywhere.values()) or any(
             self._watched[group][0]() for group in told if group in self._watched
         )

@@ -1,7 +1,8 @@
-"""Which ranks of a board run, have left, have given up or have died, and the errors that say so.
+"""The state of a board's ranks: which run, have left, have given up or have died.
 
-A rank says in the words of its row that it leaves or gives up; that it has died its process shows.
-The kernels of a rank may outlast its part in the group: they have words of their own.
+A rank writes into its row that it leaves or gives up; the system knows whether its process has
+ended. The kernels of a rank may run on after it has left the group: a word of the row says when
+they have ended, too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Peers:
         self._words = rows.words
         self._names = names
         self._numbers = list(numbers)
-        # What all ranks are to raise in the same words, if this one has heard of it or found it.
+        # The error that all ranks are to raise in the same words, once this one knows of it.
         self.verdict: Exception | None = None
 
     def _ended(self) -> set[int]:
@@ -89,9 +90,9 @@ class Peers:
     # -- kernels of the peers ----------------------------------------------------------------------
 
     def at_work(self) -> list[int]:
-        """The peers of which kernels may write to this rank's memory. From any thread.
+        """The peers whose kernels may write to this rank's memory. From any thread.
 
-        Those whose kernels and processes have not ended.
+        These are the peers whose kernels and processes have not ended.
         """
         self._rows.receive()
         working = [rank for rank in self._rows.peers if self._words[rank][KERNELS] != ENDED]
@@ -101,8 +102,8 @@ class Peers:
     def silent(self) -> list[int]:
         """The peers for which no kernel is to wait any more. From any thread.
 
-        All, once one has died or given up: the group is at its end. Else those that have left, when
-        their process or their kernels have ended too.
+        All peers, once one has died or given up: the group cannot go on. Otherwise the peers whose
+        process or kernels have ended.
         """
         self._rows.receive()
         ended, silent = self._ended(), []
@@ -121,8 +122,8 @@ class Peers:
         return self._mismatch_error(late) or self.ended_error(late)
 
     def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
-        """A late peer that has published a round of exchange that this rank has not is itself
-        waiting, for this rank, in another operation: both would wait for ever.
+        """The error where a late peer has published a round of exchange that this rank has not:
+        it waits for this rank in another operation, and both would wait for ever.
         """
         mismatched = [r for r in late if self.is_ahead(r)]
         mismatched += [r for r in late if self._words[r][STATE] == MISMATCHED]
@@ -138,8 +139,8 @@ class Peers:
     def ended_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.
 
-        One that died without a word is the cause. Else one that gave up says whose fault it was,
-        and the error is the same as there; unless it was this rank's, or its own.
+        A peer that died without a word is to blame. Otherwise a peer that gave up says who is, and
+        the error is as on that peer, unless the peer itself or this rank is to blame.
         """
         names, ended = self._names, self._ended()  # first: a rank leaves, and then its process ends
         states = {rank: self._words[rank][STATE] for rank in late}
@@ -164,7 +165,7 @@ class Peers:
     def silent_error(self, late: Sequence[int]) -> Exception | None:
         """As `ended_error`, where kernels have waited for these ranks.
 
-        One that sends no more may do so because of another rank, or before it has left.
+        A rank may send no more because another rank has ended, or before it says that it leaves.
         """
         error, silent = self.ended_error(late), set(self.silent())
         known = [rank for rank in late if rank in silent]

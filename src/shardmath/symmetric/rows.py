@@ -19,9 +19,9 @@ A rank writes only its own row and reads the others'. A row holds
                        bytes of the whole message and of the payload at its end, a part of it
     calls              the calls with which the rank has run ahead: see `calls`
 
-Ranks of one host map the same pages: a store is seen at once. A rank on another host has a copy,
-which only messages from the row's owner change, in the order in which it wrote. So on both sides
-whoever sees a word sees what was written before it.
+Ranks of one host map the same pages: a store is seen at once. A rank on another host has a copy of
+the row, which messages from its owner change in the order in which it wrote. Either way a rank that
+sees a word sees what was written before it.
 
 A rank that waits for long sleeps until a peer rings, as each does after it has published a word.
 Ranks of one host ring by a word of their rows, the bell, and the system's futex: `board.c` has both
@@ -95,7 +95,7 @@ class Rows:
         self._page: Any = None
 
     def ring_by(self, page: Any) -> None:
-        """Let ranks of this host ring by a page of board.c, and sleep until they do."""
+        """Use a page of board.c to ring peers and to sleep until they ring."""
         self._page = page
 
     @property
@@ -104,38 +104,38 @@ class Rows:
         return self._page is not None
 
     def rest(self, peer: int, arrived: Callable[[], bool], seconds: float) -> None:
-        """Sleep until `peer` has published something, for so many seconds at most.
+        """Sleep until `peer` publishes something, for `seconds` at most.
 
-        Returns at once where what this rank waits for has `arrived`.
+        Returns at once where `arrived()`.
         """
         rings = self._page.begin_sleep(peer)
         self._page.sleep(peer, rings, 0.0 if arrived() else seconds)
 
     def ring(self) -> None:
-        """Wake the peers that sleep until this rank publishes what it has published just now."""
+        """Wake the peers that sleep until this rank publishes something, which it has just done."""
         if self._page is not None:
             self._page.ring()
 
     def write(self, place: int, data: bytes) -> None:
-        """Write into the own row; peers are to see it before the next word that is published."""
+        """Write into this rank's row; peers see it before the next word that it publishes."""
         self.bytes[self.rank][place : place + len(data)] = data
 
     def publish(self, word: int, value: int) -> None:
-        """Set a word of the own row, after all that was written before."""
+        """Set a word of this rank's row; peers that see it see all that was written before."""
         order()
         self.words[self.rank][word] = value
         if self._page is not None:
             self._page.ring()
 
     def announce(self, word: int, value: int) -> None:
-        """Set a word of the own row, which says nothing of others. From any thread."""
+        """Set a word of this rank's row, in no order with other words. From any thread."""
         self.words[self.rank][word] = value
 
     def poll(self) -> None:
-        """Let what peers have published arrive."""
+        """Receive what peers on other hosts have published."""
 
     def receive(self) -> None:
-        """Take in what peers have published, from any thread."""
+        """As `poll`, from any thread."""
 
     def flush(self) -> None:
         """Send ranks on other hosts what was written, with no word that announces it."""
