@@ -122,7 +122,8 @@ class Rows:
 
     def publish(self, word: int, value: int) -> None:
         """Set a word of this rank's row; peers that see it see all that was written before."""
-        order()
+        if not ORDERED:  # which spares the call
+            order()
         self.words[self.rank][word] = value
         if self._page is not None:
             self._page.ring()
