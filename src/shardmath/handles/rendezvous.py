@@ -91,7 +91,7 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
     UseAfterFree for a tensor that was freed after a rendezvous: its peers would make no exchange.
     """
     try:
-        _, offset, buffer = _located(context, tensor)
+        offset, buffer = _located(context, tensor)
     except UseAfterFree:
         freed = context.heap.find(library_of(tensor).pointer(tensor))
         if freed is not None and any(group == context.number for group, _ in freed.shared):
@@ -104,22 +104,22 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
 
 
 def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
-    def describe() -> tuple[tuple[Block, int, Buffer], tuple[int | None, list[int]]]:
-        block, offset, buffer = _located(context, tensor)
+    def describe() -> tuple[tuple[int, Buffer], tuple[int | None, list[int]]]:
+        offset, buffer = _located(context, tensor)
         state = buffer.rendezvous_states.get((context.number, offset))
         number = None if state is None else state.number
-        return (block, offset, buffer), (number, context.heap.marks(context.number))
+        return (offset, buffer), (number, context.heap.marks(context.number))
 
     def check(specs: list[tuple[int | None, list[int]]]) -> tuple[bool, list[list[int]]]:
         numbers = {number for number, _ in specs}
         return len(numbers) == 1 and None not in numbers, [marks for _, marks in specs]
 
-    located, (known, marks) = context.agree_keeping("rendezvous", describe, check)
+    (offset, buffer), (known, marks) = context.agree_keeping("rendezvous", describe, check)
     context.heap.apply_marks(context.number, marks)
-    block, offset, buffer = located
+    key = context.number, offset
     if not known:
-        buffer.rendezvous_states[context.number, offset] = _established(context, block, offset)
-    state: RendezvousState = buffer.rendezvous_states[context.number, offset]
+        buffer.rendezvous_states[key] = _established(context, buffer.block, offset)
+    state: RendezvousState = buffer.rendezvous_states[key]
     return _handle_of(state, context, buffer, library_of(tensor))
 
 
@@ -150,7 +150,8 @@ def _names(context: Context) -> dict[str, Any]:
     return context.cache("group names", dict)
 
 
-def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
+def _located(context: Context, tensor: Any) -> tuple[int, Buffer]:
+    """The offset of the tensor in its block, and the buffer there. Raises as `rendezvous`."""
     library_of(tensor, "tensor")
     place = block_of(context, tensor)
     buffer = None if place is None else place[0].buffer()
@@ -159,7 +160,7 @@ def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
             "the tensor is in ordinary memory, which peers cannot reach; make it with "
             "shardmath.allocate_symmetric_memory or shardmath.symmetric_memory.empty"
         )
-    return *place, buffer
+    return place[1], buffer
 
 
 def _established(context: Context, block: Block, offset: int) -> RendezvousState:
@@ -247,7 +248,7 @@ def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None
 def _group_at_allocation(tensor: Any) -> str | None:
     """The name of the group that the tensor was allocated for; agreement reports what is wrong."""
     try:
-        return _located(require_context(), tensor)[2].group
+        return _located(require_context(), tensor)[1].group
     except (ValueError, UseAfterFree):
         return None
 
