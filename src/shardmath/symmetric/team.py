@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import settled
@@ -37,23 +37,30 @@ _WORD = 8
 _LAUNCHES = 512  # that are kept ready
 _LAST_KERNELS = 2.0  # seconds that recover() gives GPUs to end what they do
 _LONGEST_NAP = 2e-3  # seconds, between two looks at a stream
+
+
+class _Operation(NamedTuple):
+    """The words for an operation whose wait has expired, and for the number of its place.
+
+    `breaks`: the counts that kernels of these ranks keep are in no known state then.
+    """
+
+    words: str
+    place: str = "channel"
+    breaks: bool = False
+
+
 _OPERATIONS = {
-    structs.OF_BARRIER: "barrier",
-    structs.OF_SIGNAL: "wait_signal",
-    structs.OF_COLLECTIVE: "a collective",
-    structs.OF_USER: "a kernel of the user's",
-    structs.OF_FLAG: "put_signal",
-    structs.OF_PRODUCT: "a product",
-    structs.OF_SHARD: "a product of gathered rows",
-    structs.MISMATCH: "another collective",
-    structs.MISFIT: "an exchange of other counts",
-    structs.OF_WORD: "a wait for a value",
-}
-_PLACES = {
-    structs.OF_COLLECTIVE: "block",
-    structs.OF_PRODUCT: "chunk",
-    structs.OF_SHARD: "part",
-    structs.OF_WORD: "word",
+    structs.OF_BARRIER: _Operation("barrier"),
+    structs.OF_SIGNAL: _Operation("wait_signal"),
+    structs.OF_COLLECTIVE: _Operation("a collective", "block", breaks=True),
+    structs.OF_USER: _Operation("a kernel of the user's"),
+    structs.OF_FLAG: _Operation("put_signal"),
+    structs.OF_PRODUCT: _Operation("a product", "chunk", breaks=True),
+    structs.OF_SHARD: _Operation("a product of gathered rows", "part"),
+    structs.MISMATCH: _Operation("another collective", breaks=True),
+    structs.MISFIT: _Operation("an exchange of other counts", breaks=True),
+    structs.OF_WORD: _Operation("a wait for a value", "word"),
 }
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
@@ -66,11 +73,6 @@ _MISCOUNTS = {
     structs.BAD_ROWS: "chunk {seen} of rank {place} is not within the {expected} rows of its input",
     structs.OTHER_ROWS: "rank {place} exchanges rows of another size, or in another order",
 }
-# Errors after which the counts that kernels of these ranks keep are in no known state.
-_BREAKING = (
-    *(structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT),
-    *_MISCOUNTS,
-)
 
 
 class Team:
@@ -479,7 +481,9 @@ class FarTeam(Team):
 def _breaks_counts(operation: int) -> bool:
     """Whether an expired wait of this kind and place leaves counts in no known state."""
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    return kind in _BREAKING or (kind == structs.OF_BARRIER and number >= RESERVED)
+    if kind == structs.OF_BARRIER:
+        return number >= RESERVED
+    return kind in _MISCOUNTS or (kind in _OPERATIONS and _OPERATIONS[kind].breaks)
 
 
 def _signed(word: int) -> int:
@@ -489,5 +493,5 @@ def _signed(word: int) -> int:
 
 def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    where = _PLACES.get(kind, "channel")
-    return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
+    known = _OPERATIONS.get(kind, _Operation(f"operation {kind}"))
+    return f"{known.words}, {known.place} {number}"
