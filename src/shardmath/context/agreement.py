@@ -8,34 +8,20 @@ nothing may fail on one rank only.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
-from numpy.linalg import LinAlgError
-
-from shardmath import errors
 from shardmath.base import wire
 from shardmath.base.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.messages import header
+from shardmath.symmetric.messages import TRAVELLING, header
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
 
 _DESCRIBED, _REFUSED = b"+", b"-"
-_NAMES = (
-    "ValueError TypeError RuntimeError MemoryError NotImplementedError KeyError IndexError "
-    "OverflowError ImportError OSError AttributeError FileNotFoundError FileExistsError "
-    "IsADirectoryError NotADirectoryError PermissionError"
-)
-_TRAVELLING: dict[str, type[Exception]] = {
-    **{name: getattr(builtins, name) for name in _NAMES.split()},
-    **{name: getattr(errors, name) for name in errors.__all__},
-    "LinAlgError": LinAlgError,
-}
 _FACTS = ("need", "have", "ranks")  # what our exceptions carry besides words
 
 
@@ -194,14 +180,14 @@ def _noted(board: Board, error: Exception) -> Exception:
 
 def _travelling_name(error: Exception) -> str:
     for kind in type(error).__mro__:
-        if _TRAVELLING.get(kind.__name__) is kind:
+        if TRAVELLING.get(kind.__name__) is kind:
             return kind.__name__
     return "RuntimeError"
 
 
 def _rebuilt(who: str, data: bytes) -> Exception:
     name, text, facts = wire.decode(data)
-    error = _TRAVELLING.get(name, RuntimeError)(f"{who}: {text}")
+    error = TRAVELLING.get(name, RuntimeError)(f"{who}: {text}")
     for fact, value in facts.items():
         if fact in _FACTS and hasattr(error, fact):
             setattr(error, fact, value)

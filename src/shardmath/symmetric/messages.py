@@ -9,19 +9,17 @@ job; messages give both numbers.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from numpy.linalg import LinAlgError
+
+from shardmath import errors
 from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
-from shardmath.errors import (
-    CollectiveMismatch,
-    HeapExhausted,
-    OpTimeout,
-    RankFailure,
-    UseAfterFree,
-)
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.group.base import rank_names
 from shardmath.symmetric.rows import NAME_BYTES, OPERATION, REASON_BYTES, Rows
 
@@ -30,9 +28,16 @@ AFTER_FAILURE = "call recover() of the context on all ranks that remain, or fina
 _END = b"\0"
 _DESCRIBED = 4  # ranks that a message names in full
 _NOTED = 8  # the same for the note of an error that all ranks raise
-_RAISED: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (CollectiveMismatch, UseAfterFree, HeapExhausted, ValueError, TypeError)
+_BUILTINS = (
+    "ValueError TypeError RuntimeError MemoryError NotImplementedError KeyError IndexError "
+    "OverflowError ImportError OSError AttributeError FileNotFoundError FileExistsError "
+    "IsADirectoryError NotADirectoryError PermissionError"
+)
+# The exceptions that all ranks raise alike, wherever they come from.
+TRAVELLING: dict[str, type[Exception]] = {
+    **{name: getattr(builtins, name) for name in _BUILTINS.split()},
+    **{name: getattr(errors, name) for name in errors.__all__},
+    "LinAlgError": LinAlgError,
 }
 
 
@@ -91,7 +96,7 @@ class Reason(Immutable):
     @property
     def error(self) -> Exception | None:
         """The exception that all ranks are to raise, if there is one."""
-        kind = _RAISED.get(self.raised)
+        kind = TRAVELLING.get(self.raised)
         return None if kind is None else kind(self.why)
 
 
