@@ -26,7 +26,7 @@ import numpy as np
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
-from shardmath.base.log import LOGGER, told
+from shardmath.base.log import LOGGER, logged
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
@@ -166,7 +166,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         try:
             this_thread.call = record
             this_process.begin(function, args)
-            made = told(function) if LOGGER.isEnabledFor(DEBUG) else function
+            made = logged(function) if LOGGER.isEnabledFor(DEBUG) else function
             if this_process.compared is not None:
                 made = this_process.compared(made)
             result = made(*args, **kwargs)

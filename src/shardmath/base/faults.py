@@ -48,7 +48,7 @@ def faulty(place: str, connection: socket.socket) -> socket.socket:
     timeout = connection.gettimeout()
     made = FaultySocket(fileno=connection.detach())
     made.settimeout(timeout)
-    made.be(faults[place], drawn)
+    made.misbehave(faults[place], drawn)
     return made
 
 
@@ -82,7 +82,7 @@ class FaultySocket(socket.socket):
     _drawn: random.Random
     _is_silent = False
 
-    def be(self, fault: tuple[float, str], drawn: random.Random) -> None:
+    def misbehave(self, fault: tuple[float, str], drawn: random.Random) -> None:
         """Misbehave with the probability and in the way that `fault` says."""
         self._fault, self._drawn = fault, drawn
 

@@ -17,7 +17,7 @@ R = TypeVar("R")
 LOGGER = logging.getLogger("shardmath")
 
 
-def told(function: Callable[..., R]) -> Callable[..., R]:
+def logged(function: Callable[..., R]) -> Callable[..., R]:
     """`function`, each call of which is logged at DEBUG, with the time that it took."""
 
     @wraps(function)

@@ -183,7 +183,7 @@ class Context(OnHosts):
     def announce_segment(self, segment: int) -> None:
         """Let every peer attach a segment of this rank's heap. Local."""
         if segment not in self._announced:  # a segment that was announced is never taken back
-            self.board.names.told(self._runtime.transport.announce, segment, self._ranks)
+            self.board.names.call(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
 
     def announced_segments(self) -> dict[tuple[int, int], int]:
@@ -225,7 +225,7 @@ class Context(OnHosts):
         """The transport, with the segment of `rank` attached, and the rank's number there."""
         transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
-            self.board.names.told(transport.attach, peer, location.segment)
+            self.board.names.call(transport.attach, peer, location.segment)
         return transport, peer
 
     def same_host(self, rank: int) -> bool:
@@ -250,19 +250,19 @@ class Context(OnHosts):
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
                     place, part = location.offset + low, memory[low:high]
-                    self.board.names.told(transport.get, peer, location.segment, place, part)
+                    self.board.names.call(transport.get, peer, location.segment, place, part)
         return memory
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory that `rank` has announced. See `Transport.get`."""
         transport, peer = self._reach(rank, location)
-        self.board.names.told(transport.get, peer, location.segment, location.offset, into, stream)
+        self.board.names.call(transport.get, peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
         """Write `data` to memory of `rank`, which sees it after a later signal or exchange."""
         transport, peer = self._reach(rank, location)
-        self.board.names.told(transport.put, peer, location.segment, location.offset, data, stream)
-        self.board.names.told(transport.quiet, peer, stream)
+        self.board.names.call(transport.put, peer, location.segment, location.offset, data, stream)
+        self.board.names.call(transport.quiet, peer, stream)
 
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""

@@ -125,7 +125,7 @@ class RankNames:
         doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}{number}"
         return f"{doing}, {self._process(self.rank)}"
 
-    def told(self, verb: Callable[..., object], *arguments: Any) -> None:
+    def call(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Call a verb of the transport, and give its errors this board's numbers of ranks."""
         try:
             verb(*arguments)

@@ -209,7 +209,7 @@ class MultiHostRows(Rows):
         `arrived` takes a lock, as `flush` does, which is a fence: so either it sees what a rank of
         this host has published, or that rank, when it rings, sees that this one sleeps.
         """
-        if self._yields.brought(arrived):
+        if self._yields.until(arrived):
             return
         own = self.words[self.rank]
         own[BELL] = 1
@@ -244,7 +244,7 @@ class Yields:
     def __init__(self) -> None:
         self._skipped = 0  # waits to come that do without
 
-    def brought(self, arrived: Callable[[], bool]) -> bool:
+    def until(self, arrived: Callable[[], bool]) -> bool:
         """Yield, and return whether what is awaited has `arrived`."""
         if self._skipped:
             self._skipped -= 1
