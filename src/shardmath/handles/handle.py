@@ -311,22 +311,7 @@ class SymmetricMemory(metaclass=PadSetting):
     @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
-        slots = self._state.slots[self._peer(dst_rank, "dst_rank")]
-        timeout = self._begun("put_signal", channel, timeout_ms)
-        slot = channel * self.world_size + self.rank
-        self._wait(
-            lambda: slots[slot] == 0,
-            lambda: [dst_rank],
-            f"put_signal to rank {dst_rank}",
-            channel,
-            timeout,
-        )
-        self._observe_signal("consumed", "raised", self.rank, dst_rank, channel)
-        order()
-        slots[slot] = 1
-        if self._state.far is not None:
-            self._state.far.raised(dst_rank, channel)
-        self._context.board.ring()
+        self._flip_slot(self._peer(dst_rank, "dst_rank"), 1, channel, timeout_ms)
 
     @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -334,35 +319,38 @@ class SymmetricMemory(metaclass=PadSetting):
 
         What `src_rank` wrote before its `put_signal`, this rank sees after.
         """
-        slots = self._state.slots[self.rank]
-        slot = channel * self.world_size + self._peer(src_rank, "src_rank")
-        timeout = self._begun("wait_signal", channel, timeout_ms)
-        self._wait(
-            lambda: slots[slot] == 1,
-            lambda: [src_rank],
-            f"wait_signal from rank {src_rank}",
-            channel,
-            timeout,
-        )
-        self._observe_signal("raised", "consumed", src_rank, self.rank, channel)
-        slots[slot] = 0  # the source may overwrite what it wrote from now on
-        if self._state.far is not None:
-            self._state.far.consumed(src_rank, channel)
+        self._flip_slot(self._peer(src_rank, "src_rank"), 0, channel, timeout_ms)
+
+    def _flip_slot(self, peer: int, value: int, channel: int, timeout_ms: int) -> None:
+        """Wait until the slot of signals to `peer`, or from it where `value` is 0, has the other
+        value, and set it.
+        """
+        operation, to = ("put_signal", "to") if value else ("wait_signal", "from")
+        src, dst = (self.rank, peer) if value else (peer, self.rank)
+        timeout = self._begun(operation, channel, timeout_ms)
+        slots, slot, state = self._state.slots[dst], channel * self.world_size + src, self._state
+        what = f"{operation} {to} rank {peer}"
+        self._wait(lambda: slots[slot] != value, lambda: [peer], what, channel, timeout)
+        self._observe_signal(src, dst, channel, raises=value == 1)
+        order()  # after writing what `peer` will read, or reading what it may overwrite from now on
+        slots[slot] = value
+        if state.far is not None:
+            state.far.flipped(peer, channel, value)
         self._context.board.ring()
 
-    def _observe_signal(self, waited: str, tells: str, src: int, dst: int, channel: int) -> None:
-        """Tell the observer of a signal from `src` to `dst`: this rank has `waited` for one of its
-        two states, and is about to set the other, which `tells` the peer.
+    def _observe_signal(self, src: int, dst: int, channel: int, *, raises: bool) -> None:
+        """Tell the observer, where there is one, that this rank has waited for the slot of signals
+        from `src` to `dst`, and is about to raise or to consume one.
         """
         observer, signal = self._context.observer, (self._state.number, src, dst, channel)
         if observer is None or src == dst:
             return
+        waited, comes = ("consumed", "raised") if raises else ("raised", "consumed")
         number = self._state.signals[signal] + 1
-        # Before the first signal is raised, none has been consumed.
-        before = number - (tells == "raised")
+        before = number - raises  # before the first signal is raised, none has been consumed
         if before:
-            observer.met((waited, *signal), before, [dst if self.rank == src else src])
-        observer.come((tells, *signal), number)
+            observer.met((waited, *signal), before, [dst if raises else src])
+        observer.come((comes, *signal), number)
         self._state.signals[signal] = number
 
     def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:

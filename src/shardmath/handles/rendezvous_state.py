@@ -153,15 +153,11 @@ class FarSignals:
         """Tell all: this rank has reached barrier `count`."""
         self._channel.send(self._far, [(self._REACHED, self._MESSAGE.pack(channel, count))])
 
-    def raised(self, dst: int, channel: int) -> None:
-        """Tell `dst`, if it is far: this rank has signalled it."""
-        if dst in self._far:
-            self._channel.send([dst], [(self._RAISED, self._MESSAGE.pack(channel, 1))])
-
-    def consumed(self, src: int, channel: int) -> None:
-        """Tell `src`, if it is far: this rank has consumed its signal."""
-        if src in self._far:
-            self._channel.send([src], [(self._CONSUMED, self._MESSAGE.pack(channel, 0))])
+    def flipped(self, peer: int, channel: int, value: int) -> None:
+        """Tell `peer`, if it is far: this rank has signalled it (1), or consumed its signal (0)."""
+        if peer in self._far:
+            place = self._RAISED if value else self._CONSUMED
+            self._channel.send([peer], [(place, self._MESSAGE.pack(channel, value))])
 
     def deliver(self, src: int, place: int, data: bytes) -> None:
         """Apply a message of rank `src`."""
