@@ -259,23 +259,36 @@ def _shared(one: Spans, other: Spans) -> int:
     return sum(run.elements for run in _intersect(one, other))
 
 
+def _blocks_within(
+    spans: Spans, lo: int, hi: int
+) -> tuple[tuple[int, int] | None, int, int, tuple[int, int] | None]:
+    """The blocks of periodic `spans` in [lo, hi), which lies in [spans.start, spans.stop).
+
+    The one that lo cuts, if any; the start of the first whole one; their number; the one that hi
+    cuts, if any.
+    """
+    start, block, period = spans.start, spans.block, spans.period
+    first, cut = divmod(lo - start, period)
+    head = (lo, min(lo - cut + block, hi)) if 0 < cut < block else None
+    first += cut > 0
+    last, rest = divmod(hi - start, period)
+    full = max(0, last + (rest >= block) - first)
+    tail = (start + last * period, hi) if 0 < rest < block and last >= first else None
+    return head, start + first * period, full, tail
+
+
 def _within(fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
-    """The blocks of `fine` in [lo, hi), which lies in [fine.start, fine.stop): at most 3 pieces."""
+    """The pieces of `fine` in [lo, hi), which lies in [fine.start, fine.stop): at most 3."""
     if fine.period == 0:
         yield lo, hi - lo, 1, 0
         return
-    start, block, period = fine.start, fine.block, fine.period
-    first, cut = divmod(lo - start, period)
-    if cut:
-        if cut < block:
-            yield lo, min(block - cut, hi - lo), 1, 0
-        first += 1
-    last, rest = divmod(hi - start, period)
-    full = last + (rest >= block) - first
-    if full > 0:
-        yield start + first * period, block, full, period if full > 1 else 0
-    if 0 < rest < block and last >= first:
-        yield start + last * period, rest, 1, 0
+    head, first, full, tail = _blocks_within(fine, lo, hi)
+    if head:
+        yield head[0], head[1] - head[0], 1, 0
+    if full:
+        yield first, fine.block, full, fine.period if full > 1 else 0
+    if tail:
+        yield tail[0], tail[1] - tail[0], 1, 0
 
 
 def _periodic(coarse: Spans, fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
@@ -283,23 +296,17 @@ def _periodic(coarse: Spans, fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
 
     Only the first and the last coarse block can be cut by lo and hi; they are not repeated.
     """
-    start, block, period = coarse.start, coarse.block, coarse.period
-    common = math.lcm(period, fine.period)
-    first, cut = divmod(lo - start, period)
-    if cut:
-        if cut < block:
-            yield from _within(fine, lo, min(lo - cut + block, hi))
-        first += 1
-    last, rest = divmod(hi - start, period)
-    full = last + (rest >= block) - first
-    pattern = common // period
+    head, first, full, tail = _blocks_within(coarse, lo, hi)
+    if head:
+        yield from _within(fine, *head)
+    common = math.lcm(coarse.period, fine.period)
+    pattern = common // coarse.period
     for i in range(min(full, pattern)):
-        repeats = 1 + (full - 1 - i) // pattern
-        block_start = start + (first + i) * period
-        for piece in _within(fine, block_start, block_start + block):
+        repeats, start = 1 + (full - 1 - i) // pattern, first + i * coarse.period
+        for piece in _within(fine, start, start + coarse.block):
             yield from _repeat(piece, repeats, common)
-    if 0 < rest < block and last >= first:
-        yield from _within(fine, start + last * period, hi)
+    if tail:
+        yield from _within(fine, *tail)
 
 
 def _repeat(piece: _Piece, repeats: int, common: int) -> Iterator[_Piece]:
