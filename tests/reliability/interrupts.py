@@ -38,7 +38,7 @@ from started import PATIENCE
 
 INTERRUPTED = 1  # the rank
 FOLLOWING = 10  # calls after the one that was interrupted
-MISSES = 4  # as many places are tried for each that is to strike: some are reached only at times
+TRIES = 2  # places that are tried at most for each that is to strike
 
 
 class Interrupted(BaseException):
@@ -678,7 +678,7 @@ def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -
             places = mine.places(position, warm=warm)
             pick = random.Random(f"{name} {warm} {position}")
             if isinstance(chosen, int):
-                places = pick.sample(places, min(MISSES * chosen, len(places)))
+                places = pick.sample(places, min(TRIES * chosen, len(places)))
             else:
                 places = chosen.take(places, warm)
             count = mine.of_interrupted(len(places))

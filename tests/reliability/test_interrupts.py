@@ -6,7 +6,7 @@ torture` all of them.
 
 import numpy as np
 import pytest
-from interrupts import CALLS, INTERRUPTED, MISSES, Alarm, Interrupted, Part, Trials, run_trials
+from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, Trials, run_trials
 
 import started
 from mortal import Job, Raised
@@ -43,8 +43,10 @@ def require_acceptable(outcomes):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_gives_a_wrong_number(name, way):
-    made, struck, _, _ = try_all(name, SAMPLE, way)
-    assert struck > made / MISSES  # at some places a rank is only when a peer is late
+    _, struck, _, _ = try_all(name, SAMPLE, way)
+    # Of first calls as many strike as are to; the places of later, compiled ones may all be such
+    # as a rank comes to only when a peer is late.
+    assert struck >= SAMPLE
 
 
 def test_the_first_call_in_a_context_has_more_places_than_a_later_one():
