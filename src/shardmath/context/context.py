@@ -451,11 +451,14 @@ class DistributedContext(Context):
         they wait. Then all raise HeapExhausted, and this context remains usable.
         """
 
+        def error_of(peers: Sequence[int]) -> Exception | None:
+            refusal = self.board.peers.refusal(peers, name)
+            return self._ended_error(peers) if refusal is None else settled(refusal)
+
         def watch() -> None:
-            refusal = self.board.peers.refusal(ranks, name)
-            if refusal is not None:
-                raise settled(refusal)
-            self._require_peers(ranks)
+            error = error_of(ranks)
+            if error is not None:
+                raise error
 
         try:
             board = self._board(ranks, name, watch)
@@ -464,7 +467,7 @@ class DistributedContext(Context):
             watch()
             raise
         board.enter("subset")
-        board.meet("subset", watch)
+        board.meet("subset", lambda late: error_of([ranks[rank] for rank in late]))
         return board
 
     def _board(
@@ -475,15 +478,17 @@ class DistributedContext(Context):
         mesh_ranks = [self._ranks[r] for r in ranks]
         return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name, watch)
 
-    def _require_peers(self, ranks: Iterable[int]) -> None:
-        """Raise where one of these ranks, this one aside, has died, has left or has given up."""
-        error = self.board.peers.ended_error([r for r in ranks if r != self.rank])
-        if error is not None:
-            raise error
+    def _ended_error(self, ranks: Iterable[int]) -> Exception | None:
+        """The exception to raise where one of these ranks, this one aside, has died, left or given
+        up, else None.
+        """
+        return self.board.peers.ended_error([r for r in ranks if r != self.rank])
 
     def _require_sender(self, sender: int) -> None:
         """Raise where a rank has ended, or where `sender` has gone on without sending memory."""
-        self._require_peers(range(self.size))
+        error = self._ended_error(range(self.size))
+        if error is not None:
+            raise error
         if self.board.peers.is_ahead(sender):
             raise RankFailure(
                 f"{self.board.names.name(sender)} gave up making the memory of a new context",

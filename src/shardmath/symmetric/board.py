@@ -106,7 +106,7 @@ class Board:
         self._page: Any = self._compiled_page(rows, policy)
         self._lock = threading.RLock()
         self._left = ""  # why this rank has left
-        self._watch: Callable[[], None] | None = None  # see `meet`
+        self._elsewhere: Callable[[Sequence[int]], Exception | None] = lambda _: None  # see `meet`
 
     @staticmethod
     def _compiled_page(rows: Rows, policy: WaitPolicy) -> Any:
@@ -404,16 +404,17 @@ class Board:
         """Whether a message of `nbytes` takes one round."""
         return nbytes <= _CHUNK
 
-    def meet(self, operation: str, watch: Callable[[], None]) -> None:
-        """A barrier of ranks that may not all have this board: `watch()` then raises.
+    def meet(self, operation: str, elsewhere: Callable[[Sequence[int]], Exception | None]) -> None:
+        """A barrier of ranks that may not all have this board. Collective among those that do.
 
-        Collective among those that have it.
+        `elsewhere(late)` is the exception to raise where one of these late ranks has told another
+        board that it will not come, else None.
         """
-        self._watch = watch
+        before, self._elsewhere = self._elsewhere, elsewhere
         try:
             self.barrier(operation)
         finally:
-            self._watch = None
+            self._elsewhere = before
 
     def begin(self, operation: str) -> None:
         """Lock the board for this thread. Raises RuntimeError where another thread uses it."""
@@ -591,9 +592,7 @@ class Board:
             return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
         def peer_error(late: Sequence[int]) -> Exception | None:
-            if self._watch is not None:
-                self._watch()
-            return self._meeting_error(late)
+            return self._elsewhere(late) or self._meeting_error(late)
 
         def wait() -> None:
             self._wait_until(
