@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import dtypes
 from shardmath.distributed import index_arrays, reductions
 from shardmath.distributed.elementwise import whole
 from shardmath.distributed.manipulation import (
@@ -159,7 +158,7 @@ def _summed(letters: Letters, x: Any, needed: Collection[str]) -> Term:
     gone = tuple(axis for axis, letter in enumerate(letters) if letter not in needed)
     if not gone:
         return letters, x
-    own = x.library.spec(x.local).dtype  # which sums of short integers would leave
+    own = x.element_type  # in place of the wider type of sums of short integers
     return tuple(letter for letter in letters if letter in needed), reductions.sum(x, gone, own)
 
 
@@ -172,8 +171,7 @@ def _combined(one: Term, two: Term, needed: Collection[str]) -> Term:
     gone = [letter for letter in both if letter not in needed]
     rows = [letter for letter in letters if letter not in both]
     columns = [letter for letter in others if letter not in both]
-    is_floating = dtypes.of(x.library.spec(x.local).dtype).kind in "fc"
-    if not gone or not (rows or columns) or not is_floating:
+    if not gone or not (rows or columns) or x.element_type.kind not in "fc":
         every = (*stacked, *rows, *columns, *gone)
         product = _spread(letters, x, every) * _spread(others, y, every)
         return _summed(every, product, needed)

@@ -20,7 +20,6 @@ from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import distribution_of
-from shardmath.distributed.parts import module_of
 from shardmath.geometry import Box, Layout, Slab, Spans
 
 
@@ -228,11 +227,7 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
     if x.library.name == "numpy":
         shard = jax.device_put(x.local, mesh.local_devices[0], may_alias=True)
     else:
-        is_torch = x.library.name == "torch"
-        in_order = (
-            x.local.contiguous() if is_torch else module_of(x.library).asarray(x.local, order="C")
-        )
-        shard = jax.dlpack.from_dlpack(in_order)
+        shard = jax.dlpack.from_dlpack(x.library.contiguous(x.local))
     if shard.dtype.itemsize != x.local.dtype.itemsize:
         raise ValueError(
             f"JAX makes {shard.dtype} of {x.local.dtype}: call jax.config.update("

@@ -101,8 +101,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
     rank = context.rank
     if root is None:
         along = [placed_part(spans) for spans in layout.spans(rank)]
-        part = array_of(x[selector(along)])
-        local = part.clone() if name == "torch" else part.copy()
+        local = parts.copied(array_of(x[selector(along)]))
         return DistributedArray.of(local, unbound(distribution), layout, context)
     if layout.is_replicated:
         whole = broadcast(x if rank == root else None, root=root, context=context)

@@ -35,10 +35,9 @@ from shardmath.factorisations.operands import (
     require_type,
 )
 from shardmath.factorisations.qr import QR, same_everywhere
-from shardmath.geometry import Layout, Replicated, Slab
+from shardmath.geometry import Layout, Slab
 from shardmath.local import lapack
 
-_EVERYWHERE = Replicated()
 _NUMPY: Any = np.linalg  # whose overloads are of fewer arguments than its functions take
 
 
@@ -105,13 +104,10 @@ def qr(a: Any, mode: str = "economic") -> Any:
     chosen = _MODES[mode]
     complete = chosen == "complete"
     (m, n), rank = a.shape, factors.rank
-    r = factors.r()
-    share = Layout.slab((rank, n), a.context.size, axis=0)
-    upper = _everywhere(_of_host(a, r, share))
+    r = _whole(a, factors, factors.r(), n)
     if complete and m > rank:
-        whole = np.zeros((m, n), native_type(a))
-        whole[:rank] = parts.on_host(upper.local, upper.library)
-        upper = replicated(a, whole)
+        r = np.concatenate([r, np.zeros((m - rank, n), r.dtype)])
+    upper = replicated(a, r)
     if chosen == "r":
         return upper
     q = factors.q(complete=complete)
@@ -155,7 +151,7 @@ def by_rows(a: Any) -> tuple[Layout, HostArray]:
     held = sum(part[0].length for part in layout.parts)
     if any(axis for axis in layout.partitioned_axes) or held != a.shape[0]:
         layout = Layout.slab(a.shape, a.context.size, axis=0)
-    return layout, np.array(parts.on_host(part_in(a, layout), a.library), order="C")
+    return layout, np.array(parts.on_host(part_in(a, layout)), order="C")
 
 
 def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
@@ -219,7 +215,7 @@ def _whole(a: Any, factors: QR, share: HostArray, columns: int) -> HostArray:
     """All rows of what each rank has an even share of, as many as R has."""
     layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
     upper = _everywhere(_of_host(a, share, layout))
-    return parts.on_host(upper.local, upper.library)
+    return parts.on_host(upper.local)
 
 
 # -- least squares ---------------------------------------------------------------------------------
@@ -248,13 +244,12 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     inverse = np.divide(1, s, out=np.zeros_like(s), where=kept)
     squares = np.zeros(0, s.dtype)
     if wide:
-        whole = Layout.replicated(b.shape, a.context.size)
-        right = parts.on_host(part_in(b, whole), b.library)
+        right = parts.on_host(_everywhere(b).local)
         least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
         x = _of_rows(a, factors.times(least), rows, count)
     else:
         held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
-        right = np.array(parts.on_host(part_in(b, held), b.library), order="C")
+        right = np.array(parts.on_host(part_in(b, held)), order="C")
         top, below = factors.adjoint_times(right)
         top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
@@ -310,8 +305,7 @@ def _by_whole_matrices(
     """
     if a.ndim > 2:
         return of_stacks(name, [a], compute)
-    whole = Layout.replicated(a.shape, a.context.size)
-    host = parts.on_host(part_in(a, whole), a.library)
+    host = parts.on_host(_everywhere(a).local)
     made = alike(name, a, lambda: compute(host))
     return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
 
@@ -320,8 +314,7 @@ def _cut(a: Any, host: HostArray) -> Any:
     """The array that every rank has whole in `host`, split as `a`, whose shape it has."""
     along = [placed_part(spans) for spans in a.layout.spans(a.context.rank)]
     part = np.ascontiguousarray(host[selector(along)])
-    local = parts.on_device(part, a.library, a.library.spec(a.local).device)
-    return a.like(local, a.distribution, a.layout)
+    return a.with_part(parts.converted(part, a.local))
 
 
 # -- what all have in common -----------------------------------------------------------------------
@@ -329,7 +322,7 @@ def _cut(a: Any, host: HostArray) -> Any:
 
 def native_type(a: Any) -> np.dtype[Any]:
     """The type of an array's elements, as NumPy's."""
-    return dtypes.to_numpy(a.library.spec(a.local).dtype)
+    return dtypes.to_numpy(a.element_type)
 
 
 def described(
@@ -363,10 +356,9 @@ def described(
                     "shardmath.array(part, distribution), in a context of device 'cpu'"
                 )
             require_type(name, letter, spec.dtype)
-            if not is_finite(parts.on_host(x.local, x.library)):
+            if not is_finite(parts.on_host(x.local)):
                 raise not_finite(letter)
-        kinds = [x.library.spec(x.local).dtype for x in given]
-        return words, tuple(kinds), [x.shape for x in given]
+        return words, [x.element_type.name for x in given], [x.shape for x in given]
 
     def check(specs: list[Any]) -> None:
         for what, values in zip(
@@ -415,7 +407,7 @@ def of_stacks(
     for x in arrays:
         inner = [None] * (x.ndim - count)
         layout = Layout.product(x.shape, [*columns, *inner], size=size)
-        hosts.append(parts.on_host(part_in(x, layout), x.library))
+        hosts.append(parts.on_host(part_in(x, layout)))
     results = []
     for made in together(first.context, name, lambda: compute(*hosts)):
         shape = (*stack, *made.shape[count:])
@@ -426,9 +418,8 @@ def of_stacks(
 
 def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
     """The array of which `host` is this rank's part; slabs of rows where no distribution fits."""
-    library = a.library
     host = np.ascontiguousarray(host) if host.ndim else host
-    local = array_of(parts.on_device(host, library, library.spec(a.local).device))
+    local = array_of(parts.converted(host, a.local))
     like = unbound(a.distribution) if a.ndim == layout.ndim else None
     distribution = distribution_of(layout, a.context.rank, like)
     if distribution is not None:
@@ -439,12 +430,9 @@ def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
 
 def _everywhere(x: Any) -> Any:
     """The array on every rank."""
-    layout = Layout.replicated(x.shape, x.context.size)
-    return x.like(part_in(x, layout), _EVERYWHERE, layout)
+    return x.everywhere(part_in(x, Layout.replicated(x.shape, x.context.size)))
 
 
 def replicated(a: Any, host: HostArray) -> Any:
     """The array that every rank has in `host`."""
-    local = parts.on_device(np.asarray(host), a.library, a.library.spec(a.local).device)
-    layout = Layout.replicated(np.shape(host), a.context.size)
-    return a.like(array_of(local), _EVERYWHERE, layout)
+    return a.everywhere(parts.converted(np.asarray(host), a.local))

@@ -27,28 +27,31 @@ from shardmath.distributed import (
     protocols,
     reductions,
 )
-from shardmath.distributed.elementwise import alike, applied, combined, is_operand, wrapped
+from shardmath.distributed.elementwise import alike, applied, combined, is_operand
 from shardmath.distributed.layouts import indices, unbound
 from shardmath.distributed.layouts import rearranged as with_axes
 from shardmath.distributed.movement import (
     agreed_layout,
-    brought,
     described,
     end_explanation,
     explanation,
     in_place_of,
+    whole_everywhere,
     whole_on,
     within,
 )
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import Distribution
 from shardmath.operators.redistribute import redistribute
 
 _CALL = "__call__"
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Any:
-    """A method that combines elements with another operand's; its reflection goes the other way."""
+_Function = Callable[[Any, Any], Any]
+
+
+def _binary(function: _Function) -> Any:
+    """An operator's method, such as __add__."""
 
     def method(self: Any, other: Any) -> Any:
         return combined(function, self, other)
@@ -56,27 +59,27 @@ def _binary(function: Callable[[Any, Any], Any]) -> Any:
     return method
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: Any, other: Any) -> Any:
+def _operators(function: _Function, in_place: _Function) -> Any:
+    """An operator's method, that of the operator with its operands exchanged, and that which writes
+    to the first operand: such as __add__, __radd__ and __iadd__.
+    """
+
+    def reflected(self: Any, other: Any) -> Any:
         return combined(lambda one, two: function(two, one), self, other)
 
-    return method
-
-
-def _in_place(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: Any, other: Any) -> Any:
+    def assigned(self: Any, other: Any) -> Any:
         kind = type(other)
         if explanation.get() is None:
             if kind is type(self) and self.layout == other.layout:
-                function(self.local, other.local)
+                in_place(self.local, other.local)
                 return self
             if kind is float or kind is int or kind is complex or kind is bool:
-                function(self.local, other)
+                in_place(self.local, other)
                 return self
-        write = lambda into, operands: function(into, operands[1])  # noqa: E731
-        return applied(function, (self, other), out=self, write=write)
+        write = lambda into, operands: in_place(into, operands[1])  # noqa: E731
+        return applied(in_place, (self, other), out=self, write=write)
 
-    return method
+    return _binary(function), reflected, assigned
 
 
 class DistributedArray(Distributed):
@@ -140,7 +143,7 @@ class DistributedArray(Distributed):
         part = whole_on(self, root)
         if root not in (None, self.context.rank):
             return None
-        host = parts.on_host(part, self.library)
+        host = parts.on_host(part)
         return host.copy() if part is self.local else host
 
     def item(self) -> Any:
@@ -150,8 +153,7 @@ class DistributedArray(Distributed):
         """
         if self.size != 1:
             raise ValueError(f"item is for arrays of one element; this one has shape {self.shape}")
-        whole = Layout.replicated(self.shape, self.context.size)
-        return brought(self, whole, "one element for all ranks").item()
+        return whole_everywhere(self, "one element for all ranks").local.item()
 
     def tolist(self) -> Any:
         """The global array as nested lists, on every rank. Collective."""
@@ -169,8 +171,7 @@ class DistributedArray(Distributed):
 
     def copy(self) -> Self:
         """An array with its own elements, split alike. Local."""
-        local = self.local.clone() if self.library.name == "torch" else self.local.copy()
-        return self.like(local, self.distribution, self.layout)
+        return self.with_part(parts.copied(self.local))
 
     def __copy__(self) -> Self:
         return self.copy()
@@ -186,10 +187,10 @@ class DistributedArray(Distributed):
 
     def astype(self, dtype: Any, copy: bool = True) -> Self:
         """The elements in another type, given by NumPy's or torch's object or by name. Local."""
-        wanted, library = dtypes.of(dtype), self.library
-        if library.spec(self.local).dtype == wanted.name:
+        wanted = dtypes.of(dtype)
+        if self.element_type == wanted:
             return self.copy() if copy else self
-        return self.like(library.cast(self.local, wanted), self.distribution, self.layout)
+        return self.with_part(self.library.cast(self.local, wanted))
 
     halo = halos.halo
 
@@ -211,7 +212,7 @@ class DistributedArray(Distributed):
         if len(numbers) != self.ndim:
             raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
         order = tuple(operator.index(axis) % self.ndim for axis in order)
-        made = with_axes(self, parts.permuted(self.local, order, self.library), order)
+        made = with_axes(self, parts.permuted(self.local, order), order)
         assert made is not None, "every distribution has a transposed one"
         return made  # type: ignore[return-value]
 
@@ -236,7 +237,7 @@ class DistributedArray(Distributed):
     @property
     def nbytes(self) -> int:
         """The bytes of the elements of the global array."""
-        return int(self.size * self.library.spec(self.local).itemsize)
+        return self.size * self.element_type.itemsize
 
     @property
     def device(self) -> str:
@@ -252,19 +253,18 @@ class DistributedArray(Distributed):
     @property
     def real(self) -> Self:
         """The real parts, a view. Local."""
-        return self.like(self.local.real, self.distribution, self.layout)
+        return self.with_part(self.local.real)
 
     @property
     def imag(self) -> Self:
         """The imaginary parts, a view where the elements are complex. Local."""
-        if dtypes.of(self.library.spec(self.local).dtype).kind != "c":
-            return elementwise.filled(self, 0)
-        return self.like(self.local.imag, self.distribution, self.layout)
+        if self.element_type.kind != "c":
+            return elementwise.zeros_like(self)
+        return self.with_part(self.local.imag)
 
     def conj(self) -> Self:
         """The complex conjugate of each element. Local."""
-        local = self.local.conj()
-        return self.like(self.library.resolved(local), self.distribution, self.layout)
+        return self.with_part(self.library.resolved(self.local.conj()))
 
     def __getitem__(self, key: Any) -> Any:
         if index_arrays.has_arrays(key):
@@ -371,7 +371,7 @@ class DistributedArray(Distributed):
         if method == _CALL and ufunc.nout == 1 and ufunc.signature is None:
             operands = alike(self, inputs)
             if operands is not None and not words:
-                return wrapped(self, parts.elementwise(self.library, ufunc)(*operands))
+                return self.with_part(parts.elementwise(self.library, ufunc)(*operands))
             (out,) = words.get("out", (None,)) if len(words) == 1 else (None,)
             if operands is not None and isinstance(out, type(self)) and out.layout == self.layout:
                 return (
@@ -386,42 +386,18 @@ class DistributedArray(Distributed):
 
     # -- operators ---------------------------------------------------------------------------------
 
-    __add__, __radd__, __iadd__ = (
-        _binary(operator.add), _reflected(operator.add), _in_place(operator.iadd),
-    )  # fmt: skip
-    __sub__, __rsub__, __isub__ = (
-        _binary(operator.sub), _reflected(operator.sub), _in_place(operator.isub),
-    )  # fmt: skip
-    __mul__, __rmul__, __imul__ = (
-        _binary(operator.mul), _reflected(operator.mul), _in_place(operator.imul),
-    )  # fmt: skip
-    __truediv__, __rtruediv__, __itruediv__ = (
-        _binary(operator.truediv), _reflected(operator.truediv), _in_place(operator.itruediv),
-    )  # fmt: skip
-    __floordiv__, __rfloordiv__, __ifloordiv__ = (
-        _binary(operator.floordiv), _reflected(operator.floordiv), _in_place(operator.ifloordiv),
-    )  # fmt: skip
-    __mod__, __rmod__, __imod__ = (
-        _binary(operator.mod), _reflected(operator.mod), _in_place(operator.imod),
-    )  # fmt: skip
-    __pow__, __rpow__, __ipow__ = (
-        _binary(operator.pow), _reflected(operator.pow), _in_place(operator.ipow),
-    )  # fmt: skip
-    __and__, __rand__, __iand__ = (
-        _binary(operator.and_), _reflected(operator.and_), _in_place(operator.iand),
-    )  # fmt: skip
-    __or__, __ror__, __ior__ = (
-        _binary(operator.or_), _reflected(operator.or_), _in_place(operator.ior),
-    )  # fmt: skip
-    __xor__, __rxor__, __ixor__ = (
-        _binary(operator.xor), _reflected(operator.xor), _in_place(operator.ixor),
-    )  # fmt: skip
-    __lshift__, __rlshift__, __ilshift__ = (
-        _binary(operator.lshift), _reflected(operator.lshift), _in_place(operator.ilshift),
-    )  # fmt: skip
-    __rshift__, __rrshift__, __irshift__ = (
-        _binary(operator.rshift), _reflected(operator.rshift), _in_place(operator.irshift),
-    )  # fmt: skip
+    __add__, __radd__, __iadd__ = _operators(operator.add, operator.iadd)
+    __sub__, __rsub__, __isub__ = _operators(operator.sub, operator.isub)
+    __mul__, __rmul__, __imul__ = _operators(operator.mul, operator.imul)
+    __truediv__, __rtruediv__, __itruediv__ = _operators(operator.truediv, operator.itruediv)
+    __floordiv__, __rfloordiv__, __ifloordiv__ = _operators(operator.floordiv, operator.ifloordiv)
+    __mod__, __rmod__, __imod__ = _operators(operator.mod, operator.imod)
+    __pow__, __rpow__, __ipow__ = _operators(operator.pow, operator.ipow)
+    __and__, __rand__, __iand__ = _operators(operator.and_, operator.iand)
+    __or__, __ror__, __ior__ = _operators(operator.or_, operator.ior)
+    __xor__, __rxor__, __ixor__ = _operators(operator.xor, operator.ixor)
+    __lshift__, __rlshift__, __ilshift__ = _operators(operator.lshift, operator.ilshift)
+    __rshift__, __rrshift__, __irshift__ = _operators(operator.rshift, operator.irshift)
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
@@ -440,13 +416,13 @@ class DistributedArray(Distributed):
         return np.divmod(other, self) if is_operand(other) else NotImplemented
 
     def __neg__(self) -> Self:
-        return wrapped(self, -self.local)
+        return self.with_part(-self.local)
 
     def __pos__(self) -> Self:
         return self.copy()
 
     def __abs__(self) -> Self:
-        return wrapped(self, abs(self.local))
+        return self.with_part(abs(self.local))
 
     def __invert__(self) -> Self:
-        return wrapped(self, ~self.local)
+        return self.with_part(~self.local)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardmath.arrays import array_of, dtypes
+from shardmath.arrays import array_of
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import (
     distribution_of,
@@ -36,7 +36,7 @@ from shardmath.distributed.movement import (
     stays,
 )
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Replicated, Spans
+from shardmath.geometry import Distribution, Layout, Spans
 
 Shape = tuple[int, ...]
 D = TypeVar("D", bound=Distributed)
@@ -67,9 +67,9 @@ def combined(function: Callable[[Any, Any], Any], x: Distributed, y: Any) -> Any
     kind = type(y)
     if kind is type(x):
         if (x.layout is y.layout or x.layout == y.layout) and x.context is y.context:
-            return wrapped(x, function(x.local, y.local))
+            return x.with_part(function(x.local, y.local))
     elif kind is float or kind is int or kind is complex or kind is bool:
-        return wrapped(x, function(x.local, y))
+        return x.with_part(function(x.local, y))
     elif not is_operand(y):
         return NotImplemented
     return applied(function, (x, y))
@@ -91,11 +91,6 @@ def alike(x: Distributed, operands: Sequence[Any]) -> list[Any] | None:
         else:
             return None
     return parts_
-
-
-def wrapped(x: D, local: Any) -> D:
-    """An array split as `x` is. NumPy's functions return numbers for arrays of no axes."""
-    return x.like(array_of(local), x.distribution, x.layout)
 
 
 def is_operand(y: Any) -> bool:
@@ -190,8 +185,7 @@ def whole(x: Any, first: D) -> D:
         if x.context is not first.context:
             raise ValueError("the operands are split over the ranks of different contexts")
         return x  # type: ignore[return-value]
-    host = parts.converted(x, first.local)
-    return first.like(host, Replicated(), Layout.replicated(tuple(host.shape), first.context.size))
+    return first.everywhere(parts.converted(x, first.local))
 
 
 def explain(function: Any, *operands: Any, **words: Any) -> str:
@@ -324,54 +318,42 @@ def _own_part(layout: Layout, shape: Shape, rank: int) -> Any:
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """The elements of `x` where `condition` holds, else those of `y`; broadcast, as numpy.where."""
-    operands = (condition, x, y)
-    library = next(one.library for one in operands if isinstance(one, Distributed))
-    return applied(lambda c, one, two: parts.chosen(c, one, two, library), operands)
+    return applied(parts.chosen, (condition, x, y))
 
 
 def clip(x: Any, min: Any = None, max: Any = None) -> Any:
     """Elements not below `min`, nor above `max`, as numpy.clip; None is no bound."""
-    operands = [one for one in (x, min, max) if one is not None]
-    library = next(one.library for one in operands if isinstance(one, Distributed))
+    bounds = [one for one in (min, max) if one is not None]
+    if not bounds:
+        return x.copy()
 
-    def clipped(part: Any, *bounds: Any) -> Any:
-        given = iter(bounds)
-        low, high = (None if one is None else next(given) for one in (min, max))
-        return parts.clipped(part, low, high, library)
+    def clipped(part: Any, first: Any, second: Any = None) -> Any:
+        low, high = (None, first) if min is None else (first, second)
+        return parts.module_of(parts.first_array((part, first))).clip(part, low, high)
 
-    return applied(clipped, operands)
+    return applied(clipped, (x, *bounds))
 
 
 def round(x: D, decimals: int = 0) -> D:
     """Elements rounded to so many decimals, halves to even, as numpy.round. Local."""
-    return wrapped(x, parts.rounded(x.local, decimals, x.library))
+    return x.with_part(parts.rounded(x.local, decimals))
 
 
 def zeros_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
     """An array of zeros, split as `x`, in its type or another. Local."""
-    return filled(x, 0, dtype)
+    return full_like(x, 0, dtype)
 
 
 def ones_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
     """An array of ones, split as `x`, in its type or another. Local."""
-    return filled(x, 1, dtype)
+    return full_like(x, 1, dtype)
 
 
 def full_like(x: D, fill_value: Any, dtype: Any = None, *, device: Any = None) -> D:
     """An array of one value, split as `x`, in its type or another. Local."""
-    return filled(x, fill_value, dtype)
+    return x.with_part(parts.full(x.local.shape, fill_value, x.local, dtype))
 
 
 def empty_like(x: D, dtype: Any = None, *, device: Any = None) -> D:
     """An array of undefined elements, split as `x`, in its type or another. Local."""
-    return filled(x, None, dtype)
-
-
-def filled(x: D, value: Any, dtype: Any = None) -> D:
-    """A new array split as `x`, in its type or another, of one value; None: of undefined ones."""
-    spec = x.library.spec(x.local)
-    kind = spec.dtype if dtype is None else dtypes.of(dtype)
-    local = x.library.empty(spec.shape, kind, "C", spec.device)
-    if value is not None:
-        local[...] = value
-    return x.like(local, x.distribution, x.layout)
+    return x.with_part(parts.empty(x.local.shape, x.local, dtype))

@@ -25,13 +25,12 @@ from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.layouts import (
-    distribution_of,
     indices,
     layout_of,
     rearranged_distribution,
     unbound,
 )
-from shardmath.distributed.movement import in_slabs, permit
+from shardmath.distributed.movement import in_slabs, permit, settled
 from shardmath.geometry import Layout, Slab, Spans
 
 _SHOWN = 4  # indices that an error shows
@@ -70,14 +69,8 @@ def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> 
         *range(axes.stop, x.ndim),
     )
     like = rearranged_distribution(unbound(x.distribution), names)
-    distribution = distribution_of(layout, x.context.rank, like)
-    local = parts.picked(x.local, [line.reshape(-1) for line in numbers], place, x.library)
-    local = local.reshape(layout.local_shape(x.context.rank))
-    if distribution is not None:
-        return x.like(local, distribution, layout)
-    target = Slab(place)  # cycles of an axis without elements, and so without any here
-    layout = layout_of(target, extents, x.context.size)
-    return x.like(local.reshape(layout.local_shape(x.context.rank)), target, layout)
+    local = parts.picked(x.local, [line.reshape(-1) for line in numbers], place)
+    return settled(x, local.reshape(layout.local_shape(x.context.rank)), layout, like)
 
 
 def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
@@ -117,7 +110,7 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
     numbers of the lines each rank gets, in which order. Raises CollectiveMismatch on all ranks
     where they give different lines.
     """
-    rank, size, library = x.context.rank, x.context.size, x.library
+    rank, size = x.context.rank, x.context.size
     require_equal_on_all_ranks(x.context, [*lines, *wanted])
     owners = np.empty(len(lines[0]), np.intp)
     for number, part in enumerate(x.layout.parts):
@@ -126,7 +119,7 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
     mine = np.concatenate(sent)
     held = x.layout.spans(rank)[place : place + len(lines)]
     places = local_places(held, [line[mine] for line in lines])
-    picked = parts.picked(x.local, places, place, library)
+    picked = parts.picked(x.local, places, place)
     sources = owners[wanted[rank]]
     received = all_to_all(
         picked,
@@ -136,7 +129,7 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
         context=x.context,
     )
     order = np.argsort(sources, kind="stable")  # as they come, of rank after rank
-    return parts.taken(received, np.argsort(order), place, library)
+    return parts.taken(received, np.argsort(order), place)
 
 
 def require_equal_on_all_ranks(context: DistributedContext, lines: Sequence[HostArray]) -> None:

@@ -72,7 +72,7 @@ def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
         room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         dataset = file.create_dataset(name, x.shape, native, dcpl=room)
     else:  # these h5py makes without such room; every rank has the element
-        element = np.array(parts.on_host(x.local, x.library)).view(native)
+        element = np.array(parts.on_host(x.local)).view(native)
         dataset = file.create_dataset(name, data=element)
     if known.carrier:
         dataset.attrs[_TYPE] = known.name

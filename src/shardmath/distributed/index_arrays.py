@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmath.arrays import library_of
 from shardmath.arrays.base import HostArray
 from shardmath.distributed import gathering, indexing, parts, searching
 from shardmath.distributed.elementwise import whole
@@ -144,7 +143,7 @@ def _plain(one: Any) -> Any:
         return one
     if isinstance(one, Distributed):
         return on_all_ranks(one)
-    return parts.on_host(one, library_of(one)) if parts.is_array(one) else np.asarray(one)
+    return parts.on_host(one) if parts.is_array(one) else np.asarray(one)
 
 
 def _axes_of(one: Any) -> int:
@@ -198,7 +197,7 @@ def _put(x: Any, selection: Selection, value: Any) -> None:
         return
     held = [x.layout.spans(x.context.rank)[axis] for axis in indexed]
     places = gathering.local_places(held, [line[mine] for line in lines])
-    local = parts.permuted(x.local, [*indexed, *kept], x.library)
+    local = parts.permuted(x.local, [*indexed, *kept])
     local[_places(places, [pick.where for pick in picks_kept])] = value
 
 
@@ -224,7 +223,7 @@ def _part(
         permit(lambda: f"{_WRITTEN}: {value.layout}, of which each rank gets the lines that it has")
         slabs = in_slabs(value, 0, _WRITTEN)
         local = gathering.exchanged(slabs, [np.arange(value.shape[0])], 0, wanted)
-        return parts.flipped(local, descending, x.library)
+        return parts.flipped(local, descending)
     selected = indexing.selected_layout(x.layout, index.ranges)
     columns = [None if selected is None else selected.column(axis) for axis in kept]
     layout = Layout.product(value.shape, [None, *columns], size=x.context.size)
@@ -232,7 +231,7 @@ def _part(
     if selected is None:
         picks = indexing.picks_of(x.layout.spans(rank), index.ranges)
         local = local[selector([slice(0, len(local)), *(picks[axis].selected for axis in kept)])]
-    return parts.flipped(parts.taken(local, wanted[rank], 0, x.library), descending, x.library)
+    return parts.flipped(parts.taken(local, wanted[rank], 0), descending)
 
 
 def _places(lines: Sequence[HostArray], beside: Sequence[slice | HostArray]) -> tuple[Any, ...]:

@@ -35,12 +35,10 @@ from shardmath.distributed.layouts import (
     rearranged_distribution,
     rearranged_layout,
     selector,
-    unbound,
 )
-from shardmath.distributed.movement import brought, explanation
+from shardmath.distributed.movement import brought, explanation, settled, whole_everywhere
 from shardmath.distributed.state import Distributed
-from shardmath.errors import BindDistributionError
-from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
+from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Spans
 
 Shape = tuple[int, ...]
 
@@ -78,16 +76,14 @@ def get(x: Distributed, key: Any) -> Any:
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
     if plan is None:
         return get(_without_cycles(x), key)
-    local = parts.flipped(x.local[plan.where], _descending(index), x.library)
+    local = parts.flipped(x.local[plan.where], _descending(index))
     if plan.everywhere is not None:
         held = x.like(local, x.distribution, plan.selected)
         local = brought(held, plan.everywhere, "one element for all ranks")
     local = array_of(local.reshape(plan.shape))
     if plan.distribution is not None:
         return x.like(local, plan.distribution, plan.result)
-    held = x.like(local, x.distribution, plan.result)
-    distribution, layout = _stand_in(plan.like, plan.result)
-    return x.like(brought(held, layout, "a part of block-cyclic axes"), distribution, layout)
+    return settled(x, local, plan.result, plan.like)
 
 
 class Reading(NamedTuple):
@@ -275,17 +271,6 @@ def _without_cycles(x: Distributed) -> Distributed:
     return x.like(brought(x, layout, "a slice of block-cyclic axes"), target, layout)
 
 
-def _stand_in(like: Distribution | None, layout: Layout) -> tuple[Distribution, Layout]:
-    """The distribution, and its layout, in place of a layout that none describes."""
-    for candidate in (like and unbound(like), Slab(0)):
-        if candidate is not None and not candidate.per_rank:
-            try:
-                return candidate, layout_of(candidate, layout.global_shape, layout.size)
-            except BindDistributionError:
-                continue
-    raise AssertionError("what has axes has slabs")
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -303,8 +288,7 @@ def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -
             needed = needed_layout(rearranged_layout(layout, index.axes), value.shape)
             part = brought(value, needed, "what is assigned")
             return _aligned(x, index, part) if all(len(p.selected) for p in picks) else part
-        everywhere = Layout.replicated(value.shape, x.context.size)
-        whole = brought(value, everywhere, "what is assigned")
+        whole = whole_everywhere(value, "what is assigned").local
     if not whole.ndim:
         return whole
     new = len(index.axes) - whole.ndim
@@ -323,7 +307,7 @@ def _aligned(x: Distributed, index: Index, part: Any) -> Any:
         for place, axis in enumerate(index.axes[new:])
         if axis is not None and index.ranges[axis].step < 0
     ]
-    part = parts.flipped(part, ascending, x.library)
+    part = parts.flipped(part, ascending)
     extents = dict(zip(index.axes[new:], part.shape, strict=True))
     return part.reshape([extents.get(axis, 1) for axis in range(x.ndim)])
 

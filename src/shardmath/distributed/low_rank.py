@@ -57,13 +57,13 @@ def svd_lowrank(
 
     words = (rank, oversampling, iterations, seed)
     (a,) = described("svd_lowrank", [a], words=words, fit=require_numbers)
-    (m, n), library, kind = a.shape, a.library, native_type(a)
+    (m, n), kind = a.shape, native_type(a)
     count = min(rank + oversampling, m, n)
     real = "float32" if kind.itemsize // (1 + (kind.kind == "c")) == 4 else "float64"
     omega = within(
         a.context,
         lambda: standard_normal(
-            (n, count), seed=seed, distribution=Slab.X, dtype=real, package=parts.module_of(library)
+            (n, count), seed=seed, distribution=Slab.X, dtype=real, package=parts.module_of(a.local)
         ),
     )
     if dtypes.of(kind).kind == "c":

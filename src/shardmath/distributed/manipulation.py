@@ -33,7 +33,14 @@ from shardmath.distributed.layouts import (
     with_axis,
     with_new_axis,
 )
-from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, received
+from shardmath.distributed.movement import (
+    brought,
+    in_slabs,
+    on_all_ranks,
+    received,
+    settled,
+    whole_everywhere,
+)
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import (
@@ -41,7 +48,6 @@ from shardmath.geometry import (
     BlockNonCyclic,
     Distribution,
     Layout,
-    Replicated,
     Slab,
     Spans,
 )
@@ -125,9 +131,9 @@ def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
     target = integers((shape,) if isinstance(shape, int) else shape, "shape", least=0)
     if not broadcasts(x.shape, target):
         raise ValueError(f"an array of shape {x.shape} does not broadcast to {target}")
-    plain = parts.on_device(np.zeros((), bool), x.library, x.library.spec(x.local).device)
-    wide = parts.broadcast(plain, target, x.library)
-    return applied(lambda one, two: parts.broadcast(one, two.shape, x.library), (x, wide))
+    module, plain = parts.module_of(x.local), parts.converted(np.zeros((), bool), x.local)
+    wide = module.broadcast_to(plain, target)
+    return applied(lambda part, like: module.broadcast_to(part, like.shape), (x, wide))
 
 
 def broadcast_arrays(*arrays: Any) -> tuple[Any, ...]:
@@ -173,10 +179,7 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
     if type(like) is BlockCyclic and factor:
         blocks = [b * factor if number == axis else b for number, b in enumerate(like.block_sizes)]
         like = BlockCyclic(like.process_grid, blocks, first_process=like.first_process)
-    distribution = distribution_of(layout, x.context.rank, like)
-    if distribution is None:  # of no elements, in cycles
-        distribution, layout = Slab(axis), Layout.slab(layout.global_shape, layout.size, axis=axis)
-    return x.like(parts.repeated(x.local, factor, axis, x.library), distribution, layout)
+    return settled(x, parts.repeated(x.local, factor, axis), layout, like)
 
 
 def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
@@ -250,7 +253,6 @@ def _padded(x: Any, widths: Sequence[Sequence[int]], values: HostArray) -> Any:
     padded = [axis for axis, ends in enumerate(widths) if any(ends)]
     if not padded:
         return x.copy()
-    spec = x.library.spec(x.local)
     if set(padded).isdisjoint(x.layout.partitioned_axes):
         made = x
         for axis in padded:
@@ -259,8 +261,7 @@ def _padded(x: Any, widths: Sequence[Sequence[int]], values: HostArray) -> Any:
         distribution, layout = made.distribution, made.layout
     else:
         distribution, layout = _in_one_block(x.distribution, shape, x)
-    local = parts.full(layout.local_shape(x.context.rank), 0, x.local, spec.dtype, x.library)
-    made = x.like(local, distribution, layout)
+    made = x.like(parts.empty(layout.local_shape(x.context.rank), x.local), distribution, layout)
     inner = tuple(slice(w[0], w[0] + n) for w, n in zip(widths, x.shape, strict=True))
     indexing.put(made, inner, x)
     for axis in padded:  # corners have what is put along the last axis
@@ -296,9 +297,8 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     if all(x.layout is first.layout or x.layout == first.layout for x in operands):
         given = first.layout, first.distribution, axis, len(operands), first.context.rank
         if (found := with_new_axis(*given)) is not None:
-            return first.like(
-                parts.stacked([x.local for x in operands], axis, first.library), *found
-            )
+            pieces = [x.local for x in operands]
+            return first.like(parts.module_of(pieces[0]).stack(pieces, axis=axis), *found)
     return _joined([expand_dims(x, axis) for x in operands], axis, None)
 
 
@@ -336,9 +336,7 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
         return _joined_parts(operands, axis, tuple(shape))
     largest = max(operands, key=lambda x: x.size * bool(x.layout.partitioned_axes))
     distribution, layout = _in_one_block(like or largest.distribution, tuple(shape), largest)
-    spec = largest.library.spec(largest.local)
-    empty = parts.full(layout.local_shape(largest.context.rank), 0, largest.local, spec.dtype,
-                       largest.library)  # fmt: skip
+    empty = parts.empty(layout.local_shape(largest.context.rank), largest.local)
     made = largest.like(empty, distribution, layout)
     end = 0
     for x in operands:
@@ -355,7 +353,7 @@ def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
 
     def cost(like: Any) -> int:
         pairs = zip(operands, needed(like), strict=True)
-        return sum(received(x.layout, to, x.library.spec(x.local).itemsize) for x, to in pairs)
+        return sum(received(x.layout, to, x.element_type.itemsize) for x, to in pairs)
 
     like = operands[0]
     if [x.layout for x in operands] != needed(like):
@@ -363,7 +361,8 @@ def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
     distribution, layout = with_axis(like, axis, shape[axis])
     places = enumerate(zip(operands, needed(like), strict=True))
     pieces = [brought(x, to, f"array {n}") for n, (x, to) in places]
-    return like.like(parts.joined(pieces, axis, like.library), distribution, layout)
+    local = parts.module_of(pieces[0]).concatenate(pieces, axis=axis)
+    return like.like(local, distribution, layout)
 
 
 def _in_one_block(
@@ -384,10 +383,10 @@ def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
     """The operands in the type that NumPy's rules give them together; `inexact`: in float64 where
     that is of integers or bool.
     """
-    names = [x.library.spec(x.local).dtype for x in operands]
-    together = dtypes.of(names[0])
-    if len({*names}) > 1:
-        together = dtypes.of(np.result_type(*map(dtypes.to_numpy, names)))
+    types = [x.element_type for x in operands]
+    together = types[0]
+    if len({*types}) > 1:
+        together = dtypes.of(np.result_type(*map(dtypes.to_numpy, types)))
     if inexact and together.kind in "iub":
         together = dtypes.of("float64")
     return [x.astype(together, copy=False) for x in operands]
@@ -410,8 +409,7 @@ def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | N
         return x.copy() if copy else x
     size, rank = x.context.size, x.context.rank
     if not target or not x.size or x.layout.is_replicated:
-        local = brought(x, Layout.replicated(x.shape, size), "reshape")
-        return x.like(local.reshape(target), Replicated(), Layout.replicated(target, size))
+        return x.everywhere(whole_everywhere(x, "reshape").local.reshape(target))
     groups = _groups(x.shape, target)
     flat = _flat_layout(x.layout, groups, 0)
     if flat is None:  # two axes of a group are split, or one in cycles
@@ -588,9 +586,9 @@ def _triangle(x: Any, keeps: Any) -> Any:
         raise ValueError(f"a triangle of an array of {x.ndim} axes")
     rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
     kept = keeps(rows[:, None], columns[None, :])
-    mask = parts.on_device(kept, x.library, x.library.spec(x.local).device)
-    zero = dtypes.of(x.library.spec(x.local).dtype).kind != "b" and 0
-    return x.like(parts.chosen(mask, x.local, zero, x.library), x.distribution, x.layout)
+    mask = parts.converted(kept, x.local)
+    zero = x.element_type.kind != "b" and 0
+    return x.with_part(parts.chosen(mask, x.local, zero))
 
 
 def first_of(arrays: Sequence[Any]) -> Any:

@@ -24,8 +24,9 @@ from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import layout_of, places, selector, unbound
+from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
 from shardmath.distributed.state import Distributed
+from shardmath.errors import BindDistributionError
 from shardmath.geometry import (
     Distribution,
     Layout,
@@ -96,8 +97,7 @@ def in_place_of(
     if lines is None:
         return None
     lines.append(describe())
-    kind = x.library.spec(x.local).dtype if dtype is None else dtype
-    return parts.full(layout.local_shape(x.context.rank), 0, x.local, kind, x.library)
+    return parts.full(layout.local_shape(x.context.rank), 0, x.local, dtype)
 
 
 def end_explanation(describe: Callable[[], str]) -> None:
@@ -271,9 +271,7 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
         return rearranged(x, layout, purpose=purpose)
     key = _within_part(x.layout, layout, x.context.rank)
     if key is None:
-        spec = x.library.spec(x.local)
-        shape = layout.local_shape(x.context.rank)
-        return x.library.empty(shape, spec.dtype, "C", spec.device)
+        return parts.empty(layout.local_shape(x.context.rank), x.local)
     return array_of(x.local[key])
 
 
@@ -286,23 +284,45 @@ def _within_part(held: Layout, needed: Layout, rank: int) -> Any:
     return selector([places(one, other) for one, other in pairs])
 
 
+def settled(x: Any, local: Any, layout: Layout, like: Distribution | None) -> Any:
+    """The array of which `local` is this rank's part in `layout`: split by `like`, if that
+    describes the layout, or by the simplest distribution that does. Where none does, as may be of
+    parts of block-cyclic axes, it is moved to the layout of `like`, or to slabs.
+    """
+    distribution = distribution_of(layout, x.context.rank, like)
+    if distribution is not None:
+        return x.like(local, distribution, layout)
+    target = Slab(0) if like is None or like.per_rank else unbound(like)
+    try:
+        new = layout_of(target, layout.global_shape, layout.size)
+    except BindDistributionError:
+        target = Slab(0)
+        new = layout_of(target, layout.global_shape, layout.size)
+    held = x.like(local, x.distribution, layout)
+    return x.like(brought(held, new, "a part of block-cyclic axes"), target, new)
+
+
 def in_slabs(x: Any, axis: int, purpose: str) -> Any:
     """`x` in slabs of an axis, for a `purpose`. Collective, and raises, as `brought`."""
     slab = layout_of(Slab(axis), x.shape, x.context.size)
     return x.like(brought(x, slab, purpose), Slab(axis), slab)
 
 
+def whole_everywhere(x: Any, purpose: str) -> Any:
+    """`x`, of which every rank gets all, for a `purpose`. Collective, and raises, as `brought`."""
+    return x.everywhere(brought(x, Layout.replicated(x.shape, x.context.size), purpose))
+
+
 def on_all_ranks(x: Any) -> HostArray:
     """The elements of `x`, a distributed array or one that is the same on all ranks, as NumPy's."""
     if not isinstance(x, Distributed):
         return np.asarray(x)
-    everywhere = Layout.replicated(x.shape, x.context.size)
-    return parts.on_host(brought(x, everywhere, "an array for all ranks"), x.library)
+    return parts.on_host(whole_everywhere(x, "an array for all ranks").local)
 
 
 def described(x: Distributed, layout: Layout) -> str:
     """The move of `x` to `layout`, in one line."""
-    moved = received(x.layout, layout, x.library.spec(x.local).itemsize)
+    moved = received(x.layout, layout, x.element_type.itemsize)
     return f"{x.layout} becomes {layout}, {moved} bytes change their rank"
 
 

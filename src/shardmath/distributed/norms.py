@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.linalg import LinAlgError
 
-from shardmath.arrays import array_of, dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import decompositions, elementwise, parts, reductions
 from shardmath.distributed.decompositions import native_type
@@ -27,13 +26,12 @@ from shardmath.distributed.manipulation import (
     of_one_type,
     one_axis,
 )
-from shardmath.distributed.movement import brought
+from shardmath.distributed.movement import whole_everywhere
 from shardmath.distributed.products import matmul
 from shardmath.distributed.searching import whole_along
 from shardmath.distributed.state import Distributed
 from shardmath.distributed.systems import inv
 from shardmath.factorisations.operands import require_matrices, require_square
-from shardmath.geometry import Layout, Replicated
 
 Axis = int | Sequence[int] | None
 
@@ -84,17 +82,18 @@ def vector_norm(
     """
     if isinstance(ord, str):
         raise ValueError(f"a norm of vectors is of a number, not of ord {ord!r}")
-    x = _floating(x)
+    (x,) = of_one_type([x], inexact=True)
     if ord == 2:
-        squares = _like(x, _squares(x))
-        return np.sqrt(reductions.sum(squares, axis, None, keepdims))
+        return np.sqrt(
+            reductions.sum(x.with_part(reductions.squares(x.local)), axis, None, keepdims)
+        )
     size = abs(x)
     if ord == np.inf:
         return reductions.max(size, axis, keepdims)
     if ord == -np.inf:
         return reductions.min(size, axis, keepdims)
     if ord == 0:
-        return _of_type(reductions.sum(_of_type(x != 0, size), axis, None, keepdims), size)
+        return reductions.sum((x != 0).astype(size.element_type), axis, None, keepdims)
     if ord == 1:
         return reductions.sum(size, axis, None, keepdims)
     return reductions.sum(size**ord, axis, None, keepdims) ** (1 / ord)
@@ -107,14 +106,15 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     if ord in ("fro", "f", None):
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (2, -2, "nuc"):
-        values = decompositions.svdvals(_floating(x))
+        values = decompositions.svdvals(x)
         norms: dict[Any, Any] = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}
         made = norms[ord](values, axis=-1)
         return expand_dims(made, (-2, -1)) if keepdims else made
     if ord not in (1, -1, np.inf, -np.inf):
         raise ValueError(f"a norm of matrices is not of ord {ord!r}")
     axis = -2 if ord in (1, -1) else -1  # sums of columns, of rows
-    sums = reductions.sum(abs(_floating(x)), axis, None, True)
+    (x,) = of_one_type([x], inexact=True)
+    sums = reductions.sum(abs(x), axis, None, True)
     reduce = reductions.max if ord > 0 else reductions.min
     return reduce(sums, (-2, -1), keepdims)
 
@@ -168,7 +168,7 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
         limit = reductions.max(s, -1, True) * _relative(x, s, rtol)
         kept = s > limit
         inverse = elementwise.where(kept, 1 / elementwise.where(kept, s, 1), 0 * s)
-        vh = vh * expand_dims(_of_type(inverse, vh), -1)
+        vh = vh * expand_dims(inverse.astype(vh.element_type), -1)
     made: Any = matmul(matrix_transpose(vh.conj()), matrix_transpose(u.conj()))
     return made
 
@@ -208,14 +208,15 @@ def _along_diagonal(
     x: Any, offset: int, axis: Axis, dtype: Any = None, *, narrow: bool = True
 ) -> Any:
     """The sum along axes of what is on a diagonal; `narrow`: in the type of the elements."""
+    only = parts.chosen(_diagonal_mask(x, offset), x.local, parts.full((), 0, x.local))
+    made = reductions.sum(x.with_part(only), axis, dtype)
+    return made.astype(x.element_type) if narrow and x.element_type.kind in "biu" else made
+
+
+def _diagonal_mask(x: Any, offset: int) -> Any:
+    """Where a diagonal of the matrices lies in this rank's part."""
     rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
-    library = x.library
-    chosen = parts.on_device(columns == rows[:, None] + offset, library, x.device)
-    kind = library.spec(x.local).dtype
-    zero = parts.full((), 0, x.local, kind, library)
-    only = parts.chosen(chosen, x.local, zero, library)
-    made = reductions.sum(_like(x, only), axis, dtype)
-    return made.astype(kind) if narrow and dtypes.of(kind).kind in "biu" else made
+    return parts.converted(columns == rows[:, None] + offset, x.local)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     for x in pair:
         if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
             raise ValueError(f"cross takes vectors of 3 elements along axis {axis}, not {x.shape}")
-        if dtypes.of(x.library.spec(x.local).dtype).kind == "b":
+        if x.element_type.kind == "b":
             raise TypeError("cross of bool, which has no differences: take it of x.astype(int)")
     ndim = max(x.ndim for x in pair)
     if pair[0].ndim != pair[1].ndim:  # so that the axis has one number in both
@@ -255,17 +256,16 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         made = cross(*(x[(None,) * (ndim - x.ndim) + (...,)] for x in ends))
         return moveaxis(made, -1, axis)
     elementwise.broadcast_shape(pair)  # which raises before anything moves
-    number, library = one_axis(axis, ndim), first.library
+    number = one_axis(axis, ndim)
     together = of_one_type([_in_whole(x, number) for x in pair])
-    return elementwise.applied(lambda x, y: parts.crossed(x, y, number, library), together)
+    return elementwise.applied(lambda x, y: parts.crossed(x, y, number), together)
 
 
 def _in_whole(x: Any, axis: int) -> Any:
     """The array, of which every rank has an axis whole."""
     if x.ndim > 1 or not x.layout.partitioned_axes:
         return whole_along(x, axis)
-    everywhere = Layout.replicated(x.shape, x.context.size)
-    return x.like(brought(x, everywhere, "a vector"), Replicated(), everywhere)
+    return whole_everywhere(x, "a vector")
 
 
 @collective_call
@@ -281,9 +281,8 @@ def matrix_power(x: Any, n: int, /) -> Any:
     if count < 0:
         x, count = inv(x), -count
     if not count:
-        rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
         made = elementwise.zeros_like(x)
-        made.local[...] = parts.on_device(columns == rows[:, None], x.library, x.device)
+        made.local[...] = _diagonal_mask(x, 0)
         return made
     power, square = None, x
     while True:
@@ -293,26 +292,3 @@ def matrix_power(x: Any, n: int, /) -> Any:
         if not count:
             return power.copy() if power is x else power
         square = matmul(square, square)
-
-
-# -- elements --------------------------------------------------------------------------------------
-
-
-def _floating(x: Any) -> Any:
-    """The array in float64 where its elements are integers or bool."""
-    return x.astype("float64") if native_type(x).kind in "biu" else x
-
-
-def _of_type(x: Any, like: Any) -> Any:
-    return x.astype(native_type(like))
-
-
-def _like(x: Any, local: Any) -> Any:
-    """The array of other elements, split as `x`."""
-    return x.like(array_of(local), x.distribution, x.layout)
-
-
-def _squares(x: Any) -> Any:
-    """The squared absolute value of each element of this rank's part."""
-    part = x.local
-    return part.real**2 + part.imag**2 if native_type(x).kind == "c" else part * part

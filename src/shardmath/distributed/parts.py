@@ -1,7 +1,7 @@
 """Functions on one rank's part, whichever library it is of.
 
-The parts' library computes. NumPy's names are asked for, and the standard's; where torch calls a
-function otherwise, or lacks it, the table says what it is there.
+The parts' library computes, under NumPy's names. Torch takes NumPy's `axis` for its `dim`; where it
+calls a function otherwise, or lacks it, the table or the function here says what it is there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,18 @@ def _is_array_type(kind: type) -> bool:
     return any(library.owns_type(kind) for library in libraries().values())
 
 
-def module_of(library: Library) -> Any:
-    """The module of the library, which whoever has an array of it has imported."""
-    return sys.modules[library.name]
+def module_of(x: Any) -> Any:
+    """The module of the library of an array, which whoever has the array has imported."""
+    return sys.modules[library_of(x).name]
+
+
+def _is_torchs(x: Any) -> bool:
+    return library_of(x).name == "torch"
+
+
+def first_array(operands: Sequence[Any]) -> Any:
+    """The first operand that is an array: the others may be numbers."""
+    return next(x for x in operands if is_array(x))
 
 
 def elementwise(library: Library, ufunc: np.ufunc) -> Callable[..., Any]:
@@ -79,155 +88,134 @@ def _elementwise(library: str, name: str) -> Callable[..., Any]:
     return of_tensors
 
 
+# -- arrays of a part's library --------------------------------------------------------------------
+
+
 def converted(x: Any, part: Any) -> Any:
-    """An array that is the same on all ranks, in the library of a part, and where that is."""
+    """An array of a part's library, where the part is: `x` itself if it is one, else one with the
+    elements of `x`, which NumPy takes, on its memory or in a copy.
+    """
     library = library_of(part)
     if library.owns_type(type(x)):
         return x
-    if library.name == "numpy":
-        return np.asarray(x)
-    module = module_of(library)
-    if library.name == "torch":
-        host = np.asarray(x)
-        is_plain = host.flags.writeable and all(n >= 0 for n in host.strides)
-        return module.as_tensor(host if is_plain else host.copy(), device=part.device)
-    return module.asarray(np.asarray(x))
+    return on_device(np.asarray(x), library, library.spec(part).device)
 
 
 def on_device(host: HostArray, library: Library, device: str) -> Any:
     """An array of the library on a device, with the elements of one on the host, or that one."""
     if library.name == "numpy":
         return host
-    if library.name == "torch":
-        made = library.from_host(host if host.flags.writeable else host.copy())
-        return made if device == "cpu" else made.to(device)
-    return module_of(library).asarray(host)
+    if library.name != "torch":
+        return sys.modules[library.name].asarray(host)
+    is_plain = host.flags.writeable and all(stride >= 0 for stride in host.strides)
+    made = library.from_host(host if is_plain else host.copy())
+    return made if device == "cpu" else made.to(device)
 
 
-def on_host(x: Any, library: Library) -> HostArray:
+def on_host(x: Any) -> HostArray:
     """The elements of `x` as NumPy's array: on its memory, or copied from the GPU."""
-    return library.on_host(x)
-
-
-def flipped(x: Any, axes: Sequence[int], library: Library) -> Any:
-    """`x` with the order of elements along these axes reversed; torch has no negative strides."""
-    if not axes:
-        return x
-    if library.name == "torch":
-        return x.flip(tuple(axes))
-    return x[tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))]
-
-
-def permuted(x: Any, axes: Sequence[int], library: Library) -> Any:
-    """A view of `x` with its axes in another order."""
-    return x.permute(tuple(axes)) if library.name == "torch" else x.transpose(tuple(axes))
+    return library_of(x).on_host(x)
 
 
 def native_dtype(dtype: Any, library: Library) -> Any:
     """A data type, given by any library's object or by name, in the library's words."""
     known = dtypes.of(dtype)
     if library.name == "torch":
-        return getattr(module_of(library), known.name)
+        return getattr(sys.modules["torch"], known.name)
     return dtypes.to_numpy(known)
 
 
-def full(shape: Sequence[int], value: Any, like: Any, dtype: Any, library: Library) -> Any:
-    """A new array beside `like`, of one value."""
-    made = library.empty(shape, dtypes.of(dtype), "C", library.spec(like).device)
+def empty(shape: Sequence[int], like: Any, dtype: Any = None) -> Any:
+    """A new array of undefined elements where `like` is, in its type or another."""
+    library = library_of(like)
+    spec = library.spec(like)
+    kind = spec.dtype if dtype is None else dtypes.of(dtype)
+    return library.empty(shape, kind, "C", spec.device)
+
+
+def full(shape: Sequence[int], value: Any, like: Any, dtype: Any = None) -> Any:
+    """A new array of one value where `like` is, in its type or another."""
+    made = empty(shape, like, dtype)
     made[...] = value
     return made
 
 
-def cast(x: Any, dtype: DType, library: Library) -> Any:
+def copied(x: Any) -> Any:
+    """A copy of `x`."""
+    return x.clone() if _is_torchs(x) else x.copy()
+
+
+def cast(x: Any, dtype: DType) -> Any:
     """`x`, in another type if it has another."""
+    library = library_of(x)
     return x if library.spec(x).dtype == dtype.name else library.cast(x, dtype)
 
 
-def is_nan(x: Any, library: Library) -> Any:
-    """Which elements are not numbers."""
-    return module_of(library).isnan(x)
+# -- elements, and where they lie ------------------------------------------------------------------
 
 
-def chosen(condition: Any, x: Any, y: Any, library: Library) -> Any:
+def flipped(x: Any, axes: Sequence[int]) -> Any:
+    """`x` with the order of elements along these axes reversed; torch has no negative strides."""
+    if not axes:
+        return x
+    if _is_torchs(x):
+        return x.flip(tuple(axes))
+    return x[tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))]
+
+
+def permuted(x: Any, axes: Sequence[int]) -> Any:
+    """A view of `x` with its axes in another order."""
+    return x.permute(tuple(axes)) if _is_torchs(x) else x.transpose(tuple(axes))
+
+
+def chosen(condition: Any, x: Any, y: Any) -> Any:
     """The elements of `x` where `condition` holds, else those of `y`."""
-    return module_of(library).where(condition, x, y)
+    return module_of(first_array((condition, x, y))).where(condition, x, y)
 
 
-def clipped(x: Any, low: Any, high: Any, library: Library) -> Any:
-    """The elements of `x` within bounds, of which None is none."""
-    if low is None and high is None:
-        return x + 0
-    return module_of(library).clip(x, low, high)
-
-
-def rounded(x: Any, decimals: int, library: Library) -> Any:
+def rounded(x: Any, decimals: int) -> Any:
     """The elements of `x` rounded to so many decimals; torch has this of floats only."""
-    if library.name == "torch" and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
+    if _is_torchs(x) and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
         return x.clone()
-    return module_of(library).round(x, decimals=decimals)
+    return module_of(x).round(x, decimals=decimals)
 
 
-def broadcast(x: Any, shape: Sequence[int], library: Library) -> Any:
-    """A view of `x` in a shape that it broadcasts to."""
-    return module_of(library).broadcast_to(x, tuple(shape))
-
-
-def joined(pieces: Sequence[Any], axis: int, library: Library) -> Any:
-    """The arrays one after the other along an axis."""
-    if library.name == "torch":
-        return module_of(library).cat(pieces, dim=axis)
-    return module_of(library).concatenate(pieces, axis=axis)
-
-
-def stacked(pieces: Sequence[Any], axis: int, library: Library) -> Any:
-    """The arrays one after the other along a new axis."""
-    if library.name == "torch":
-        return module_of(library).stack(pieces, dim=axis)
-    return module_of(library).stack(pieces, axis=axis)
-
-
-def repeated(x: Any, times: int, axis: int, library: Library) -> Any:
+def repeated(x: Any, times: int, axis: int) -> Any:
     """`x` with each index of an axis so many times."""
-    if library.name == "torch":
-        return module_of(library).repeat_interleave(x, times, dim=axis)
-    return module_of(library).repeat(x, times, axis=axis)
+    module = module_of(x)
+    return (module.repeat_interleave if _is_torchs(x) else module.repeat)(x, times, axis=axis)
 
 
-def taken(x: Any, numbers: HostArray, axis: int, library: Library) -> Any:
+def taken(x: Any, numbers: HostArray, axis: int) -> Any:
     """The elements of `x` at indices along an axis."""
-    there = on_device(numbers, library, library.spec(x).device)
-    if library.name == "torch":
-        return module_of(library).index_select(x, axis, there)
-    return module_of(library).take(x, there, axis=axis)
+    there = converted(numbers, x)
+    return x.index_select(axis, there) if _is_torchs(x) else module_of(x).take(x, there, axis=axis)
 
 
-def picked(x: Any, numbers: Sequence[HostArray], axis: int, library: Library) -> Any:
+def picked(x: Any, numbers: Sequence[HostArray], axis: int) -> Any:
     """The elements of `x` at indices along several axes, from `axis` on, which become one."""
     if len(numbers) == 1:
-        return taken(x, numbers[0], axis, library)
-    device = library.spec(x).device
-    there = tuple(on_device(line, library, device) for line in numbers)
-    return x[(slice(None),) * axis + there]
+        return taken(x, numbers[0], axis)
+    return x[(slice(None),) * axis + tuple(converted(line, x) for line in numbers)]
 
 
-def order(x: Any, axis: int, library: Library) -> Any:
+def order(x: Any, axis: int) -> Any:
     """The indices that sort `x` along an axis, those of equal elements ascending."""
-    if library.name == "torch":
-        return module_of(library).argsort(x, dim=axis, stable=True)
-    return module_of(library).argsort(x, axis=axis, kind="stable")
+    words: dict[str, Any] = {"stable": True} if _is_torchs(x) else {"kind": "stable"}
+    return module_of(x).argsort(x, axis=axis, **words)
 
 
-def taken_along(x: Any, numbers: Any, axis: int, library: Library) -> Any:
+def taken_along(x: Any, numbers: Any, axis: int) -> Any:
     """The elements of `x` at indices along an axis, other ones for each line."""
-    if library.name == "torch":
-        return module_of(library).take_along_dim(x, numbers, dim=axis)
-    return module_of(library).take_along_axis(x, numbers, axis=axis)
+    module = module_of(x)
+    function = module.take_along_dim if _is_torchs(x) else module.take_along_axis
+    return function(x, numbers, axis=axis)
 
 
-def crossed(x: Any, y: Any, axis: int, library: Library) -> Any:
+def crossed(x: Any, y: Any, axis: int) -> Any:
     """The cross products of vectors of three elements along an axis, which both have."""
-    module = module_of(library)
-    if library.name == "torch":
+    module = module_of(x)
+    if _is_torchs(x):
         return module.linalg.cross(x, y, dim=axis)
     made = module.empty(np.broadcast_shapes(x.shape, y.shape), x.dtype)  # C order, unlike np.cross
     a, b, c = (tuple(z[(slice(None),) * axis + (n, ...)] for n in range(3)) for z in (x, y, made))
@@ -237,37 +225,27 @@ def crossed(x: Any, y: Any, axis: int, library: Library) -> Any:
     return made
 
 
-def accumulated(x: Any, name: str, axis: int, dtype: Any, library: Library) -> Any:
+def accumulated(x: Any, name: str, axis: int, dtype: Any) -> Any:
     """The "cumsum" or "cumprod" of `x` along an axis."""
-    words = {} if dtype is None else {"dtype": native_dtype(dtype, library)}
-    words["dim" if library.name == "torch" else "axis"] = axis
-    return getattr(module_of(library), name)(x, **words)
+    words = {} if dtype is None else {"dtype": native_dtype(dtype, library_of(x))}
+    return getattr(module_of(x), name)(x, axis=axis, **words)
 
 
-def _type_kept(x: Any, name: str) -> Any:
-    """A tensor of which no axis is reduced, in the type that the reduction gives."""
-    if name in ("any", "all"):
-        return x.bool()
-    is_narrow = name in ("sum", "prod") and not (x.is_floating_point() or x.is_complex())
-    return x.long() if is_narrow else x.clone()
+# -- reductions ------------------------------------------------------------------------------------
 
 
-def histogram(
-    x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any, library: Library
-) -> tuple[Any, Any]:
+def histogram(x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any) -> tuple[Any, Any]:
     """How many elements of `x` lie in each bin, or the sums of their weights, and the bins' edges,
     as numpy.histogram; torch has no such function for every device and type.
     """
-    if library.name == "numpy":
-        return np.histogram(x, bins, ends, weights=weights)
-    spec = library.spec(x)
-    if library.name != "torch":
+    module = module_of(x)
+    if not _is_torchs(x):
         bins = bins if np.ndim(bins) == 0 else converted(bins, x)
-        counts, edges = module_of(library).histogram(x, bins, ends, weights=weights)
+        counts, edges = module.histogram(x, bins, ends, weights=weights)
         return counts, edges
-    module = module_of(library)
-    edges = np.histogram_bin_edges(np.empty(0, dtypes.to_numpy(spec.dtype)), bins, ends)
-    bounds = on_device(edges.astype("float64"), library, spec.device)
+    kind = dtypes.to_numpy(library_of(x).spec(x).dtype)
+    edges = np.histogram_bin_edges(np.empty(0, kind), bins, ends)
+    bounds = converted(edges.astype("float64"), x)
     values = x.reshape(-1).double()
     places = module.bucketize(values, bounds, right=True) - 1
     places = module.where(values == bounds[-1], len(edges) - 2, places)  # the last bin is closed
@@ -275,7 +253,7 @@ def histogram(
     words = {} if weights is None else {"weights": weights.reshape(-1)[held].double()}
     counts = module.bincount(places[held], minlength=len(edges) - 1, **words)
     counts = counts if weights is None else counts.to(weights.dtype)
-    return counts, on_device(edges, library, spec.device)
+    return counts, converted(edges, x)
 
 
 _REDUCTIONS = {
@@ -288,24 +266,31 @@ _REDUCTIONS = {
 }
 
 
-def reduced(
-    x: Any, name: str, axes: tuple[int, ...], library: Library, words: dict[str, Any]
-) -> Any:
-    """`x` without `axes`: their "sum", "prod", "min", "max", "any" or "all"."""
+def reduced(x: Any, name: str, axes: tuple[int, ...], dtype: Any = None) -> Any:
+    """`x` without `axes`: their "sum", "prod", "min", "max", "any" or "all"; a sum or a product is
+    in the type `dtype`, if it is given.
+    """
+    library = library_of(x)
+    words = {} if dtype is None else {"dtype": native_dtype(dtype, library)}
     if library.name == "numpy":  # what NumPy's functions call
         return _REDUCTIONS[name].reduce(x, axis=axes if len(axes) != 1 else axes[0], **words)
-    module = module_of(library)
+    module = sys.modules[library.name]
     if library.name != "torch":
         return getattr(module, name)(x, axis=axes, **words)
     if not axes:  # torch would reduce all
         return x.to(words["dtype"]) if words else _type_kept(x, name)
     if name in ("min", "max"):
         return getattr(module, f"a{name}")(x, dim=axes)
-    if name == "sum":
-        return module.sum(x, dim=axes, **words)
-    function = getattr(module, name)
     if name != "prod":
-        x = x.bool()
+        return getattr(module, name)(x if name == "sum" else x.bool(), dim=axes, **words)
     for axis in sorted(axes, reverse=True):
-        x = function(x, dim=axis, **words)
+        x = module.prod(x, dim=axis, **words)
     return x
+
+
+def _type_kept(x: Any, name: str) -> Any:
+    """A tensor of which no axis is reduced, in the type that the reduction gives."""
+    if name in ("any", "all"):
+        return x.bool()
+    is_narrow = name in ("sum", "prod") and not (x.is_floating_point() or x.is_complex())
+    return x.long() if is_narrow else x.clone()

@@ -28,7 +28,6 @@ def shown(x: Distributed) -> str:
 
 def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int) -> HostArray:
     """An array of which the ends of each axis are those of `x`, on every rank."""
-    library = x.library
     mine, there = [], []
     for axis, spans in enumerate(x.layout.spans(x.context.rank)):
         held = indices(spans)
@@ -39,7 +38,7 @@ def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int)
         shift = extent - shape[axis]
         there.append(np.where(numbers >= edge, numbers - shift, numbers) if cut[axis] else numbers)
     chosen: Any = x.local[np.ix_(*mine)] if x.ndim else x.local
-    own = parts.on_host(chosen, library)
+    own = parts.on_host(chosen)
     if x.layout.is_replicated:
         corners = np.zeros(shape, own.dtype)
         corners[np.ix_(*there)] = own
@@ -49,7 +48,6 @@ def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int)
     if own.size:
         octets = np.ascontiguousarray(own).view(np.uint8).reshape(*own.shape, own.dtype.itemsize)
         raw[np.ix_(*there)] = octets
-    device = library.spec(x.local).device
-    everywhere = all_reduce(parts.on_device(raw, library, device), context=x.context)
-    summed = np.ascontiguousarray(parts.on_host(everywhere, library))
+    everywhere = all_reduce(parts.converted(raw, x.local), context=x.context)
+    summed = np.ascontiguousarray(parts.on_host(everywhere))
     return summed.reshape(-1).view(own.dtype).reshape(shape)

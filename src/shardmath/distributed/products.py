@@ -31,7 +31,7 @@ from shardmath.distributed.manipulation import (
     permute_dims,
     reshape,
 )
-from shardmath.distributed.movement import brought, explanation, in_place_of
+from shardmath.distributed.movement import brought, explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
 from shardmath.operators.matmul import matmul as product_of_parts
@@ -75,9 +75,8 @@ def matmul(x: Any, y: Any) -> Distributed:
     else:
         kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
         a, b = of_one_type([a, b])
-        kind = a.library.spec(a.local).dtype
-        if dtypes.of(kind).kind not in "fc":
-            raise NotImplementedError(f"a product of {kind}: multiply x.astype(float)")
+        if a.element_type.kind not in "fc":
+            raise NotImplementedError(f"a product of {a.element_type}: multiply x.astype(float)")
         made = product(a, b, kept=kept)
     if x.ndim > 1 and y.ndim > 1:
         return made
@@ -134,22 +133,28 @@ def product(
     """
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"no product of shapes {a.shape} and {b.shape}")
-    shape = (a.shape[0], b.shape[1])
-    described = (a.layout, a.distribution), (b.layout, b.distribution)
-    distribution, layout, distributions = _result(*described, kept, a.context.rank)
+    operands = (a.layout, a.distribution), (b.layout, b.distribution)
+    distribution, layout, distributions = _result(*operands, kept, a.context.rank)
+    locals_ = [a.local, b.local]
     if c is not None:
         distribution, layout = c.distribution, c.layout
         distributions = [*distributions[:2], distribution]
+        locals_.append(c.local)
     elif not words and a.layout.is_replicated and b.layout.is_replicated:
-        if a.context.size > 1:
-            distribution, layout = Replicated(), Layout.replicated(shape, a.context.size)
-        return a.like(array_of(a.local @ b.local), distribution, layout)
-    if c is None and 0 in (*shape, a.shape[1]):  # nothing is multiplied
-        spec = a.library.spec(a.local)
-        empty = parts.full(layout.local_shape(a.context.rank), 0, a.local, spec.dtype, a.library)
-        return a.like(empty, distribution, layout)
-    plan = distribution, layout, distributions
-    return _multiplied(a, b, plan, *(() if c is None else (c.local,)), **words)
+        local = array_of(a.local @ b.local)
+        return a.everywhere(local) if a.context.size > 1 else a.like(local, distribution, layout)
+    elif 0 in (a.shape[0], *b.shape):  # nothing is multiplied
+        zeros = parts.full(layout.local_shape(a.context.rank), 0, a.local)
+        return a.like(zeros, distribution, layout)
+    if explanation.get() is not None:
+        zeros = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
+        return a.like(zeros, distribution, layout)
+    words["distributions"] = distributions
+    made = within(a.context, lambda: product_of_parts(*locals_, **words))
+    if isinstance(made, tuple):
+        made, outputs = made
+        return a.like(made, distribution, layout), outputs
+    return a.like(made, distribution, layout)
 
 
 Plan = tuple[Distribution, Layout, list[Distribution]]
@@ -175,24 +180,6 @@ def _of_matrices(
     if not (rows.elements and columns.elements):
         return None
     return _result((rows, like_a), (columns, like_b), (0, 1), rank)
-
-
-def _multiplied(a: Distributed, b: Distributed, plan: Plan, *c: Any, **words: Any) -> Any:
-    """The product by this package's `matmul`; with the outputs of an epilog, if there are any."""
-    distribution, layout, distributions = plan
-    locals_ = a.local, b.local, *c
-    if explanation.get() is not None:
-        zeros = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
-        return a.like(zeros, distribution, layout)
-    if current.get() is a.context:
-        local = product_of_parts(*locals_, distributions=distributions, **words)
-    else:
-        with a.context:
-            local = product_of_parts(*locals_, distributions=distributions, **words)
-    if isinstance(local, tuple):
-        local, outputs = local
-        return a.like(local, distribution, layout), outputs
-    return a.like(local, distribution, layout)
 
 
 def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
@@ -230,7 +217,7 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     distribution = distribution_of(layout, a.context.rank, like)
     if distribution is None:  # cycles of b alone
         distribution = unbound(b.distribution)
-    return a.like(parts.module_of(a.library).matmul(*locals_), distribution, layout)
+    return a.like(parts.module_of(a.local).matmul(*locals_), distribution, layout)
 
 
 def stack_columns(arrays: Sequence[Distributed], stack: tuple[int, ...]) -> list[Any]:

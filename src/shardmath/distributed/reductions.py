@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,28 +39,21 @@ from shardmath.geometry import Layout, Replicated
 Axis = int | Sequence[int] | None
 _EVERYWHERE = Replicated()
 _NOWHERE = np.iinfo(np.int64).max  # an index behind every other
-
-
-class Reduction(NamedTuple):
-    """A reduction by the name that array libraries have for it, and by all_reduce's."""
-
-    name: str
-    op: str
-
-
-SUM, PROD = Reduction("sum", "sum"), Reduction("prod", "product")
-MIN, MAX = Reduction("min", "min"), Reduction("max", "max")
-ANY, ALL = Reduction("any", "sum"), Reduction("all", "product")  # of bool: "or" and "and"
+# Reductions by the names that array libraries have for them, and all_reduce's; of bool a sum is
+# "or", and a product is "and".
+_OPS = {
+    "sum": "sum", "prod": "product", "min": "min", "max": "max", "any": "sum", "all": "product",
+}  # fmt: skip
 
 
 def sum(x: Distributed, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Any:
     """The sum of elements, as numpy.sum. Collective where `axis` is split."""
-    return _reduced(x, SUM, axis, dtype, keepdims)
+    return _reduced(x, "sum", axis, dtype, keepdims)
 
 
 def prod(x: Distributed, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Any:
     """The product of elements, as numpy.prod. Collective where `axis` is split."""
-    return _reduced(x, PROD, axis, dtype, keepdims)
+    return _reduced(x, "prod", axis, dtype, keepdims)
 
 
 def min(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
@@ -68,22 +61,22 @@ def min(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
 
     Raises ValueError where there are no elements, TypeError for complex ones.
     """
-    return _reduced(x, MIN, axis, None, keepdims)
+    return _reduced(x, "min", axis, None, keepdims)
 
 
 def max(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
     """The greatest element; otherwise as `min`."""
-    return _reduced(x, MAX, axis, None, keepdims)
+    return _reduced(x, "max", axis, None, keepdims)
 
 
 def any(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether some element is not 0. Collective where `axis` is split."""
-    return _reduced(x, ANY, axis, None, keepdims)
+    return _reduced(x, "any", axis, None, keepdims)
 
 
 def all(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether no element is 0. Collective where `axis` is split."""
-    return _reduced(x, ALL, axis, None, keepdims)
+    return _reduced(x, "all", axis, None, keepdims)
 
 
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
@@ -113,7 +106,7 @@ def mean(x: Distributed, axis: Axis = None, dtype: Any = None, keepdims: bool = 
     """The arithmetic mean, as numpy.mean. Collective where `axis` is split."""
     axes = checked_axes(x, axis)
     result = _float_type(x, dtype)
-    total = _reduced(x, SUM, axes, dtypes.accumulator(result), keepdims)
+    total = _reduced(x, "sum", axes, dtypes.accumulator(result), keepdims)
     return _divided(total, _count(x, axes), result)
 
 
@@ -130,16 +123,21 @@ def var(
     As numpy.var. Collective where `axis` is split, twice: for the mean, and for the squares.
     """
     axes = checked_axes(x, axis)
-    result, library = _float_type(x, dtype), x.library
+    result = _float_type(x, dtype)
     wide = dtypes.accumulator(result)
     middle = mean(x, axes, wide, keepdims=True)
     needed = needed_layout(x.layout, middle.shape)
-    part = parts.cast(x.local, wide, library) - brought(middle, needed, "the mean")
-    is_complex = wide.kind == "c"
-    squares = part.real * part.real + part.imag * part.imag if is_complex else part * part
-    total = _reduced(x.like(array_of(squares), x.distribution, x.layout), SUM, axes, None, keepdims)
-    real = dtypes.of(result.real) if is_complex else result
+    part = parts.cast(x.local, wide) - brought(middle, needed, "the mean")
+    total = _reduced(x.with_part(squares(part)), "sum", axes, None, keepdims)
+    real = dtypes.of(result.real) if result.kind == "c" else result
     return _divided(total, builtins.max(_count(x, axes) - correction, 0), real)
+
+
+def squares(part: Any) -> Any:
+    """The squared absolute value of each element of a part."""
+    if dtypes.of(part.dtype).kind != "c":
+        return part * part
+    return part.real * part.real + part.imag * part.imag
 
 
 def std(
@@ -152,7 +150,7 @@ def std(
 ) -> Any:
     """The standard deviation: the root of `var`."""
     squared = var(x, axis, dtype, keepdims, correction=correction)
-    return squared.like(array_of(squared.local**0.5), squared.distribution, squared.layout)
+    return squared.with_part(squared.local**0.5)
 
 
 def argmin(x: Distributed, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -160,12 +158,12 @@ def argmin(x: Distributed, axis: int | None = None, keepdims: bool = False) -> A
 
     Collective where `axis` is split. Raises ValueError where there are no elements.
     """
-    return _first_index(x, MIN, axis, keepdims)
+    return _first_index(x, "min", axis, keepdims)
 
 
 def argmax(x: Distributed, axis: int | None = None, keepdims: bool = False) -> Any:
     """The first index of the greatest element; otherwise as `argmin`."""
-    return _first_index(x, MAX, axis, keepdims)
+    return _first_index(x, "max", axis, keepdims)
 
 
 # -- axes ------------------------------------------------------------------------------------------
@@ -213,33 +211,27 @@ def _count(x: Distributed, axes: Sequence[int]) -> int:
 # -- one reduction ---------------------------------------------------------------------------------
 
 
-def _reduced(
-    x: Distributed, reduction: Reduction, axis: Axis, dtype: Any, keepdims: bool
-) -> Distributed:
+def _reduced(x: Distributed, name: str, axis: Axis, dtype: Any, keepdims: bool) -> Distributed:
+    """The reduction of that name: of each rank's part, and of what the ranks then have."""
     axes = (axis,) if type(axis) is int and 0 <= axis < x.ndim else checked_axes(x, axis)
-    if reduction.name in ("min", "max"):
-        require_ordered(x, reduction.name)
-        _require_elements(x, axes, reduction.name)
-    part = _partial(x, reduction, axes, dtype)
-    return _together(x, part, reduction, axes, keepdims)
+    if name in ("min", "max"):
+        require_ordered(x, name)
+        _require_elements(x, axes, name)
+    return _together(x, _partial(x, name, axes, dtype), name, axes, keepdims)
 
 
 def _together(
-    x: Distributed, part: Any, reduction: Reduction, axes: tuple[int, ...], keepdims: bool
+    x: Distributed, part: Any, name: str, axes: tuple[int, ...], keepdims: bool
 ) -> Distributed:
     """The array of all ranks' partial results: combined where the axes are split."""
     kept, everywhere = _kept(x.layout, axes)
-    if everywhere is not None:
-        made: Distributed | None
-        if explanation.get() is not None:
-            made = x.like(_instead(x, part, everywhere), _EVERYWHERE, everywhere)
-        else:
-            made = x.like(_of_all_ranks(x, part, reduction.op), _EVERYWHERE, everywhere)
-    else:
-        is_split = not set(axes).isdisjoint(x.layout.partitioned_axes)
-        made = None if is_split else rearranged(x, part, kept)
+    made = None
+    if everywhere is None and set(axes).isdisjoint(x.layout.partitioned_axes):
+        made = rearranged(x, part, kept)
     if made is None:
-        made = _combined(x, part, reduction, kept)
+        if everywhere is None:
+            part, everywhere = _spread(x, part, name, kept)
+        made = x.like(_of_all_ranks(x, part, name, everywhere), _EVERYWHERE, everywhere)
     if not keepdims:
         return made
     number = {axis: place for place, axis in enumerate(kept)}
@@ -250,33 +242,30 @@ def _together(
     return result
 
 
-def _of_all_ranks(x: Distributed, part: Any, op: str) -> Any:
-    """`all_reduce`, by the call that is soonest recognised where it comes again."""
+def _of_all_ranks(x: Distributed, part: Any, name: str, layout: Layout) -> Any:
+    """`all_reduce`, by the call that is recognised soonest when it is repeated; zeros where a call
+    is explained only.
+    """
+    op = _OPS[name]
+    if explanation.get() is not None:
+        spec = x.library.spec(part)
+        words = f"all_reduce of {layout.elements * spec.itemsize} bytes"
+        return in_place_of(lambda: words, x, layout, spec.dtype)
     if op == "sum" and current.get() is x.context:
         return all_reduce(part)
     return all_reduce(part, op=op, context=x.context)
 
 
-def _combined(x: Distributed, part: Any, reduction: Reduction, kept: Sequence[int]) -> Distributed:
-    """What `reduction` makes of all ranks' partial results, each along the axes that are `kept`."""
-    library = x.library
-    shape = tuple(x.shape[axis] for axis in kept)
-    dtype = library.spec(part).dtype
-    whole = parts.full(shape, _identity(reduction.name, dtype), x.local, dtype, library)
+def _spread(x: Distributed, part: Any, name: str, kept: Sequence[int]) -> tuple[Any, Layout]:
+    """This rank's result, of some indices of the axes that are `kept`, within an array of all of
+    them, which has elsewhere what changes nothing; and the layout of that array on every rank.
+    """
+    everywhere = layout_of(_EVERYWHERE, tuple(x.shape[axis] for axis in kept), x.context.size)
+    whole = parts.full(everywhere.global_shape, _identity(name, x.library.spec(part).dtype), part)
     if math.prod(x.local.shape):
         spans = x.layout.spans(x.context.rank)
         whole[selector([placed_part(spans[axis]) for axis in kept])] = part
-    everywhere = layout_of(_EVERYWHERE, shape, x.context.size)
-    if _instead(x, part, everywhere) is None:
-        all_reduce(whole, op=reduction.op, out=whole, context=x.context)
-    return x.like(whole, _EVERYWHERE, everywhere)
-
-
-def _instead(x: Distributed, part: Any, layout: Layout) -> Any:
-    """Zeros for what all_reduce gives, where a call is explained only; otherwise None."""
-    spec = x.library.spec(part)
-    moved = lambda: f"all_reduce of {layout.elements * spec.itemsize} bytes"  # noqa: E731
-    return in_place_of(moved, x, layout, spec.dtype)
+    return whole, everywhere
 
 
 @lru_cache(maxsize=1024)
@@ -289,15 +278,13 @@ def _kept(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Layou
     return kept, layout_of(_EVERYWHERE, shape, layout.size)
 
 
-def _partial(x: Distributed, reduction: Reduction, axes: tuple[int, ...], dtype: Any) -> Any:
+def _partial(x: Distributed, name: str, axes: tuple[int, ...], dtype: Any) -> Any:
     """This rank's part, reduced along `axes`."""
-    library, part, name = x.library, x.local, reduction.name
+    part = x.local
     if name in ("min", "max") and not math.prod(part.shape):
         shape = [n for axis, n in enumerate(part.shape) if axis not in axes]
-        own = library.spec(part).dtype
-        return parts.full(shape, _identity(name, own), part, own, library)
-    words = {} if dtype is None else {"dtype": parts.native_dtype(dtype, library)}
-    return array_of(parts.reduced(part, name, axes, library, words))
+        return parts.full(shape, _identity(name, x.element_type.name), part)
+    return array_of(parts.reduced(part, name, axes, dtype))
 
 
 def _identity(name: str, dtype: str) -> Any:
@@ -315,9 +302,10 @@ def _identity(name: str, dtype: str) -> Any:
 
 def require_ordered(x: Distributed, name: str) -> None:
     """Raise TypeError for complex numbers."""
-    dtype = x.library.spec(x.local).dtype
-    if dtypes.of(dtype).kind == "c":
-        raise TypeError(f"{name} of {dtype}: complex numbers have no order; take it of abs(x)")
+    if x.element_type.kind == "c":
+        raise TypeError(
+            f"{name} of {x.element_type}: complex numbers have no order; take it of abs(x)"
+        )
 
 
 def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
@@ -327,7 +315,7 @@ def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
 
 def _float_type(x: Distributed, dtype: Any) -> DType:
     """The type of a mean: `dtype`, or that of the elements, or float64 for integers and bool."""
-    own = dtypes.of(x.library.spec(x.local).dtype) if dtype is None else dtypes.of(dtype)
+    own = x.element_type if dtype is None else dtypes.of(dtype)
     return dtypes.of("float64") if own.kind in "iub" else own
 
 
@@ -335,31 +323,25 @@ def _divided(total: Distributed, count: float, dtype: DType) -> Distributed:
     """Sums divided by the count, in their type, and rounded to `dtype`; NaN where that is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         local = array_of(total.local / count) if count else total.local * math.nan
-    part = parts.cast(array_of(local), dtype, total.library)
-    return total.like(part, total.distribution, total.layout)
+    return total.with_part(parts.cast(array_of(local), dtype))
 
 
 # -- indices ---------------------------------------------------------------------------------------
 
 
-def _first_index(
-    x: Distributed, reduction: Reduction, axis: int | None, keepdims: bool
-) -> Distributed:
+def _first_index(x: Distributed, name: str, axis: int | None, keepdims: bool) -> Distributed:
     """The least index at which the best element of all ranks is."""
     axes = checked_axes(x, axis)
-    require_ordered(x, f"arg{reduction.name}")
-    _require_elements(x, axes, f"arg{reduction.name}")
-    best = _reduced(x, reduction, axes, None, True)
-    needed = needed_layout(x.layout, best.shape)
-    wanted = brought(best, needed, "the best element")
-    library = x.library
-    numbers = _numbered(x, axes)
+    require_ordered(x, f"arg{name}")
+    _require_elements(x, axes, f"arg{name}")
+    best = _reduced(x, name, axes, None, True)
+    wanted = brought(best, needed_layout(x.layout, best.shape), "the best element")
     same = x.local == wanted
-    if dtypes.of(library.spec(x.local).dtype).kind == "f":
-        same = same | (parts.is_nan(x.local, library) & parts.is_nan(wanted, library))
-    place = parts.chosen(same, numbers, _NOWHERE, library)
-    held = x.like(array_of(place), x.distribution, x.layout)
-    return _together(held, _partial(held, MIN, axes, None), MIN, axes, keepdims)
+    if x.element_type.kind == "f":
+        isnan = parts.module_of(wanted).isnan
+        same = same | (isnan(x.local) & isnan(wanted))
+    held = x.with_part(parts.chosen(same, _numbered(x, axes), _NOWHERE))
+    return _together(held, _partial(held, "min", axes, None), "min", axes, keepdims)
 
 
 def _numbered(x: Distributed, axes: Sequence[int]) -> Any:
@@ -369,4 +351,4 @@ def _numbered(x: Distributed, axes: Sequence[int]) -> Any:
         if axis in axes:
             shape = [-1 if other == axis else 1 for other in range(x.ndim)]
             numbers = numbers * x.shape[axis] + indices(spans).reshape(shape)
-    return parts.on_device(numbers, x.library, x.library.spec(x.local).device)
+    return parts.converted(numbers, x.local)

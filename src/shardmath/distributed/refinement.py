@@ -309,4 +309,4 @@ def _units(sizes: HostArray) -> HostArray:
 def _host(x: Any) -> HostArray:
     """The elements of an array of which every rank has all."""
     assert isinstance(x, Distributed) and not x.layout.partitioned_axes, "on every rank"
-    return parts.on_host(x.local, x.library)
+    return parts.on_host(x.local)

@@ -15,7 +15,6 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.elementwise import wrapped
 from shardmath.distributed.layouts import layout_of
 from shardmath.distributed.manipulation import concat, one_axis
 from shardmath.distributed.movement import rearranged
@@ -53,7 +52,7 @@ def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
     pieces = [piece for piece in (ends[0], x, ends[1]) if piece is not None]
     x = concat(pieces, axis) if len(pieces) > 1 else x
     before = (slice(None),) * axis
-    is_bool = dtypes.of(x.library.spec(x.local).dtype).kind == "b"
+    is_bool = x.element_type.kind == "b"
     for _ in range(n):
         after, ahead = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]
         x = after != ahead if is_bool else after - ahead
@@ -75,13 +74,13 @@ def _cumulative(x: Any, name: str, axis: int | None, dtype: Any, include_initial
     if axis in x.layout.partitioned_axes and _blocks(x.layout.column(axis), x.shape[axis]) is None:
         slab = layout_of(Slab(axis), x.shape, x.context.size)
         x = x.like(rearranged(x, slab), Slab(axis), slab)
-    local = array_of(parts.accumulated(x.local, f"cum{name}", axis, dtype, x.library))
+    local = array_of(parts.accumulated(x.local, f"cum{name}", axis, dtype))
     if axis in x.layout.partitioned_axes:
         local = _offset(x, local, name, axis)
-    made = wrapped(x, local)
+    made = x.with_part(local)
     if not include_initial:
         return made
-    start = np.asarray(name == "prod", dtypes.to_numpy(x.library.spec(local).dtype))
+    start = np.asarray(name == "prod", dtypes.to_numpy(made.element_type))
     return concat([_end(start, x, axis), made], axis)
 
 
@@ -102,8 +101,8 @@ def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
     earlier = rearranged(held, everywhere)[(*before, slice(0, place))]
     if not place:
         return local
-    own = {"dtype": parts.native_dtype(x.library.spec(local).dtype, x.library)}
-    offset = parts.reduced(earlier, name, (axis,), x.library, own)[(*before, None)]
+    own = held.element_type
+    offset = parts.reduced(earlier, name, (axis,), own)[(*before, None)]
     return local + offset if name == "sum" else local * offset
 
 

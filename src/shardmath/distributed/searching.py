@@ -24,7 +24,6 @@ from shardmath.distributed.elementwise import (
     local_part,
     needed_layout,
     whole,
-    wrapped,
 )
 from shardmath.distributed.indexing import require_value
 from shardmath.distributed.layouts import distribution_of, indices, layout_of, with_axis
@@ -47,7 +46,7 @@ from shardmath.distributed.movement import (
 )
 from shardmath.distributed.scans import diff
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Layout, Replicated, Slab, Spans
+from shardmath.geometry import Layout, Slab, Spans
 
 # -- in order --------------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[A
         last = x.shape[axis] - 1
         return [last - line if n == _NUMBERS else line for n, line in zip(which, back, strict=True)]
     lines = in_order(x, axis)
-    return [x.like(brought(lines[n], x.layout, "sort"), x.distribution, x.layout) for n in which]
+    return [x.with_part(brought(lines[n], x.layout, "sort")) for n in which]
 
 
 def in_order(x: Any, axis: int) -> tuple[Any, Any]:
@@ -104,9 +103,9 @@ def in_order(x: Any, axis: int) -> tuple[Any, Any]:
     if x.ndim == 1 and x.layout.partitioned_axes:
         return _sorted_line(x)
     held = whole_along(x, axis)
-    order = parts.order(held.local, axis, x.library)
-    values = parts.taken_along(held.local, order, axis, x.library)
-    return wrapped(held, values), wrapped(held, order)
+    order = parts.order(held.local, axis)
+    values = parts.taken_along(held.local, order, axis)
+    return held.with_part(values), held.with_part(order)
 
 
 def whole_along(x: Any, axis: int) -> Any:
@@ -119,18 +118,18 @@ def whole_along(x: Any, axis: int) -> Any:
 
 def _sorted_line(x: Any) -> tuple[Any, Any]:
     """The elements of a line in order, and the index that each had, both in boxes."""
-    context, library, size = x.context, x.library, x.context.size
+    context, size = x.context, x.context.size
     permit(lambda: f"sort: {x.layout}, of which elements go where their place is")
     slab = layout_of(Slab(0), x.shape, size)
     part = part_in(x, slab)
     own = indices(slab.spans(context.rank)[0])
 
     def ordered(*lines: Any) -> list[Any]:
-        order = parts.order(lines[0], 0, library)
-        return [parts.taken_along(line, order, 0, library) for line in lines]
+        order = parts.order(lines[0], 0)
+        return [parts.taken_along(line, order, 0) for line in lines]
 
-    lines = ordered(part, parts.on_device(own.copy(), library, library.spec(part).device))
-    host = parts.on_host(lines[0], library)
+    lines = ordered(part, parts.converted(own.copy(), part))
+    host = parts.on_host(lines[0])
     samples = host[np.arange(size if len(host) else 0) * len(host) // size]
     everywhere = np.sort(all_gather(samples.copy(), context=context))
     bounds = everywhere[np.arange(1, size) * len(everywhere) // size]
@@ -178,8 +177,8 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
         raise IndexError(f"an index of axis {axis}, which has {extent}, is beyond it")
     distribution, layout = with_axis(x, axis, numbers.shape[axis])
     line = brought(numbers, layout, "the indices")
-    line = parts.chosen(line < 0, line + extent, line, x.library)
-    return x.like(parts.taken_along(x.local, line, axis, x.library), distribution, layout)
+    line = parts.chosen(line < 0, line + extent, line)
+    return x.like(parts.taken_along(x.local, line, axis), distribution, layout)
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -197,11 +196,10 @@ def nonzero(x: Any) -> tuple[Any, ...]:
     if not x.ndim:
         raise ValueError("nonzero of an array of no axes")
     held = _in_rows(x)
-    places = np.nonzero(parts.on_host(held.local, x.library))
-    device = x.library.spec(x.local).device
+    places = np.nonzero(parts.on_host(held.local))
     spans = held.layout.spans(x.context.rank)
     return tuple(
-        _together(held, parts.on_device(indices(along)[chosen], x.library, device))
+        _together(held, parts.converted(indices(along)[chosen], x.local))
         for along, chosen in zip(spans, places, strict=True)
     )
 
@@ -222,8 +220,8 @@ def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> An
     known = on_all_ranks(x1 if sorter is None else take(whole(x1, first), sorter))
 
     def placed(part: Any) -> Any:
-        places = np.searchsorted(known, parts.on_host(part, first.library), side=side)  # type: ignore[call-overload]
-        return parts.on_device(np.asarray(places), first.library, first.library.spec(part).device)
+        places = np.searchsorted(known, parts.on_host(part), side=side)  # type: ignore[call-overload]
+        return parts.converted(np.asarray(places), part)
 
     return applied(placed, (whole(x2, first),))
 
@@ -276,10 +274,7 @@ def _in_rows(x: Any) -> Any:
 
 def _together(held: Any, part: Any) -> Any:
     """What ranks have chosen of rows: one after the other, or the same on all."""
-    if not held.layout.is_replicated:
-        return _in_boxes(held, part)
-    layout = Layout.replicated(tuple(part.shape), held.context.size)
-    return held.like(part, Replicated(), layout)
+    return held.everywhere(part) if held.layout.is_replicated else _in_boxes(held, part)
 
 
 # -- sets ------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int,
     context = x.context
     layout = layout_of_chunks(x.shape, chunk, context.size)
     part = part_in(x, layout)
-    host = together(context, operation, lambda: parts.on_host(part, x.library))
+    host = together(context, operation, lambda: parts.on_host(part))
     unit = chunk[long_axis(x.shape)] if x.ndim else 1
 
     def write(here: Key, there: Key) -> None:

@@ -156,7 +156,7 @@ def _runs_in_turns(
     context, part = x.context, brought(x, layout, operation)
 
     def begin() -> HostArray:
-        return np.ascontiguousarray(parts.on_host(part, x.library))
+        return np.ascontiguousarray(parts.on_host(part))
 
     host = together(context, operation, begin)
     turns = _rounds(layout, context.rank, host, writer.write)
@@ -185,7 +185,7 @@ def _slabs_in_turns(
         made = rooms[local] = rearranged(rows, slabs, rooms.get(local))
 
         def write() -> None:
-            host = np.ascontiguousarray(parts.on_host(made, x.library))
+            host = np.ascontiguousarray(parts.on_host(made))
             data = host.reshape(-1).view(np.uint8).data
             place, done = (start + slabs.spans(context.rank)[axis].start) * row, 0
             while done < len(data):

@@ -6,11 +6,15 @@ array of the operand's class.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Self
 
-from shardmath.arrays import Library, library_of
+from shardmath.arrays import DType, Library, array_of, dtypes, library_of
 from shardmath.context.context import DistributedContext
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import Distribution, Layout, Replicated
+
+_EVERYWHERE = Replicated()
+_replicated = lru_cache(maxsize=1024)(Layout.replicated)
 
 
 class Distributed:
@@ -44,6 +48,15 @@ class Distributed:
         made.context = self.context
         return made
 
+    def with_part(self, local: Any) -> Self:
+        """An array split as this one, of another part: an array, or for no axes a number. Local."""
+        return self.like(array_of(local), self.distribution, self.layout)
+
+    def everywhere(self, local: Any) -> Self:
+        """The array that every rank of this one has whole in `local`. Local."""
+        layout = _replicated(tuple(local.shape), self.context.size)
+        return self.like(local, _EVERYWHERE, layout)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the global array."""
@@ -63,6 +76,11 @@ class Distributed:
     def dtype(self) -> Any:
         """The type of the elements, in the words of the part's library."""
         return self.local.dtype
+
+    @property
+    def element_type(self) -> DType:
+        """The type of the elements, the same whichever library the parts are of."""
+        return dtypes.of(self.library.spec(self.local).dtype)
 
     @property
     def library(self) -> Library:

@@ -8,17 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import dtypes
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import where, whole
-from shardmath.distributed.layouts import layout_of
 from shardmath.distributed.manipulation import expand_dims, moveaxis, reshape
 from shardmath.distributed.movement import brought, in_place_of, in_slabs
 from shardmath.distributed.searching import in_order
-from shardmath.geometry import Replicated
-
-_EVERYWHERE = Replicated()
 
 
 def median(
@@ -41,7 +36,7 @@ def median(
     lines = reshape(lines, (*(a.shape[number] for number in kept), count))
     ordered, _ = in_order(lines, len(kept))
     middle = reductions.mean(ordered[..., max(0, (count - 1) // 2) : count // 2 + 1], -1)
-    if count and dtypes.of(a.library.spec(a.local).dtype).kind == "f":
+    if count and a.element_type.kind == "f":
         last = ordered[..., -1]  # which is NaN, if an element is
         middle = where(np.isnan(last), last, middle)
     return expand_dims(middle, axes) if keepdims else middle
@@ -79,15 +74,12 @@ def histogram(
         if weights.shape != a.shape:
             raise ValueError(f"weights of shape {weights.shape} for an array of shape {a.shape}")
         of_each = brought(weights, a.layout, "the weights")
-    counts, edges = (
-        a.like(local, _EVERYWHERE, layout_of(_EVERYWHERE, tuple(local.shape), a.context.size))
-        for local in parts.histogram(a.local, bins, range, of_each, a.library)
-    )
+    counts, edges = map(a.everywhere, parts.histogram(a.local, bins, range, of_each))
     if not a.layout.is_replicated:
         local = in_place_of(lambda: f"all_reduce of {counts.size} counts", counts, counts.layout)
         if local is None:
             local = all_reduce(counts.local, context=a.context)
-        counts = a.like(local, _EVERYWHERE, counts.layout)
+        counts = counts.with_part(local)
     if density:
         wide = edges.astype("float64")
         counts = counts / (wide[1:] - wide[:-1]) / counts.sum()

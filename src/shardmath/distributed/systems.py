@@ -20,7 +20,6 @@ from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
-from shardmath.geometry import Layout, Replicated
 from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
@@ -103,9 +102,7 @@ def _like_last(
         local = within(context, lambda: function(*(x.local for x in arrays), *more, **words))
     first, *others = local if isinstance(local, tuple) else (local,)
     results = [last.like(first, unbound(target), layout)]
-    for one in others:
-        whole = Layout.replicated(tuple(one.shape), context.size)
-        results.append(last.like(one, Replicated(), whole))
+    results += map(last.everywhere, others)
     return tuple(results) if others else results[0]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.distributed import parts
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import concat, roll
 from shardmath.distributed.movement import agreed_layout, end_explanation, within
@@ -99,7 +98,7 @@ def irfft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = Non
 
 def hfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
     """The real spectrum of a hermitian signal along one axis, as numpy.fft.hfft. Collective."""
-    return irfft(_complexed(x).conj(), n, axis, _SWAPPED[norm or _NORM])  # type: ignore[attr-defined]
+    return irfft(_complexed(x).conj(), n, axis, _SWAPPED[norm or _NORM])
 
 
 def ihfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
@@ -176,8 +175,8 @@ def _resized(x: Any, axis: int, extent: int, target: int) -> Any:
         key = (slice(None),) * axis + (slice(0, target),)
         return x if target == extent else x[key]
     shape = [target - extent if n == axis else one for n, one in enumerate(x.shape)]
-    kind = dtypes.to_numpy(x.library.spec(x.local).dtype)
-    return concat([x, np.broadcast_to(np.zeros((), kind), shape)], axis)
+    zero = np.zeros((), dtypes.to_numpy(x.element_type))
+    return concat([x, np.broadcast_to(zero, shape)], axis)
 
 
 def transform(
@@ -218,19 +217,13 @@ def transform(
     return x.like(local, unbound(target), agreed_layout(target, tuple(extents), x.context))
 
 
-def _floating(x: Distributed) -> Distributed:
+def _floating(x: Any) -> Any:
     """The array in the type whose transform there is: float64 for integers, float32 for halves."""
-    own = dtypes.of(x.library.spec(x.local).dtype)
-    wide = "float64" if own.kind in "iub" else dtypes.accumulator(own).name
-    return _as(x, wide)
+    own = x.element_type
+    wide = "float64" if own.kind in "iub" else dtypes.accumulator(own)
+    return x.astype(wide, copy=False)
 
 
-def _complexed(x: Distributed) -> Distributed:
+def _complexed(x: Any) -> Any:
     x = _floating(x)
-    own = dtypes.of(x.library.spec(x.local).dtype)
-    return x if own.kind == "c" else _as(x, own.complex)
-
-
-def _as(x: Distributed, dtype: str) -> Distributed:
-    local = parts.cast(x.local, dtypes.of(dtype), x.library)
-    return x.like(local, x.distribution, x.layout)
+    return x if x.element_type.kind == "c" else x.astype(x.element_type.complex, copy=False)
