@@ -56,40 +56,20 @@ if TYPE_CHECKING:
     from shardmath.launch import spawn
     from shardmath.tools.doctor import show_config
 
+# Where the names of `__all__` are that are neither modules nor names of `distributed`.
 _HOME = {
-    "DistributedArray": "distributed",
     "DistributedContext": "context.context",
     "MPIProcessGroup": "group",
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "handles.allocation",
-    "arange": "distributed",
-    "array": "distributed",
-    "communication": "distributed",
-    "empty": "distributed",
-    "explain": "distributed",
-    "eye": "distributed",
     "finalize": "context.startup",
     "free_symmetric_memory": "handles.allocation",
-    "from_dtensor": "distributed",
-    "from_global": "distributed",
-    "from_jax": "distributed",
-    "fromfunction": "distributed",
-    "full": "distributed",
     "get_context": "context.context",
     "initialize": "context.startup",
-    "linspace": "distributed",
-    "load": "distributed",
     "new_context": "context.startup",
-    "ones": "distributed",
-    "random": "distributed",
-    "save": "distributed",
     "show_config": "tools.doctor",
     "spawn": "launch",
-    "standard_normal": "distributed",
-    "to_dtensor": "distributed",
-    "to_jax": "distributed",
-    "zeros": "distributed",
 }
 _MODULES = (
     "autograd",
@@ -154,10 +134,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"shardmath.{_HOME[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"shardmath.{name}")
+    if name in __all__:
+        home = _HOME.get(name, "distributed")
+        return getattr(importlib.import_module(f"shardmath.{home}"), name)
     raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
 
 

@@ -10,6 +10,7 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -49,48 +50,6 @@ def _matmul(a: Any, b: Any, c: Any = None, *, distributions: Any = None, **words
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"matmul multiplies matrices, not arrays of {a.ndim} and {b.ndim} axes")
     return products.product(a, b, c, **words)
-
-
-def _transform(function: Function) -> Function:
-    def transformed(x: Distributed, *, out: Any = None, **words: Any) -> Distributed:
-        """The transform, split by `distribution=`, as `out`, or as the operand is."""
-        if out is not None:
-            words["distribution"] = out.distribution
-        return transforms.transform(x, function, out=out, **words)
-
-    return transformed
-
-
-def _along_one(along_several: Function) -> Function:
-    """A cosine or sine transform along one axis; `along_several` is that along several."""
-    transform = _along_several(along_several)
-
-    def transformed(
-        x: Distributed, type: int = 2, n: Any = None, axis: int = -1, norm: Any = None, **words: Any
-    ) -> Distributed:
-        extents = None if n is None else [n]
-        made: Distributed = transform(x, type, extents, [axis], norm, **words)
-        return made
-
-    return transformed
-
-
-def _along_several(function: Function) -> Function:
-    """A cosine or sine transform along several axes."""
-
-    def transformed(
-        x: Distributed,
-        type: int = 2,
-        s: Any = None,
-        axes: Any = None,
-        norm: Any = None,
-        **words: Any,
-    ) -> Distributed:
-        if words.get("out") is not None:
-            words["distribution"] = words["out"].distribution
-        return transforms.trigonometric(function, x, s, axes, type=type, norm=norm, **words)
-
-    return transformed
 
 
 def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) -> Any:
@@ -164,12 +123,12 @@ def _alike(function: Function, ours: Function) -> Function:
 _OURS: dict[Function, Function] = {
     matmul: _matmul,
     redistribute: _redistribute,
-    **{function: _transform(function) for function in (fft, ifft, rfft, irfft)},
-    **{function: _along_several(function) for function in (dctn, idctn, dstn, idstn)},
-    dct: _along_one(dctn),
-    idct: _along_one(idctn),
-    dst: _along_one(dstn),
-    idst: _along_one(idstn),
+    **{each: partial(transforms.transform, each) for each in (fft, ifft, rfft, irfft)},
+    **{each: partial(transforms.trigonometric, each) for each in (dctn, idctn, dstn, idstn)},
+    dct: partial(transforms.trigonometric_along_one, dctn),
+    idct: partial(transforms.trigonometric_along_one, idctn),
+    dst: partial(transforms.trigonometric_along_one, dstn),
+    idst: partial(transforms.trigonometric_along_one, idstn),
     **systems.FUNCTIONS,
     **{
         function: _of_parts(function)

@@ -204,13 +204,14 @@ def fromfunction(
     As numpy.fromfunction: the indices are NumPy's arrays of the part's shape, of type `dtype`, and
     the elements have the type of the result. Local, but for boxes, as `full`, and so are errors.
     """
-    context, library, layout = placed(shape, distribution, package)
-    spans = layout.spans(context.rank)
-    local = layout.local_shape(context.rank)
-    grid = np.ix_(*(indices(along) for along in spans)) if spans else ()
-    given = [np.broadcast_to(along.astype(dtypes.to_numpy(dtype)), local) for along in grid]
-    made = np.asarray(function(*given))
-    return of_host(np.array(np.broadcast_to(made, local)), library, layout, distribution)
+    kind = dtypes.to_numpy(dtype)
+
+    def elements(*along: HostArray) -> HostArray:
+        local = np.broadcast_shapes(*(numbers.shape for numbers in along))
+        given = [np.broadcast_to(numbers.astype(kind), local) for numbers in along]
+        return np.array(np.broadcast_to(function(*given), local))
+
+    return _of_indices(elements, shape, distribution, package)
 
 
 def arange(
@@ -227,14 +228,10 @@ def arange(
     if stop is None:
         start, stop = 0, start
     extent = max(0, ceil((stop - start) / step))
-    kind = (
-        np.asarray(start + step * 0 + stop * 0).dtype if dtype is None else dtypes.to_numpy(dtype)
-    )
-    context, library, layout = placed(extent, distribution, package, device)
-    (spans,) = layout.spans(context.rank)
-    first, second = np.asarray([start, start + step]).astype(kind)
-    made = (first + indices(spans) * (second - first)).astype(kind)
-    return of_host(made, library, layout, distribution)
+    kind = np.asarray(start + step * 0 + stop * 0).dtype if dtype is None else dtype
+    first, second = np.asarray([start, start + step]).astype(dtypes.to_numpy(kind))
+    elements = lambda i: first + i * (second - first)  # noqa: E731
+    return _of_indices(elements, extent, distribution, package, device, kind)
 
 
 def linspace(
@@ -250,18 +247,16 @@ def linspace(
 ) -> DistributedArray:
     """`num` numbers, evenly from `start` to `stop`, as numpy.linspace. Local, as `full`."""
     count = index(num, "num")
-    context, library, layout = placed(count, distribution, package, device)
-    (spans,) = layout.spans(context.rank)
-    places = indices(spans)
     gaps = count - 1 if endpoint else count
-    wide = np.result_type(start, stop, 0.0)
-    made = places * ((stop - start) / max(gaps, 1)) + start
-    if endpoint and count > 1:
-        made = np.where(places == count - 1, stop, made)
-    kind = wide if dtype is None else dtypes.to_numpy(dtype)
-    if np.issubdtype(kind, np.integer):
-        made = np.floor(made)
-    return of_host(made.astype(kind), library, layout, distribution)
+    kind = np.result_type(start, stop, 0.0) if dtype is None else dtypes.to_numpy(dtype)
+
+    def elements(i: HostArray) -> HostArray:
+        made = i * ((stop - start) / max(gaps, 1)) + start
+        if endpoint and count > 1:
+            made = np.where(i == count - 1, stop, made)
+        return np.floor(made) if np.issubdtype(kind, np.integer) else made
+
+    return _of_indices(elements, count, distribution, package, device, kind)
 
 
 def eye(
@@ -276,10 +271,56 @@ def eye(
 ) -> DistributedArray:
     """A matrix of ones on diagonal `k` and zeros elsewhere, as numpy.eye. Local, as `full`."""
     shape = (rows, rows if columns is None else columns)
+    return _of_indices(lambda i, j: j - i == k, shape, distribution, package, device, dtype)
+
+
+def fftfreq(
+    n: int,
+    d: float = 1.0,
+    *,
+    dtype: Any = None,
+    distribution: Distribution = EVERYWHERE,
+    package: ModuleType | None = None,
+    device: Any = None,
+) -> DistributedArray:
+    """The frequencies of a transform of `n` elements at distance `d`, as numpy.fft.fftfreq. Local.
+
+    kx = shardmath.distributed.fft.fftfreq(n, 1 / n, distribution=Slab.X)[:, None, None]
+    """
+    elements = lambda i: np.where(i > (n - 1) // 2, i - n, i) * (1.0 / (n * d))  # noqa: E731
+    return _of_indices(elements, n, distribution, package, device, dtype)
+
+
+def rfftfreq(
+    n: int,
+    d: float = 1.0,
+    *,
+    dtype: Any = None,
+    distribution: Distribution = EVERYWHERE,
+    package: ModuleType | None = None,
+    device: Any = None,
+) -> DistributedArray:
+    """The frequencies of a real transform, as numpy.fft.rfftfreq: n // 2 + 1 of them. Local."""
+    elements = lambda i: i * (1.0 / (n * d))  # noqa: E731
+    return _of_indices(elements, n // 2 + 1, distribution, package, device, dtype)
+
+
+def _of_indices(
+    elements: Callable[..., HostArray],
+    shape: Shape,
+    distribution: Distribution,
+    package: ModuleType | None,
+    device: Any = None,
+    dtype: Any = None,
+) -> DistributedArray:
+    """The array whose `elements` are a function of their indices, which are given along each axis
+    and broadcast; in its type or another.
+    """
     context, library, layout = placed(shape, distribution, package, device)
-    i, j = np.ix_(*(indices(spans) for spans in layout.spans(context.rank)))
-    made = (j - i == k).astype(dtypes.to_numpy(dtype))
-    return of_host(made, library, layout, distribution)
+    spans = layout.spans(context.rank)
+    made = elements(*(np.ix_(*map(indices, spans)) if spans else ()))
+    host = made if dtype is None else made.astype(dtypes.to_numpy(dtype))
+    return of_host(host, library, layout, distribution)
 
 
 # -- where a new array lies ------------------------------------------------------------------------
@@ -312,52 +353,6 @@ def device_of(context: DistributedContext, library: Library) -> str:
     """Where parts of new arrays lie: those of NumPy in host memory, whatever ranks compute on."""
     on_host = context.device_id == "cpu" or library.name == "numpy"
     return "cpu" if on_host else f"cuda:{context.device_id}"
-
-
-def fftfreq(
-    n: int,
-    d: float = 1.0,
-    *,
-    dtype: Any = None,
-    distribution: Distribution = EVERYWHERE,
-    package: ModuleType | None = None,
-    device: Any = None,
-) -> DistributedArray:
-    """The frequencies of a transform of `n` elements at distance `d`, as numpy.fft.fftfreq. Local.
-
-    kx = shardmath.distributed.fft.fftfreq(n, 1 / n, distribution=Slab.X)[:, None, None]
-    """
-    return _frequencies(n, n, d, dtype, distribution, package, device)
-
-
-def rfftfreq(
-    n: int,
-    d: float = 1.0,
-    *,
-    dtype: Any = None,
-    distribution: Distribution = EVERYWHERE,
-    package: ModuleType | None = None,
-    device: Any = None,
-) -> DistributedArray:
-    """The frequencies of a real transform, as numpy.fft.rfftfreq: n // 2 + 1 of them. Local."""
-    return _frequencies(n, n // 2 + 1, d, dtype, distribution, package, device)
-
-
-def _frequencies(
-    n: int,
-    count: int,
-    d: float,
-    dtype: Any,
-    distribution: Distribution,
-    package: ModuleType | None,
-    device: Any,
-) -> DistributedArray:
-    """The first `count` frequencies of `n`; those behind the half of all are negative."""
-    context, library, layout = placed(count, distribution, package, device)
-    (spans,) = layout.spans(context.rank)
-    places = indices(spans)
-    made = np.where((places > (n - 1) // 2) & (count == n), places - n, places) * (1.0 / (n * d))
-    return of_host(made.astype(dtypes.to_numpy(dtype or "float64")), library, layout, distribution)
 
 
 def require_distribution(distribution: Any) -> None:

@@ -13,12 +13,13 @@ written each rank writes in its part, of an index that occurs twice the last val
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.distributed import gathering, indexing, parts, searching
+from shardmath.distributed import gathering, indexing, masks, parts
 from shardmath.distributed.elementwise import whole
 from shardmath.distributed.indexing import Index
 from shardmath.distributed.layouts import selector
@@ -56,8 +57,8 @@ def get(x: Any, key: Any) -> Any:
     Raises IndexError for an index that there is not, and for arrays that do not broadcast.
     """
     key = _as_indices(key) if isinstance(key, list | range) else key
-    if indexing.is_mask(key):
-        return searching.selected(x, key)
+    if masks.is_mask(key):
+        return masks.get(x, key)
     basic, axes, numbers, place = _read(key, x.shape)
     x = indexing.get(x, basic)
     first, count = axes[0], len(axes)
@@ -79,14 +80,12 @@ def put(x: Any, key: Any, value: Any) -> None:
     """
     key = _as_indices(key) if isinstance(key, list | range) else key
     value = np.asarray(value) if isinstance(value, list | tuple) else value
-    if indexing.is_mask(key):
-        if not getattr(value, "shape", ()):
-            indexing.put_where(x, key, value)
-            return
-        if isinstance(key, Distributed):
-            searching.put_selected(x, key, value)
-            return
-    _put(x, _read(key, x.shape), value)
+    if masks.is_mask(key) and not getattr(value, "shape", ()):
+        masks.put_one(x, key, value)
+    elif masks.is_mask(key) and isinstance(key, Distributed):
+        masks.put(x, key, value)
+    else:
+        _put(x, _read(key, x.shape), value)
 
 
 # -- what a key selects ----------------------------------------------------------------------------
@@ -101,22 +100,12 @@ def _as_indices(given: Any) -> HostArray:
 def _read(key: Any, shape: tuple[int, ...]) -> Selection:
     """The key as arrays, and what is beside them; integers beside arrays are arrays, too."""
     keys = [_plain(one) for one in (key if type(key) is tuple else (key,))]
-    if sum(one is Ellipsis for one in keys) > 1:
-        raise IndexError("an index has one ellipsis at most")
-    consumed = sum(_axes_of(one) for one in keys)
-    if consumed > len(shape):
-        raise IndexError(f"{consumed} indices for an array of {len(shape)} axes")
-    if not any(one is Ellipsis for one in keys):
-        keys.append(Ellipsis)
     basic: list[Any] = []
     axes: list[int] = []
     numbers: list[HostArray] = []
-    groups, axis, follows = 0, 0, False  # `axis` is one of the array
-    for one in keys:
-        if one is Ellipsis:
-            basic.extend([slice(None)] * (len(shape) - consumed))
-            axis += len(shape) - consumed
-        elif one is None or isinstance(one, slice):
+    axis = 0  # of the array
+    for one in indexing.of_all_axes(keys, len(shape), _axes_of):
+        if _is_basic(one):
             basic.append(one)
             axis += one is not None
         else:
@@ -125,8 +114,7 @@ def _read(key: Any, shape: tuple[int, ...]) -> Selection:
             basic.extend([slice(None)] * len(lines))
             numbers.extend(lines)
             axis += len(lines)
-            groups += not follows
-        follows = not (one is Ellipsis or one is None or isinstance(one, slice))
+    groups = sum(not basic for basic, _ in groupby(keys, _is_basic))
     try:
         together = np.broadcast_arrays(*numbers)
     except ValueError:
@@ -146,9 +134,14 @@ def _plain(one: Any) -> Any:
     return parts.on_host(one) if parts.is_array(one) else np.asarray(one)
 
 
+def _is_basic(one: Any) -> bool:
+    """Whether a key is a slice, an ellipsis or a new axis: neither an integer nor an array."""
+    return one is None or one is Ellipsis or isinstance(one, slice)
+
+
 def _axes_of(one: Any) -> int:
-    """How many axes of an array an index is of."""
-    if one is None or one is Ellipsis:
+    """How many axes of an array a key is of."""
+    if one is None:
         return 0
     return one.ndim if isinstance(one, np.ndarray) and one.dtype.kind == "b" else 1
 

@@ -1,4 +1,4 @@
-"""Indexing: integers, slices with any step, an ellipsis and new axes; one value where a mask holds.
+"""Indexing: integers, slices with any step, an ellipsis and new axes.
 
 Each rank takes from its part what the index selects there, as a view where NumPy's would be one.
 The result keeps the distribution that follows:
@@ -10,13 +10,13 @@ The result keeps the distribution that follows:
 
 A slice of block-cyclic axes may be what no distribution describes; then the array is moved first,
 to one block for each rank of its grid, or the selection to a distribution that there is. Arrays of
-indices are in `index_arrays`.
+indices are in `index_arrays`, masks in `masks`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,11 +141,6 @@ def require_value(value: Any, shape: Shape) -> None:
         raise ValueError(f"a value of shape {given} for a selection of shape {shape}")
 
 
-def is_mask(key: Any) -> bool:
-    """Whether `key` is an array of bool."""
-    return not isinstance(key, tuple) and "bool" in str(getattr(key, "dtype", ""))
-
-
 # -- what a key selects ----------------------------------------------------------------------------
 
 
@@ -154,18 +149,10 @@ def read(key: Any, shape: Shape) -> Index:
 
     Raises IndexError for too many indices, or one past the end, and for what is no index.
     """
-    keys = list(key) if isinstance(key, tuple) else [key]
-    consumed = sum(k is not None and k is not Ellipsis for k in keys)
-    dots = [place for place, k in enumerate(keys) if k is Ellipsis]
-    if len(dots) > 1:
-        raise IndexError("an index has one ellipsis at most")
-    if consumed > len(shape):
-        raise IndexError(f"{consumed} indices for an array of {len(shape)} axes")
-    place = dots[0] if dots else len(keys)
-    keys[place : place + 1] = [slice(None)] * (len(shape) - consumed)
+    keys = key if isinstance(key, tuple) else (key,)
     ranges: list[range] = []
     axes: list[int | None] = []
-    for along in keys:
+    for along in of_all_axes(keys, len(shape)):
         axis = len(ranges)
         if along is None:
             axes.append(None)
@@ -175,6 +162,22 @@ def read(key: Any, shape: Shape) -> Index:
         else:
             ranges.append(one(along, shape[axis], axis))
     return Index(tuple(ranges), tuple(axes))
+
+
+def of_all_axes(
+    keys: Sequence[Any], ndim: int, axes_of: Callable[[Any], int] = lambda one: one is not None
+) -> list[Any]:
+    """The keys, with slices for the axes that an ellipsis stands for, or that are not mentioned;
+    `axes_of` says of how many axes a key is. Raises IndexError for too many.
+    """
+    consumed = sum(axes_of(one) for one in keys if one is not Ellipsis)
+    dots = [place for place, one in enumerate(keys) if one is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index has one ellipsis at most")
+    if consumed > ndim:
+        raise IndexError(f"{consumed} indices for an array of {ndim} axes")
+    place = dots[0] if dots else len(keys)
+    return [*keys[:place], *[slice(None)] * (ndim - consumed), *keys[place + 1 :]]
 
 
 _of_number = lru_cache(maxsize=1024)(read)  # which comes in loops; slices have no hash
@@ -310,23 +313,3 @@ def _aligned(x: Distributed, index: Index, part: Any) -> Any:
     part = parts.flipped(part, ascending)
     extents = dict(zip(index.axes[new:], part.shape, strict=True))
     return part.reshape([extents.get(axis, 1) for axis in range(x.ndim)])
-
-
-def put_where(x: Distributed, mask: Any, value: Any) -> None:
-    """`x[mask] = value`, one value for all; the mask has the first axes of `x`. Collective where
-    either has to move. Raises IndexError where the mask has another shape.
-    """
-    if tuple(mask.shape) != x.shape[: mask.ndim] or not mask.ndim:
-        raise IndexError(f"a mask of shape {tuple(mask.shape)} for an array of shape {x.shape}")
-    if isinstance(mask, Distributed):
-        columns = [x.layout.column(axis) for axis in range(mask.ndim)]
-        needed = Layout.product(mask.shape, columns, size=x.context.size)
-        part = brought(mask, needed, "the mask")
-    else:
-        along = [indices(spans) for spans in x.layout.spans(x.context.rank)[: mask.ndim]]
-        part = parts.converted(mask, x.local)[selector(along)]
-    if isinstance(value, Distributed):
-        whole = Layout.replicated((), x.context.size)
-        value = brought(value, whole, "the value")
-    if explanation.get() is None:
-        x.local[part] = value

@@ -17,7 +17,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.distributed.creation import Shape, of_host, placed
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import runs
-from shardmath.geometry import Distribution, Spans
+from shardmath.geometry import Distribution
 
 _WORDS = 4  # of 64 bits, that one value of the counter gives
 
@@ -37,7 +37,7 @@ def random(
     `dtype` is float64 or float32; `seed`, an integer from 0 to 2**128 - 1, is the same on all
     ranks. Arguments and errors otherwise as `full`.
     """
-    return _made(shape, seed, distribution, dtype, package, 1, _uniform)
+    return _of_words(shape, seed, distribution, dtype, package, 1, _uniform)
 
 
 def standard_normal(
@@ -52,10 +52,10 @@ def standard_normal(
 
     By the method of Box and Muller. Arguments and errors as `random`.
     """
-    return _made(shape, seed, distribution, dtype, package, 2, _normal)
+    return _of_words(shape, seed, distribution, dtype, package, 2, _normal)
 
 
-def _made(
+def _of_words(
     shape: Shape,
     seed: int,
     distribution: Distribution,
@@ -69,8 +69,9 @@ def _made(
     if kind not in (np.float32, np.float64):
         raise ValueError(f"random numbers are float64 or float32, not {kind}")
     context, library, layout = placed(shape, distribution, package)
-    words = _words(layout.spans(context.rank), layout.global_shape, seed, each)
-    numbers = convert(words)
+    runs_ = runs(layout.spans(context.rank), layout.global_shape)
+    words = [_run(seed, first * each, count * each) for first, count in runs_]
+    numbers = convert(np.concatenate([np.zeros(0, np.uint64), *words]))
     if kind == np.float32 and each == 1:  # no number may be rounded to 1
         numbers = np.floor(numbers * 2**24) * 2.0**-24
     host = numbers.astype(kind).reshape(layout.local_shape(context.rank))
@@ -86,12 +87,6 @@ def _normal(words: HostArray) -> HostArray:
     """A normal number of every two words."""
     radius = np.sqrt(-2 * np.log1p(-_uniform(words[0::2])))
     return np.asarray(radius * np.cos(2 * np.pi * _uniform(words[1::2])))
-
-
-def _words(part: tuple[Spans, ...], shape: tuple[int, ...], seed: int, each: int) -> HostArray:
-    """The words of all elements of a part, `each` for one, in the C order of the part."""
-    words = [_run(seed, first * each, count * each) for first, count in runs(part, shape)]
-    return np.concatenate([np.zeros(0, np.uint64), *words])
 
 
 def _run(seed: int, first: int, count: int) -> HostArray:

@@ -12,21 +12,17 @@ How many elements a rank then has is known after that only: such lines lie in bo
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardmath.collectives import all_gather, all_to_all
-from shardmath.distributed import parts, reductions
+from shardmath.distributed import masks, parts, reductions
 from shardmath.distributed.elementwise import (
     applied,
-    local_part,
-    needed_layout,
     whole,
 )
-from shardmath.distributed.indexing import require_value
-from shardmath.distributed.layouts import distribution_of, indices, layout_of, with_axis
+from shardmath.distributed.layouts import indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
     concat,
@@ -36,17 +32,16 @@ from shardmath.distributed.manipulation import (
     reshape,
     take,
 )
+from shardmath.distributed.masks import in_boxes, in_rows, of_rows
 from shardmath.distributed.movement import (
     brought,
-    end_explanation,
     in_slabs,
     on_all_ranks,
     part_in,
     permit,
 )
 from shardmath.distributed.scans import diff
-from shardmath.distributed.state import Distributed
-from shardmath.geometry import Layout, Slab, Spans
+from shardmath.geometry import Slab
 
 # -- in order --------------------------------------------------------------------------------------
 
@@ -135,21 +130,8 @@ def _sorted_line(x: Any) -> tuple[Any, Any]:
     bounds = everywhere[np.arange(1, size) * len(everywhere) // size]
     counts = np.diff([0, *np.searchsorted(host, bounds, side="right"), len(host)]).tolist()
     lines = ordered(*(all_to_all(line, send_counts=counts, context=context) for line in lines))
-    values, numbers = (_in_boxes(x, line) for line in lines)
+    values, numbers = (in_boxes(x, line) for line in lines)
     return values, numbers
-
-
-def _in_boxes(x: Any, part: Any) -> Any:
-    """The array whose parts follow each other along the first axis, as long as each rank's is."""
-    end_explanation(lambda: "all_gather of how many elements each rank has")
-    counts = all_gather(np.asarray([len(part)]), context=x.context).tolist()
-    ends = np.cumsum([0, *counts]).tolist()
-    column = [Spans.interval(lo, hi) for lo, hi in pairwise(ends)]
-    shape = (ends[-1], *part.shape[1:])
-    layout = Layout.product(shape, [column, *(None for _ in shape[1:])], size=x.context.size)
-    distribution = distribution_of(layout, x.context.rank)
-    assert distribution is not None, "boxes along one axis"
-    return x.like(part, distribution, layout)
 
 
 def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
@@ -195,11 +177,11 @@ def nonzero(x: Any) -> tuple[Any, ...]:
     """
     if not x.ndim:
         raise ValueError("nonzero of an array of no axes")
-    held = _in_rows(x)
+    held = in_rows(x)
     places = np.nonzero(parts.on_host(held.local))
     spans = held.layout.spans(x.context.rank)
     return tuple(
-        _together(held, parts.converted(indices(along)[chosen], x.local))
+        of_rows(held, parts.converted(indices(along)[chosen], x.local))
         for along, chosen in zip(spans, places, strict=True)
     )
 
@@ -224,57 +206,6 @@ def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> An
         return parts.converted(np.asarray(places), part)
 
     return applied(placed, (whole(x2, first),))
-
-
-def selected(x: Any, mask: Any) -> Any:
-    """`x[mask]`: the elements, or the rows, where a mask of the first axes holds; in boxes.
-
-    Both are brought to rows. Collective. Raises IndexError where the mask has another shape.
-    """
-    mask = whole(mask, x)
-    if mask.shape != x.shape[: mask.ndim] or not mask.ndim:
-        raise IndexError(f"a mask of shape {mask.shape} for an array of shape {x.shape}")
-    held = _in_rows(x)
-    columns = [held.layout.column(axis) for axis in range(mask.ndim)]
-    needed = Layout.product(mask.shape, columns, size=x.context.size)
-    return _together(held, held.local[brought(mask, needed, "the mask")])
-
-
-def put_selected(x: Any, mask: Any, value: Any) -> None:
-    """`x[mask] = value`, an element or a row for each place where a split mask of the first axes
-    holds, in C order. Collective.
-
-    In rows the elements that a rank sets follow each other among the values, as `selected` leaves
-    them: where x is in slabs of rows, x[mask] = f(x[mask]) moves nothing. Raises IndexError where
-    the mask has another shape, ValueError where the values have another than x[mask].
-    """
-    if mask.shape != x.shape[: mask.ndim] or not mask.ndim:
-        raise IndexError(f"a mask of shape {mask.shape} for an array of shape {x.shape}")
-    held = _in_rows(x)
-    columns = [held.layout.column(axis) for axis in range(mask.ndim)]
-    needed = Layout.product(mask.shape, columns, size=x.context.size)
-    where = brought(mask, needed, "the mask")
-    chosen = _together(held, held.local[where])
-    require_value(value, chosen.shape)
-    if isinstance(value, Distributed):
-        part = brought(value, needed_layout(chosen.layout, value.shape), "what is assigned")
-    else:
-        part = local_part(value, chosen.layout, x)
-    held.local[where] = part
-    if held.local is not x.local:
-        x.local[...] = brought(held, x.layout, "what is assigned")
-
-
-def _in_rows(x: Any) -> Any:
-    """The array, so that what ranks have of it follows each other in C order: in slabs of rows, or
-    whole on all ranks.
-    """
-    return x if x.layout.is_replicated else in_slabs(x, 0, "rows")
-
-
-def _together(held: Any, part: Any) -> Any:
-    """What ranks have chosen of rows: one after the other, or the same on all."""
-    return held.everywhere(part) if held.layout.is_replicated else _in_boxes(held, part)
 
 
 # -- sets ------------------------------------------------------------------------------------------
@@ -329,8 +260,8 @@ def unique_all(x: Any, only: str = "") -> UniqueAll:
     asked = [_VALUES, _NUMBERS] if only in ("", "indices") else [_VALUES]
     line, *order = _in_order(reshape(x, (-1,)), 0, False, *asked)
     changes = concat([np.ones(min(x.size, 1), bool), line[1:] != line[:-1]])
-    values = selected(line, changes)
-    first = selected(order[0], changes) if order else None
+    values = masks.get(line, changes)
+    first = masks.get(order[0], changes) if order else None
     inverse = searchsorted(values, x) if only in ("", "inverse") else None
     counts = diff(nonzero(changes)[0], append=x.size) if only in ("", "counts") else None
     return UniqueAll(values, first, inverse, counts)

@@ -137,13 +137,36 @@ def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> D
         last = wanted[-1] if s is not None else 2 * (wanted[-1] - 1)
         wanted[-1], options = last // 2 + 1, {"last_axis_parity": "odd" if last % 2 else "even"}
     x = _of_extents(x, numbers, wanted)
-    return transform(x, function, axes=numbers, norm=norm or _NORM, options=options)
+    return transform(function, x, axes=numbers, norm=norm or _NORM, options=options)
 
 
-def trigonometric(function: Any, x: Any, s: Any, axes: Any, **words: Any) -> Distributed:
+def trigonometric(
+    function: Any,
+    x: Any,
+    type: int = 2,
+    s: Any = None,
+    axes: Any = None,
+    norm: Any = None,
+    **words: Any,
+) -> Distributed:
     """The cosine or sine transform of an array that is padded or cut to the extents `s`."""
     numbers, wanted = _extents(x, s, axes)
-    return transform(_of_extents(_floating(x), numbers, wanted), function, axes=numbers, **words)
+    x = _of_extents(_floating(x), numbers, wanted)
+    return transform(function, x, axes=numbers, type=type, norm=norm, **words)
+
+
+def trigonometric_along_one(
+    along_several: Any,
+    x: Any,
+    type: int = 2,
+    n: Any = None,
+    axis: int = -1,
+    norm: Any = None,
+    **words: Any,
+) -> Distributed:
+    """The cosine or sine transform along one axis; `along_several` is that along several."""
+    extents = None if n is None else [n]
+    return trigonometric(along_several, x, type, extents, [axis], norm, **words)
 
 
 def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
@@ -180,8 +203,8 @@ def _resized(x: Any, axis: int, extent: int, target: int) -> Any:
 
 
 def transform(
-    x: Distributed,
     function: Any,
+    x: Distributed,
     *,
     distribution: Distribution | None = None,
     axes: Axes = None,
@@ -189,12 +212,13 @@ def transform(
     out: Any = None,
     **words: Any,
 ) -> Distributed:
-    """An array transformed by this package's `function`, split by `distribution` or as x.
-    Collective.
+    """An array transformed by this package's `function`, split as `out`, by `distribution`, or as
+    x. Collective.
 
     Boxes, of which a real transform changes the extents, become slabs. Errors as the function's.
     """
-    known, target = options_of(FFTOptions, options), distribution
+    known = options_of(FFTOptions, options)
+    target = distribution if out is None else out.distribution
     if target is None:
         changes = function in (own_rfft, own_irfft)
         target = Slab(0) if changes and x.distribution.per_rank else x.distribution
