@@ -95,7 +95,7 @@ def alike(x: Distributed, operands: Sequence[Any]) -> list[Any] | None:
 
 def is_operand(y: Any) -> bool:
     """Whether `y` is what an array may be combined with."""
-    if isinstance(y, Distributed | np.generic | bool | int | float | complex):
+    if isinstance(y, Distributed | np.generic | bool | int | float | complex | list | tuple):
         return True
     return parts.is_array(y)
 
@@ -109,10 +109,11 @@ def applied(
 ) -> Any:
     """`function` of each element of operands that broadcast; a tuple where it has several results.
 
-    Operands are arrays, of which one is distributed at least, numbers, and arrays that are the same
-    on all ranks. With `out` the result is in its layout, and `write(part of out, parts)` writes it.
-    Raises ValueError where shapes do not broadcast.
+    Operands are arrays, of which one is distributed at least, numbers, and arrays or lists that are
+    the same on all ranks. With `out` the result is in its layout, and `write(part of out, parts)`
+    writes it. Raises ValueError where shapes do not broadcast.
     """
+    operands = [np.asarray(x) if isinstance(x, list | tuple) else x for x in operands]
     arrays = [x for x in operands if isinstance(x, Distributed)]
     first = out if out is not None else arrays[0]
     for x in arrays:

@@ -179,14 +179,15 @@ def _put(x: Any, selection: Selection, value: Any) -> None:
     picks = indexing.picks_of(x.layout.spans(x.context.rank), index.ranges)
     picks_kept = [picks[axis] for axis in kept]
     mine = of_rank(x.context.rank)
-    if not isinstance(value, bool | int | float | complex):
+    is_number = not hasattr(value, "shape")
+    if not is_number:
         value = broadcast_to(whole(value, x), shape)
         value = moveaxis(value, [place + n for n in range(numbers[0].ndim)],
                          range(numbers[0].ndim))  # fmt: skip
         value = reshape(value, (len(lines[0]), *(len(index.ranges[axis]) for axis in kept)))
         value = _part(x, value, index, kept, [of_rank(rank) for rank in range(x.context.size)])
-    is_nothing = not len(mine) or not all(len(pick.selected) for pick in picks_kept)
-    if is_nothing or explanation.get() is not None:
+    is_written = len(mine) and all(len(pick.selected) for pick in picks_kept)
+    if explanation.get() is not None or not (is_written or is_number):
         return
     held = [x.layout.spans(x.context.rank)[axis] for axis in indexed]
     places = gathering.local_places(held, [line[mine] for line in lines])

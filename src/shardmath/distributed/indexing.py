@@ -130,7 +130,10 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     require_value(value, index.shape)
     picks = picks_of(x.layout.spans(x.context.rank), index.ranges)
     part = _values(x, index, picks, value)
-    if explanation.get() is None and all(len(pick.selected) for pick in picks):
+    # One value is written where nothing is selected, too: a type that cannot hold it says so on all
+    # ranks.
+    is_written = not getattr(part, "ndim", 0) or all(len(pick.selected) for pick in picks)
+    if explanation.get() is None and is_written:
         x.local[selector([pick.where for pick in picks])] = part
 
 
@@ -280,7 +283,7 @@ def _without_cycles(x: Distributed) -> Distributed:
 def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -> Any:
     """The elements for this rank's part of the selection, axes and order as they lie there."""
     if not isinstance(value, Distributed):
-        if isinstance(value, bool | int | float | complex):
+        if not hasattr(value, "shape"):
             return value
         whole = parts.converted(value, x.local)
     elif value.layout.is_replicated:
