@@ -80,7 +80,7 @@ def array_of(context, part, library):
 
 def host(x):
     """The part of this rank as NumPy's array."""
-    return x.local if isinstance(x.local, np.ndarray) else parts.on_host(x.local, x.library)
+    return x.local if isinstance(x.local, np.ndarray) else parts.on_host(x.local)
 
 
 def agree(got, expected, *, close=False, strict=True):

@@ -69,7 +69,7 @@ def functions():
     for prefix, space in (("", np), ("fft.", np.fft), ("linalg.", np.linalg)):
         for name in dir(space):
             function = getattr(space, name)
-            if callable(function) and protocols.has(function):
+            if callable(function) and protocols.ours(function):
                 yield prefix + name
 
 

@@ -84,6 +84,7 @@ def systems(context, x, a):
             agree(mine, numpys, close=True)
     right = np.ones((*a.shape[:-1], 2), a.dtype)
     agree(names.solve(y, y @ right), right, close=True)
+    agree(names.solve(y, a @ right), right, close=True)
     agree(linalg.matrix_power(y, -2), linalg.matrix_power(a, -2), close=True)
     agree(linalg.cond(y, 1), linalg.cond(a, 1), close=True)
     square = a @ np.swapaxes(a.conj(), -1, -2)

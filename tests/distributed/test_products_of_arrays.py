@@ -133,7 +133,7 @@ def splits_of_series(context):
         agree(out, scipy.fft.idct(a, 3, axis=0), close=True)
         agree(fft.dst(x[1:], 4), scipy.fft.dst(a[1:], 4), close=True)
         assert "dctn of" in str(shardmath.explain(fft.dct, x))
-        with pytest.raises(ValueError, match="each is 1 at least"):
+        with pytest.raises(ValueError, match="each must be 1 at least"):
             fft.dct(x, n=0)
         with pytest.raises(ValueError, match="extents"):
             fft.dctn(x, s=(3,), axes=(0, 1))
@@ -162,7 +162,7 @@ def follows(context):
         out = shardmath.zeros((4, 8), distribution=Slab.Y)
         assert np.matmul(x, y, out=out) is out
         assert out.tolist() == [[6.0] * 8] * 4
-        with pytest.raises(ValueError, match=r"no product of shapes \(4, 6\) and \(4, 6\)"):
+        with pytest.raises(ValueError, match=r"shapes \(4, 6\) and \(4, 6\) cannot be mult"):
             x @ x
         with pytest.raises(ValueError, match=r"use x \* y"):
             x @ x.sum()

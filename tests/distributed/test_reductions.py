@@ -107,7 +107,7 @@ def mistakes(context):
         for axis, error in ((7, ValueError), ((0, 0), ValueError), ("0", TypeError)):
             with pytest.raises(error, match=r"every rank: "):
                 x.sum(axis=axis)
-        with pytest.raises(ValueError, match="rank 1: axis 2 of an array of 2 axes"):
+        with pytest.raises(ValueError, match="rank 1: axis 2 is out of range"):
             x.sum(axis=0 if context.rank == 0 else 2)  # rank 0 hears of it
         assert x.sum(axis=0).tolist() == [4.0] * 6
         with pytest.raises(TypeError, match="complex numbers have no order"):

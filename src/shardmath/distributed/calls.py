@@ -46,7 +46,7 @@ def _matmul(a: Any, b: Any, c: Any = None, *, distributions: Any = None, **words
     if distributions is not None:
         raise TypeError("these arrays know their distributions: leave out distributions=")
     if words.get("qualifiers") is not None:
-        raise NotImplementedError("qualifiers of arrays: pass x.T, x.conj()")
+        raise NotImplementedError("qualifiers of a DistributedArray: pass x.T or x.conj()")
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"matmul multiplies matrices, not arrays of {a.ndim} and {b.ndim} axes")
     return products.product(a, b, c, **words)

@@ -77,7 +77,7 @@ def _read(subscripts: str, axes: Sequence[int]) -> tuple[list[Letters], Letters]
     given, arrow, said = subscripts.replace(" ", "").partition("->")
     texts = given.split(",")
     if len(texts) != len(axes):
-        raise ValueError(f"{subscripts!r} names {len(texts)} operands; {len(axes)} are given")
+        raise ValueError(f"{subscripts!r} names {len(texts)} operands, and {len(axes)} are given")
     terms = [_spelled(text, count, subscripts) for text, count in zip(texts, axes, strict=True)]
     every = [letter for term in terms for letter in term]
     hidden = tuple(sorted({letter for letter in every if letter.isdigit()}, key=int, reverse=True))
@@ -102,7 +102,7 @@ def _spelled(text: str, axes: int, subscripts: str) -> Letters:
         raise ValueError(f"{subscripts!r}: axes have letters from a to z and A to Z")
     count = axes - len(before) - len(behind)
     if count < 0 or (count and not dots):
-        raise ValueError(f"{subscripts!r}: {text!r} is not of {axes} axes")
+        raise ValueError(f"{subscripts!r}: {text!r} does not fit an operand of {axes} axes")
     return (*before, *(str(number) for number in reversed(range(count))), *behind)
 
 

@@ -22,8 +22,9 @@ from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
+from shardmath.distributed.elementwise import whole
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
-from shardmath.distributed.manipulation import of_one_type
+from shardmath.distributed.manipulation import first_of, of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
 from shardmath.factorisations.cores import is_finite
@@ -227,26 +228,29 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
 
     By QR and the singular values of R, of which those not above `rcond` times the largest count as
     0; None is max(m, n) times the type's epsilon. x is on every rank if m >= n, otherwise split by
-    rows as the columns of A are. Raises as `svd`, and LinAlgError where the shapes do not fit.
+    rows as the columns of A are. One of A and b may be an array that is the same on all ranks.
+    Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
-    a, b = described("lstsq", [a, b], words=(rcond,), fit=_require_equations)
+    first = first_of((a, b))
+    given = [whole(x, first) for x in (a, b)]
+    a, b = described("lstsq", given, words=(rcond,), fit=_require_equations)
     kind = native_type(a)
     vector = b.ndim == 1
     if vector:
         b = b[:, None]
     (m, n), count = a.shape, b.shape[1]
-    given = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
+    least = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
     wide = m < n
     rows, factors = _factorised(a.T.conj() if wide else a)
     r = _whole(a, factors, factors.r(), min(m, n))
     u, s, vh = alike("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
-    kept = s > given * (s[0] if len(s) else 0)
+    kept = s > least * (s[0] if len(s) else 0)
     inverse = np.divide(1, s, out=np.zeros_like(s), where=kept)
     squares = np.zeros(0, s.dtype)
     if wide:
         right = parts.on_host(_everywhere(b).local)
-        least = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
-        x = _of_rows(a, factors.times(least), rows, count)
+        unknowns = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
+        x = _of_rows(a, factors.times(unknowns), rows, count)
     else:
         held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
         right = np.array(parts.on_host(part_in(b, held)), order="C")

@@ -26,6 +26,7 @@ from shardmath.distributed import (
     products,
     protocols,
     reductions,
+    searching,
 )
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand
 from shardmath.distributed.layouts import indices, unbound
@@ -152,7 +153,7 @@ class DistributedArray(Distributed):
         Raises ValueError unless there is exactly one.
         """
         if self.size != 1:
-            raise ValueError(f"item is for arrays of one element; this one has shape {self.shape}")
+            raise ValueError(f"an array of shape {self.shape} has not exactly one element")
         return whole_everywhere(self, "one element for all ranks").local.item()
 
     def tolist(self) -> Any:
@@ -210,7 +211,7 @@ class DistributedArray(Distributed):
         order = tuple(given) if given else tuple(range(self.ndim))[::-1]
         numbers = reductions.axes_of(order, self.ndim)
         if len(numbers) != self.ndim:
-            raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
+            raise ValueError(f"axes {order} are not a permutation of {self.ndim} axes")
         order = tuple(operator.index(axis) % self.ndim for axis in order)
         made = with_axes(self, parts.permuted(self.local, order), order)
         assert made is not None, "every distribution has a transposed one"
@@ -230,14 +231,29 @@ class DistributedArray(Distributed):
         """The elements in C order, along one axis."""
         return self.reshape(-1)
 
+    def flatten(self) -> Self:
+        """A copy of the elements in C order, along one axis."""
+        return manipulation.reshape(self, -1, copy=True)  # type: ignore[no-any-return]
+
     squeeze, swapaxes = manipulation.squeeze, manipulation.swapaxes
     repeat, take = manipulation.repeat, manipulation.take
+    argsort, nonzero, searchsorted = searching.argsort, searching.nonzero, searching.searchsorted
     clip, round = elementwise.clip, elementwise.round
+    diagonal, dot, trace = protocols.diagonal, protocols.dot, protocols.trace
+
+    def fill(self, value: Any) -> None:
+        """Set all elements to one value. Local."""
+        self[...] = value
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.element_type.itemsize
 
     @property
     def nbytes(self) -> int:
         """The bytes of the elements of the global array."""
-        return self.size * self.element_type.itemsize
+        return self.size * self.itemsize
 
     @property
     def device(self) -> str:
@@ -296,18 +312,18 @@ class DistributedArray(Distributed):
     min, max = reductions.min, reductions.max
     any, all = reductions.any, reductions.all
     argmin, argmax = reductions.argmin, reductions.argmax
-    mean = reductions.mean
-    var, std = protocols.spread(reductions.var), protocols.spread(reductions.std)
+    mean, var, std = reductions.mean, protocols.var, protocols.std
+    cumsum, cumprod = protocols.cumsum, protocols.cumprod
 
     if not TYPE_CHECKING:  # for which every name would be an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(np.ndarray, name):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            function = f"np.{name}(x), " if hasattr(np, name) else ""
+            function = f"np.{name}, " if protocols.ours(getattr(np, name, None)) else ""
             raise AttributeError(
                 f"a DistributedArray has no {name}, as NumPy's arrays do: use {function}"
-                f"x.local.{name} of this rank's part, or x.numpy().{name} of the whole"
+                f"x.local.{name}, of this rank's part, or x.numpy().{name}, of the whole"
             )
 
     # -- text and numbers --------------------------------------------------------------------------
@@ -356,8 +372,8 @@ class DistributedArray(Distributed):
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
         raise TypeError(
-            "a DistributedArray is no array of one rank: x.local is this rank's part; x.numpy() "
-            "gathers the whole on every rank, x.numpy(root=0) on one"
+            "a DistributedArray does not become NumPy's by itself: x.local is this rank's part; "
+            "x.numpy() gathers the whole on every rank, x.numpy(root=0) on one"
         )
 
     def __dlpack__(self, **words: Any) -> NoReturn:

@@ -41,11 +41,11 @@ def checked(numbers: HostArray, extent: int, axis: int) -> HostArray:
     for what is no integer.
     """
     if numbers.dtype.kind not in "iu" and numbers.size:
-        raise IndexError(f"axis {axis}: indices are integers or bool, not {numbers.dtype}")
+        raise IndexError(f"the indices of axis {axis} are {numbers.dtype}: give integers or bool")
     numbers = numbers.astype(np.intp)
     wrong = numbers[(numbers < -extent) | (numbers >= extent)]
     if wrong.size:
-        raise IndexError(f"index {wrong[0]} of axis {axis}, which has {extent}")
+        raise IndexError(f"index {wrong[0]} is out of range for axis {axis}, of {extent} elements")
     return np.where(numbers < 0, numbers + extent, numbers)
 
 

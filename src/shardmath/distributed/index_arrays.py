@@ -119,7 +119,9 @@ def _read(key: Any, shape: tuple[int, ...]) -> Selection:
         together = np.broadcast_arrays(*numbers)
     except ValueError:
         shapes = ", ".join(str(line.shape) for line in numbers)
-        raise IndexError(f"arrays of indices of shapes {shapes} do not broadcast") from None
+        raise IndexError(
+            f"arrays of indices of shapes {shapes} do not broadcast together"
+        ) from None
     return Selection(tuple(basic), tuple(axes), tuple(together), axes[0] if groups == 1 else 0)
 
 
@@ -153,7 +155,9 @@ def _numbers(one: Any, shape: tuple[int, ...], axis: int) -> Sequence[HostArray]
     if one.dtype.kind != "b":
         return [gathering.checked(one, shape[axis], axis)]
     if one.shape != shape[axis : axis + one.ndim]:
-        raise IndexError(f"a mask of shape {one.shape} from axis {axis} of {shape} on")
+        raise IndexError(
+            f"a mask of shape {one.shape} for axis {axis} and so on of an array of shape {shape}"
+        )
     return np.nonzero(one)
 
 

@@ -141,7 +141,7 @@ def require_value(value: Any, shape: Shape) -> None:
     """Raise ValueError for a value that does not broadcast to a selection of that shape."""
     given = tuple(getattr(value, "shape", ()))
     if not broadcasts(given, shape):
-        raise ValueError(f"a value of shape {given} for a selection of shape {shape}")
+        raise ValueError(f"a value of shape {given} does not broadcast to {shape}, the selection")
 
 
 # -- what a key selects ----------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def of_all_axes(
     consumed = sum(axes_of(one) for one in keys if one is not Ellipsis)
     dots = [place for place, one in enumerate(keys) if one is Ellipsis]
     if len(dots) > 1:
-        raise IndexError("an index has one ellipsis at most")
+        raise IndexError("an index has more than one ellipsis")
     if consumed > ndim:
-        raise IndexError(f"{consumed} indices for an array of {ndim} axes")
+        raise IndexError(f"{consumed} indices are too many for an array of {ndim} axes")
     place = dots[0] if dots else len(keys)
     return [*keys[:place], *[slice(None)] * (ndim - consumed), *keys[place + 1 :]]
 
@@ -194,11 +194,11 @@ def one(key: Any, extent: int, axis: int) -> range:
         number = operator.index(key)
     except TypeError:
         raise IndexError(
-            f"axis {axis}: {key!r} is no index: give integers, slices, ..., None, or arrays of "
+            f"{key!r} is no index for axis {axis}: give integers, slices, ..., None, or arrays of "
             "integers or bool"
         ) from None
     if not -extent <= number < extent:
-        raise IndexError(f"index {number} of axis {axis}, which has {extent}")
+        raise IndexError(f"index {number} is out of range for axis {axis}, of {extent} elements")
     number %= extent
     return range(number, number + 1)
 

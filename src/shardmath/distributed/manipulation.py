@@ -67,7 +67,7 @@ def permute_dims(x: Any, axes: Sequence[int] | None = None) -> Any:
 def matrix_transpose(x: Any) -> Any:
     """The last two axes exchanged; a view. Local. Raises ValueError for fewer than two."""
     if x.ndim < 2:
-        raise ValueError(f"matrix_transpose wants two axes or more, not {x.ndim}")
+        raise ValueError(f"matrix_transpose takes arrays of two axes or more, not {x.ndim}")
     return swapaxes(x, -1, -2)
 
 
@@ -86,7 +86,9 @@ def moveaxis(x: Any, source: Axis, destination: Axis) -> Any:
     ]
     taken, put = ([one_axis(axis, x.ndim) for axis in axes] for axes in given)
     if len(taken) != len(put) or len({*taken}) < len(taken) or len({*put}) < len(put):
-        raise ValueError(f"moveaxis from {source!r} to {destination!r}: name as many axes, once")
+        raise ValueError(
+            f"moveaxis from {source!r} to {destination!r}: name as many axes, each once"
+        )
     order = [axis for axis in range(x.ndim) if axis not in taken]
     for place, axis in sorted(zip(put, taken, strict=True)):
         order.insert(place, axis)
@@ -109,7 +111,9 @@ def squeeze(x: Any, axis: Axis = None) -> Any:
     numbers = axes_of(gone, x.ndim)
     for number in numbers:
         if x.shape[number] != 1:
-            raise ValueError(f"squeeze of axis {number}, which has {x.shape[number]} elements")
+            raise ValueError(
+                f"axis {number} has {x.shape[number]} elements: squeeze removes axes of one"
+            )
     return x[tuple(0 if number in numbers else slice(None) for number in range(x.ndim))]
 
 
@@ -172,7 +176,7 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
         return take(x, np.repeat(np.arange(x.shape[axis]), times), axis)
     factor = operator.index(times.reshape(())[()])
     if factor < 0:
-        raise ValueError(f"repeat {factor} times")
+        raise ValueError(f"repeats is {factor}, and must not be negative")
     column = [_scaled(spans, factor) for spans in x.layout.column(axis)]
     layout = x.layout.with_column(axis, x.shape[axis] * factor, column)
     like = unbound(x.distribution)
@@ -184,7 +188,8 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
 
 def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
     """The array so many times along each axis, as numpy.tile."""
-    times = (repetitions,) if isinstance(repetitions, int) else tuple(repetitions)
+    given = (repetitions,) if isinstance(repetitions, int) else repetitions
+    times = integers(given, "repetitions", least=0)
     times = (1,) * (x.ndim - len(times)) + times
     x = x[(None,) * (len(times) - x.ndim) + (Ellipsis,)]
     for axis, count in enumerate(times):
@@ -218,13 +223,13 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any
     """
     widths = _pairs(pad_width, array.ndim)
     if np.any(widths < 0):
-        raise ValueError(f"pad_width is {pad_width!r}: it is 0 at least")
+        raise ValueError(f"pad_width is {pad_width!r}, and must not be negative")
     taken, reflection = _MODES.get(mode), words.get("reflect_type", "even")
     if taken is None or not {*words} <= {*taken} or reflection != "even":
         given = "".join(f", {name}={value!r}" for name, value in words.items())
         raise NotImplementedError(
-            f"pad(x, width, {mode!r}{given}): make what is to be put before and behind, and "
-            "np.concatenate([before, x, behind], axis)"
+            f"pad(x, width, {mode!r}{given}) of a DistributedArray: make the elements before and "
+            "behind, and np.concatenate([before, x, behind], axis)"
         )
     if mode in ("constant", "empty"):
         values = _pairs(words.get("constant_values", 0), array.ndim)
@@ -232,7 +237,7 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any
     for axis, (extent, ends) in enumerate(zip(array.shape, widths, strict=True)):
         if np.any(ends):
             if not extent:
-                raise ValueError(f"pad by {mode!r} of axis {axis}, which has no elements")
+                raise ValueError(f"axis {axis} has no elements with which {mode!r} could pad it")
             array = take(array, np.pad(np.arange(extent), ends, mode), axis)
     return array
 
@@ -292,7 +297,9 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     first = first_of(arrays)
     operands = [whole(x, first) for x in arrays]
     if any(x.shape != first.shape for x in operands):
-        raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in operands)}")
+        raise ValueError(
+            f"stack takes arrays of one shape, not {', '.join(str(x.shape) for x in operands)}"
+        )
     axis, operands = one_axis(axis, first.ndim + 1), of_one_type(operands)
     if all(x.layout is first.layout or x.layout == first.layout for x in operands):
         given = first.layout, first.distribution, axis, len(operands), first.context.rank
@@ -328,7 +335,10 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
     shapes = [x.shape for x in operands]
     others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(others) > 1:
-        raise ValueError(f"arrays of shapes {', '.join(map(str, shapes))} along axis {axis}")
+        raise ValueError(
+            f"arrays of shapes {', '.join(map(str, shapes))} cannot be joined along axis {axis}: "
+            "their other axes differ"
+        )
     operands = of_one_type(operands)
     shape = list(shapes[0])
     shape[axis] = sum(one[axis] for one in shapes)
@@ -403,7 +413,7 @@ def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | N
     another, NotImplementedError for another order.
     """
     if order != "C":
-        raise NotImplementedError(f"reshape in order {order!r}: transpose, reshape and transpose")
+        raise NotImplementedError(f"reshape in order {order!r}: use x.T.reshape(shape[::-1]).T")
     target = _resolved(x.shape, (shape,) if isinstance(shape, int) else shape)
     if target == x.shape:
         return x.copy() if copy else x
@@ -439,7 +449,7 @@ def _resolved(shape: Shape, target: Sequence[int]) -> Shape:
     if given.count(-1) == 1 and known:
         given[given.index(-1)] = elements // known
     if math.prod(given) != elements or min(given, default=0) < 0:
-        raise ValueError(f"an array of shape {shape} has no shape {tuple(target)}")
+        raise ValueError(f"an array of shape {shape} cannot be reshaped to {tuple(target)}")
     return tuple(given)
 
 
@@ -568,6 +578,8 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
     numbers = gathering.checked(on_all_ranks(indices), x.shape[axis], axis)
+    if not numbers.ndim:
+        return x[(slice(None),) * axis + (int(numbers),)]
     return gathering.gathered(x, [numbers], axis, "take")
 
 
@@ -583,7 +595,7 @@ def triu(x: Any, k: int = 0) -> Any:
 
 def _triangle(x: Any, keeps: Any) -> Any:
     if x.ndim < 2:
-        raise ValueError(f"a triangle of an array of {x.ndim} axes")
+        raise ValueError(f"tril and triu take arrays of two axes or more, not {x.ndim}")
     rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
     kept = keeps(rows[:, None], columns[None, :])
     mask = parts.converted(kept, x.local)
@@ -596,7 +608,7 @@ def first_of(arrays: Sequence[Any]) -> Any:
     for x in arrays:
         if isinstance(x, Distributed):
             return x
-    raise ValueError("no array is a DistributedArray")
+    raise ValueError("none of the arrays is a DistributedArray: one must be")
 
 
 def one_axis(axis: int, ndim: int) -> int:

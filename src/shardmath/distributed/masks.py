@@ -81,7 +81,7 @@ def _beside(x: Any, mask: Any) -> Any:
     """What a rank needs of a mask for its part of x."""
     shape = tuple(mask.shape)
     if shape != x.shape[: len(shape)] or not shape:
-        raise IndexError(f"a mask of shape {shape} for an array of shape {x.shape}")
+        raise IndexError(f"a mask of shape {shape} does not fit an array of shape {x.shape}")
     columns = [x.layout.column(axis) for axis in range(len(shape))]
     needed = Layout.product(shape, columns, size=x.context.size)
     if isinstance(mask, Distributed):

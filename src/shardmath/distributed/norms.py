@@ -51,13 +51,15 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> 
         if ord is None or (ord in ("f", "fro") and x.ndim == 2) or (ord == 2 and x.ndim == 1):
             return vector_norm(x, axis=None, keepdims=keepdims)
         if x.ndim not in (1, 2):
-            raise ValueError(f"a norm of ord {ord!r} is of vectors and matrices: name the axes")
+            raise ValueError(
+                f"ord {ord!r} is of vectors and matrices, and x has {x.ndim} axes: pass axis="
+            )
         axis = tuple(range(x.ndim))
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     if len(axes) == 1:
         return vector_norm(x, axis=axes, keepdims=keepdims, ord=2 if ord is None else ord)
     if len(axes) != 2:
-        raise ValueError(f"a norm is of vectors or matrices, not along {len(axes)} axes")
+        raise ValueError(f"norm is along one axis or two, not {len(axes)}")
     rows, columns = (one_axis(one, x.ndim) for one in axes)
     if rows == columns:
         raise ValueError(f"axes {axis!r} name an axis twice")
@@ -81,7 +83,7 @@ def vector_norm(
     another `ord`.
     """
     if isinstance(ord, str):
-        raise ValueError(f"a norm of vectors is of a number, not of ord {ord!r}")
+        raise ValueError(f"the ord of a vector norm is a number, not {ord!r}")
     (x,) = of_one_type([x], inexact=True)
     if ord == 2:
         return np.sqrt(
@@ -111,7 +113,9 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
         made = norms[ord](values, axis=-1)
         return expand_dims(made, (-2, -1)) if keepdims else made
     if ord not in (1, -1, np.inf, -np.inf):
-        raise ValueError(f"a norm of matrices is not of ord {ord!r}")
+        raise ValueError(
+            f"the ord of a matrix norm is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
+        )
     axis = -2 if ord in (1, -1) else -1  # sums of columns, of rows
     (x,) = of_one_type([x], inexact=True)
     sums = reductions.sum(abs(x), axis, None, True)
@@ -247,7 +251,9 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     pair = [elementwise.whole(x, first) for x in (x1, x2)]
     for x in pair:
         if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
-            raise ValueError(f"cross takes vectors of 3 elements along axis {axis}, not {x.shape}")
+            raise ValueError(
+                f"cross takes arrays of 3 elements along axis {axis}, not of shape {x.shape}"
+            )
         if x.element_type.kind == "b":
             raise TypeError("cross of bool, which has no differences: take it of x.astype(int)")
     ndim = max(x.ndim for x in pair)

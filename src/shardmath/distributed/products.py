@@ -69,14 +69,14 @@ def matmul(x: Any, y: Any) -> Distributed:
         raise ValueError("matmul takes matrices and vectors, not numbers: use x * y")
     a, b = _matrix(x, (None, 0)), _matrix(y, (0, None))
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"no product of shapes {x.shape} and {y.shape}")
+        raise ValueError(f"arrays of shapes {x.shape} and {y.shape} cannot be multiplied")
     if a.ndim > 2 or b.ndim > 2:
         made = _stacked(a, b)
     else:
         kept = tuple(axis for axis, z in enumerate((x, y)) if z.ndim == 2)
         a, b = of_one_type([a, b])
         if a.element_type.kind not in "fc":
-            raise NotImplementedError(f"a product of {a.element_type}: multiply x.astype(float)")
+            raise NotImplementedError(f"matmul of {a.element_type}: multiply x.astype(float)")
         made = product(a, b, kept=kept)
     if x.ndim > 1 and y.ndim > 1:
         return made
@@ -105,7 +105,9 @@ def tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
     ]
     extents = [[z.shape[axis] for axis in one] for z, one in zip((x, y), summed, strict=True)]
     if extents[0] != extents[1]:
-        raise ValueError(f"tensordot of shapes {x.shape} and {y.shape} along {axes}")
+        raise ValueError(
+            f"arrays of shapes {x.shape} and {y.shape} differ along axes {pair} of tensordot"
+        )
     shape = [z.shape[axis] for z, one in zip((x, y), kept, strict=True) for axis in one]
     inner = math.prod(extents[0])
     rows, columns = (
@@ -132,7 +134,7 @@ def product(
     with.
     """
     if a.shape[1] != b.shape[0]:
-        raise ValueError(f"no product of shapes {a.shape} and {b.shape}")
+        raise ValueError(f"arrays of shapes {a.shape} and {b.shape} cannot be multiplied")
     operands = (a.layout, a.distribution), (b.layout, b.distribution)
     distribution, layout, distributions = _result(*operands, kept, a.context.rank)
     locals_ = [a.local, b.local]

@@ -51,8 +51,8 @@ def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: A
         return function_of(_REDUCTIONS[function], inputs, words)
     if method != _CALL:
         raise NotImplementedError(
-            f"np.{function.__name__}.{method}: reductions are np.sum and the like; do others on "
-            "x.local, where the axis is not split"
+            f"np.{function.__name__}.{method} of a DistributedArray: use np.sum, np.cumsum and the "
+            "like, or apply it to x.local along an axis that is not split"
         )
     if words.pop("where", True) is not True:
         raise NotImplementedError(
@@ -104,7 +104,10 @@ def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, An
     """
     for name in ("initial", "where"):
         if words.get(name, np._NoValue) is not np._NoValue:
-            raise NotImplementedError(f"{name}= in a reduction: combine the result with np.where")
+            raise NotImplementedError(
+                f"{name}= in a reduction of a DistributedArray: reduce np.where(mask, x, value), "
+                "or combine the result with a value"
+            )
     plain = {
         name: value
         for name, value in words.items()
@@ -150,24 +153,21 @@ def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
 
     Raises NotImplementedError where there is none.
     """
-    ours = _ours(function)
-    if ours is None:
+    made = ours(function)
+    if made is None:
         name = getattr(function, "__name__", str(function))
+        module = getattr(function, "__module__", "numpy").replace("numpy", "np", 1)
         way = _INSTEAD.get(name)
         raise NotImplementedError(
-            f"np.{name} of a DistributedArray: {f'use {way}, or ' if way else ''}apply it to "
+            f"{module}.{name} of a DistributedArray: {f'use {way}, or ' if way else ''}apply it to "
             "x.local, each rank's part, or to x.numpy(), the whole"
         )
-    return function_of(ours, given, words)
-
-
-def has(function: Callable[..., Any]) -> bool:
-    """Whether a function of NumPy's takes these arrays, by `__array_function__`."""
-    return _ours(function) is not None
+    return function_of(made, given, words)
 
 
 @lru_cache(maxsize=256)
-def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def ours(function: Any) -> Callable[..., Any] | None:
+    """Our function that NumPy's hands such arrays over to, None where there is none."""
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
     if module not in _NAMESPACES:
         return None
@@ -176,9 +176,9 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any] | None:
     if module == "numpy.linalg" and name == "svd":
         return _svd  # whose factors are square unless it is told otherwise
     for own in _NAMESPACES[module]:
-        ours: Callable[..., Any] | None = getattr(own, name, None)
-        if getattr(ours, "__module__", "") == own.__name__:
-            return ours
+        found: Callable[..., Any] | None = getattr(own, name, None)
+        if getattr(found, "__module__", "") == own.__name__:
+            return found
     return None
 
 
@@ -199,14 +199,39 @@ _NAMESPACES = {
 }
 
 
-def _unique(x: Any, *more: Any, **words: Any) -> Any:
-    """The different elements. Raises NotImplementedError where more is asked for."""
-    if any(more) or any(words.get(f"return_{what}") for what in ("index", "inverse", "counts")):
+def _unique(
+    x: Any,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    axis: int | None = None,
+    *,
+    equal_nan: bool = True,
+) -> Any:
+    """The different elements; NaN once, unless `equal_nan` is False. Raises NotImplementedError
+    where more is asked for.
+    """
+    if return_index or return_inverse or return_counts:
         raise NotImplementedError(
             "np.unique with return_index and the like: use np.unique_all, np.unique_counts or "
             "np.unique_inverse"
         )
-    return searching.unique_values(x)
+    if axis is not None:
+        raise NotImplementedError("np.unique along an axis: apply it to x.numpy(), the whole")
+    values = searching.unique_values(x)
+    if equal_nan and x.element_type.kind == "f":  # NaN are the last
+        surplus = int(reductions.sum(np.isnan(values))) - 1
+        values = values[: len(values) - max(surplus, 0)]
+    return values
+
+
+def dot(a: Any, b: Any) -> Any:
+    """The product of numbers or of arrays, as numpy.dot: along the last axis of a and the last but
+    one of b, of which a stack is not multiplied matrix by matrix.
+    """
+    if not (np.ndim(a) and np.ndim(b)):
+        return a * b
+    return products.tensordot(a, b, (-1, -2)) if np.ndim(b) > 2 else products.matmul(a, b)
 
 
 def _where(condition: Any, *chosen: Any) -> Any:
@@ -214,15 +239,14 @@ def _where(condition: Any, *chosen: Any) -> Any:
     return elementwise.where(condition, *chosen) if chosen else searching.nonzero(condition)
 
 
-def spread(function: Callable[..., Any]) -> Callable[..., Any]:
+def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """`var` or `std` with NumPy's arguments."""
 
     def called(x: Any, axis: Any = None, dtype: Any = None, ddof: float = 0, **words: Any) -> Any:
         words["correction"] = words.get("correction", ddof)
         return function(x, axis, dtype, **words)
 
-    called.__doc__ = function.__doc__
-    return called
+    return _documented(called, function)
 
 
 def _of_two_axes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +256,7 @@ def _of_two_axes(function: Callable[..., Any]) -> Callable[..., Any]:
         moved = manipulation.moveaxis(x, (axis1, axis2), (-2, -1))
         return function(moved, offset=offset, **words)
 
-    return called
+    return _documented(called, function)
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,7 +267,18 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
             x, axis = manipulation.reshape(x, (-1,)), 0
         return function(x, axis, dtype)
 
+    return _documented(called, function)
+
+
+def _documented(called: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`called`, with the name and the words of `function`, whose arguments are the standard's."""
+    called.__name__, called.__doc__ = function.__name__, function.__doc__
     return called
+
+
+cumprod, cumsum = _flat(scans.cumulative_prod), _flat(scans.cumulative_sum)
+diagonal, trace = _of_two_axes(norms.diagonal), _of_two_axes(norms.trace)
+std, var = _spread(reductions.std), _spread(reductions.var)
 
 
 def _svd(a: Any, full_matrices: bool = True, *more: Any, **words: Any) -> Any:
@@ -252,13 +287,26 @@ def _svd(a: Any, full_matrices: bool = True, *more: Any, **words: Any) -> Any:
 
 # What does the same as some of NumPy's functions that are not here.
 _INSTEAD = {
+    "angle": "np.arctan2(x.imag, x.real)",
     "append": "np.concatenate([x, y])",
+    "argwhere": "np.stack(np.nonzero(x), axis=1)",
+    "average": "(x * weights).sum() / weights.sum()",
     "column_stack": "np.stack(arrays, axis=1)",
     "delete": "x[np.setdiff1d(np.arange(len(x)), indices)]",
+    "diag": "np.diagonal(x)",
+    "flatnonzero": "np.nonzero(x.ravel())[0]",
+    "flipud": "np.flip(x, 0)",
+    "fliplr": "np.flip(x, 1)",
     "hstack": "np.concatenate(arrays, axis=1)",
     "inner": "np.tensordot(x, y, axes=(-1, -1))",
+    "nan_to_num": "np.where(np.isnan(x), 0, x)",
+    "nanmax": "np.where(np.isnan(x), -np.inf, x).max()",
+    "nanmin": "np.where(np.isnan(x), np.inf, x).min()",
+    "nansum": "np.where(np.isnan(x), 0, x).sum()",
+    "ptp": "x.max() - x.min()",
     "savez": "shardmath.save(folder, {'x': x, 'y': y})",
     "save": "shardmath.save(path, x)",
+    "split": "slices such as x[:n] and x[n:]",
     "vdot": "np.vecdot(x.ravel(), y.ravel())",
     "vstack": "np.concatenate(arrays, axis=0)",
 }
@@ -269,20 +317,20 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "around": elementwise.round,
     "concatenate": manipulation.concat,
     "copy": lambda x: x.copy(),
-    "cumprod": _flat(scans.cumulative_prod),
-    "cumsum": _flat(scans.cumulative_sum),
-    "diagonal": _of_two_axes(norms.diagonal),
-    "dot": products.matmul,
+    "cumprod": cumprod,
+    "cumsum": cumsum,
+    "diagonal": diagonal,
+    "dot": dot,
     "imag": lambda x: x.imag,
     "ndim": lambda x: x.ndim,
     "ravel": lambda x: manipulation.reshape(x, (-1,)),
     "real": lambda x: x.real,
     "shape": lambda x: x.shape,
     "size": lambda x: x.size,
-    "std": spread(reductions.std),
-    "trace": _of_two_axes(norms.trace),
+    "std": std,
+    "trace": trace,
     "transpose": manipulation.permute_dims,
     "unique": _unique,
-    "var": spread(reductions.var),
+    "var": var,
     "where": _where,
 }

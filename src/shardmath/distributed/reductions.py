@@ -197,7 +197,7 @@ def _axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
     axes = [operator.index(one) for one in given]
     for one in axes:
         if not -ndim <= one < ndim:
-            raise ValueError(f"axis {one} of an array of {ndim} axes")
+            raise ValueError(f"axis {one} is out of range for an array of {ndim} axes")
     numbers = sorted(one % ndim for one in axes)
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"axis {axis!r} names an axis twice")

@@ -44,7 +44,7 @@ def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
     Where the axis is split, the first index of each block moves to the rank before.
     """
     if n < 0:
-        raise ValueError(f"diff {n} times")
+        raise ValueError(f"n is {n}, and must not be negative")
     axis = one_axis(axis, x.ndim)
     if not n:
         return x
@@ -69,7 +69,7 @@ def _end(end: Any, x: Any, axis: int) -> Any:
 
 def _cumulative(x: Any, name: str, axis: int | None, dtype: Any, include_initial: bool) -> Any:
     if axis is None and x.ndim != 1:
-        raise ValueError(f"cumulative_{name} of {x.ndim} axes: say along which, axis=")
+        raise ValueError(f"cumulative_{name} of an array of {x.ndim} axes: pass axis=")
     axis = one_axis(axis or 0, x.ndim)
     if axis in x.layout.partitioned_axes and _blocks(x.layout.column(axis), x.shape[axis]) is None:
         slab = layout_of(Slab(axis), x.shape, x.context.size)

@@ -146,7 +146,9 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
     if x.ndim != numbers.ndim:
-        raise ValueError(f"indices of {numbers.ndim} axes for an array of {x.ndim}")
+        raise ValueError(
+            f"the indices have {numbers.ndim} axes, and the array {x.ndim}: give them as many"
+        )
     if x.ndim == 1:
         return take(x, numbers, 0)
     shape, extent = (
@@ -156,7 +158,7 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     x = whole_along(broadcast_to(x, [*shape[:axis], extent, *shape[axis:]]), axis)
     numbers = broadcast_to(numbers, [*shape[:axis], numbers.shape[axis], *shape[axis:]])
     if reductions.any((numbers < -extent) | (numbers >= extent)).item():
-        raise IndexError(f"an index of axis {axis}, which has {extent}, is beyond it")
+        raise IndexError(f"an index is out of range for axis {axis}, of {extent} elements")
     distribution, layout = with_axis(x, axis, numbers.shape[axis])
     line = brought(numbers, layout, "the indices")
     line = parts.chosen(line < 0, line + extent, line)
@@ -176,7 +178,7 @@ def nonzero(x: Any) -> tuple[Any, ...]:
     Each rank has those of its rows, in boxes. Collective. Raises ValueError for no axes.
     """
     if not x.ndim:
-        raise ValueError("nonzero of an array of no axes")
+        raise ValueError("nonzero takes arrays of one axis or more: use x[None]")
     held = in_rows(x)
     places = np.nonzero(parts.on_host(held.local))
     spans = held.layout.spans(x.context.rank)

@@ -15,11 +15,13 @@ import numpy as np
 
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.distributed.decompositions import of_square_stacks, replicated
+from shardmath.distributed.elementwise import whole
 from shardmath.distributed.layouts import unbound
-from shardmath.distributed.manipulation import broadcast_to, of_one_type
+from shardmath.distributed.manipulation import broadcast_to, first_of, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
+from shardmath.factorisations.operands import require_matrix
 from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
@@ -34,10 +36,12 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Any:
 
 
 def solve(x1: Any, x2: Any, /) -> Any:
-    """The solution x of x1 @ x = x2, split as x2. Collective.
+    """The solution x of x1 @ x = x2, split as x2. Collective. Raises as `shardmath.linalg.solve`.
 
-    Raises as `shardmath.linalg.solve`.
+    One of both may be an array that is the same on all ranks.
     """
+    first = first_of((x1, x2))
+    x1, x2 = (whole(x, first) for x in (x1, x2))
     if max(x1.ndim, x2.ndim) <= 2:
         return _like_last(api.solve, x1, x2)
     is_vector = x2.ndim == 1
@@ -59,6 +63,7 @@ def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
     if x.ndim > 2:
         return of_square_stacks("det", [x], lambda a: (np.linalg.det(a),))[0]
+    require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"det of {a.layout}")
     made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
@@ -71,6 +76,7 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     """
     if x.ndim > 2:
         return api.SignAndLogarithm(*of_square_stacks("slogdet", [x], np.linalg.slogdet))
+    require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"slogdet of {a.layout}")
     made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
@@ -85,6 +91,7 @@ def _like_last(
     """
     split = [x for x in given if isinstance(x, Distributed)]
     more = given[len(split) :]
+    require_matrix("a", split[0].shape)
     arrays = of_one_type(split, inexact=True)
     last, context = arrays[-1], arrays[-1].context
 
@@ -113,10 +120,10 @@ def _lu_factor(a: Any, /, **words: Any) -> Any:
 
 def _lu_solve(lu_and_piv: Any, b: Any, trans: int = 0, **words: Any) -> Any:
     lu, pivots = lu_and_piv
-    whole = pivots.local if isinstance(pivots, Distributed) else pivots
+    on_all = pivots.local if isinstance(pivots, Distributed) else pivots
 
     def lu_solve(factors: Any, right: Any, **all_words: Any) -> Any:
-        return api.lu_solve((factors, whole), right, trans, **all_words)
+        return api.lu_solve((factors, on_all), right, trans, **all_words)
 
     return _like_last(lu_solve, lu, b, **words)
 

@@ -177,12 +177,12 @@ def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
     axes_of(tuple(given), x.ndim)  # raises for one that there is not
     numbers = [axis % x.ndim for axis in given]
     if not numbers:
-        raise ValueError("a transform wants an axis")
+        raise ValueError("a transform needs one axis at least")
     if s is not None and len(s) != len(numbers):
-        raise ValueError(f"extents {tuple(s)} for {len(numbers)} axes")
+        raise ValueError(f"s gives {len(s)} extents, for {len(numbers)} axes")
     wanted = [x.shape[axis] for axis in numbers] if s is None else [*map(operator.index, s)]
     if min(wanted) < 1:
-        raise ValueError(f"a transform of extents {tuple(wanted)}: each is 1 at least")
+        raise ValueError(f"the extents of a transform are {tuple(wanted)}: each must be 1 at least")
     return numbers, wanted
 
 
