@@ -21,14 +21,13 @@ from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, read_stored, save_array
-from shardmath.distributed.shared_file import agreed_token, appearing, only_on
+from shardmath.distributed.shared_file import SAVE, agreed_token, appearing, only_on
 
 _MANIFEST = "checkpoint.json"
 
 
 def save_arrays(
     context: DistributedContext,
-    operation: str,
     folder: Path,
     arrays: Mapping[str, tuple[DistributedArray, bool]],
     values: Mapping[str, Any],
@@ -36,20 +35,20 @@ def save_arrays(
     """Save arrays, each with whether it lies in Fortran order, and values, the same on all ranks.
     Collective.
     """
-    token = agreed_token(context, operation)
+    token = agreed_token(context)
     files = {name: f"{quote(name, safe='')}-{token}.npy" for name in arrays}
     entries = {
         name: {"file": files[name], "dtype": x.library.spec(x.local).dtype}
         for name, (x, _) in arrays.items()
     }
     text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
-    before, is_new = together(context, operation, lambda: (_files(folder), not folder.exists()))
+    before, is_new = together(context, SAVE, lambda: (_files(folder), not folder.exists()))
     try:
-        together(context, operation, only_on(0, context, lambda: folder.mkdir(exist_ok=True)))
+        together(context, SAVE, only_on(0, context, lambda: folder.mkdir(exist_ok=True)))
         manifest = folder / _MANIFEST
-        with appearing(context, operation, manifest, lambda file: _write(file, text)):
+        with appearing(context, manifest, lambda file: _write(file, text)):
             for name, (x, fortran) in arrays.items():
-                save_array(x, operation, folder / files[name], fortran=fortran)
+                save_array(x, folder / files[name], fortran=fortran)
     except BaseException:
         # The manifest of this call is gone, unless it has got its name, which it then keeps.
         if not set(files.values()) & _files(folder):
@@ -58,7 +57,7 @@ def save_arrays(
                 with suppress(OSError):
                     folder.rmdir()
         raise
-    together(context, operation, only_on(0, context, lambda: _remove(folder, before)))
+    together(context, SAVE, only_on(0, context, lambda: _remove(folder, before)))
 
 
 def stored_arrays(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:

@@ -33,11 +33,14 @@ def from_dtensor(x: Any) -> DistributedArray:
     Parts that are yet to be summed (`Partial`) torch sums first, and scatters along the first axis:
     only then this is collective. Raises ValueError for other meshes and placements.
     """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     context, mesh = require_context(), x.device_mesh
     shape = tuple(x.shape)
     if any(place.is_partial() for place in x.placements):
         _layout(context, shape, mesh, ())  # raises for other meshes, before ranks wait
-        x = x.redistribute(placements=list(map(partial(_summed, axes=len(shape)), x.placements)))
+        summed = Shard(0) if shape else Replicate()
+        x = x.redistribute(placements=[summed if p.is_partial() else p for p in x.placements])
     placements = tuple(x.placements)
     if not all(place.is_shard() or place.is_replicate() for place in placements):
         raise ValueError(f"{placements}: Shard, Replicate and Partial are known: x.redistribute()")
@@ -50,22 +53,11 @@ def from_dtensor(x: Any) -> DistributedArray:
     assert distribution is not None, "every index has one owner"
     # Of what several ranks have, each has the gradient of its share. torch adds these on their way
     # back through a redistribution that moves nothing.
-    grads = [_summed(place, added=True) for place in placements]
+    grads = [Partial() if place.is_replicate() else place for place in placements]
     part = x.redistribute(placements=placements).to_local(grad_placements=grads)
     for axis, (mine, whole) in enumerate(zip(kept.parts[context.rank], own, strict=True)):
         part = part.narrow(axis, mine.start - whole.start if mine.length else 0, mine.length)
     return DistributedArray.of(part, distribution, kept, context)
-
-
-def _summed(placement: Any, *, axes: int = 0, added: bool = False) -> Any:
-    """Where the sum of a Partial is to be; or the Partial that is `added` to a Replicate."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if added:
-        return Partial() if placement.is_replicate() else placement
-    if not placement.is_partial():
-        return placement
-    return Shard(0) if axes else Replicate()
 
 
 def to_dtensor(x: DistributedArray, mesh: Any) -> Any:

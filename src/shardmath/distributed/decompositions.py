@@ -233,7 +233,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     """
     first = first_of((a, b))
     given = [whole(x, first) for x in (a, b)]
-    a, b = described("lstsq", given, words=(rcond,), fit=_require_equations)
+    a, b = described("lstsq", given, words=(rcond,), fit=require_equations)
     kind = native_type(a)
     vector = b.ndim == 1
     if vector:
@@ -262,10 +262,6 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
             squares = all_reduce(np.ascontiguousarray(squares), context=a.context)
     x = x[:, 0] if vector else x
     return LstsqResult(x, replicated(a, squares), int(kept.sum()), replicated(a, s))
-
-
-def _require_equations(a: Any, b: Any) -> None:
-    require_equations(a.shape, b.shape)
 
 
 # -- eigenvalues -----------------------------------------------------------------------------------
@@ -350,7 +346,7 @@ def described(
             raise ValueError(f"{name} takes one of {', '.join(modes)}, not {words[0]!r}")
         require_matrices("a", first.shape)
         if fit is not None:
-            fit(*given)
+            fit(*(x.shape for x in given))
         lapack.require()
         for letter, x in zip("ab", arrays, strict=False):
             spec = x.library.spec(x.local)
@@ -374,8 +370,8 @@ def described(
     return arrays
 
 
-def _require_square(*arrays: Any) -> None:
-    require_square("a", arrays[0].shape)
+def _require_square(*shapes: tuple[int, ...]) -> None:
+    require_square("a", shapes[0])
 
 
 def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tuple[HostArray, ...]:

@@ -23,11 +23,10 @@ from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.movement import rearranged
 from shardmath.distributed.selections import layout_of_slices, read_slices
-from shardmath.distributed.shared_file import layout_in_file, read_part
+from shardmath.distributed.shared_file import LOAD, SAVE, layout_in_file, read_part
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.layouts import bind_layout, result_order
 
-_SAVE, _LOAD = "save", "load"
 _ONE = ""  # the name of an array that is alone in its file
 _NPY = ".npy"
 _FORMATS: dict[str, Any] = {".h5": hdf5, ".hdf5": hdf5, ".zarr": zarr_files}  # by suffix
@@ -79,13 +78,13 @@ def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) 
         require_equal("what is saved beside arrays", given_values)
         return [result_order(of) == "F" for of in zip(*orders, strict=True)]
 
-    fortran = context.agree(_SAVE, described, compared)
+    fortran = context.agree(SAVE, described, compared)
     place = _place(path, x)
     if isinstance(x, DistributedArray) and place.suffix == _NPY:
-        npy.save_array(x, _SAVE, place, fortran=fortran[0])
+        npy.save_array(x, place, fortran=fortran[0])
     else:
         ordered = dict(zip(arrays, zip(arrays.values(), fortran, strict=True), strict=True))
-        _format(place).save_arrays(context, _SAVE, place, ordered, values)
+        _format(place).save_arrays(context, place, ordered, values)
 
 
 @collective_call
@@ -115,7 +114,7 @@ def load(
     where the distribution does not fit; KeyError for an array that is not there;
     CollectiveMismatch where the ranks pass different arguments; BackendUnavailable as `save`.
     """
-    context = context_of(_LOAD, context)
+    context = context_of(LOAD, context)
     library = library_named("numpy") if package is None else library_of_package(package)
 
     def described() -> tuple[Any, ...]:
@@ -125,7 +124,7 @@ def load(
         for name in wanted:
             native = dtypes.to_numpy(stored[name].dtype)
             parts.on_device(np.empty(0, native), library, device_of(context, library))
-        facts = {name: stored[name].facts for name in wanted}
+        facts = {name: tuple(stored[name]) for name in wanted}
         encoded = {name: unbound(one).encode() for name, one in wanted.items()}
         return str(place), library.name, facts, values, encoded
 
@@ -141,7 +140,7 @@ def load(
             arrays.append((name, stored, layout))
         return arrays, alike[3][0]
 
-    arrays, values = context.agree(_LOAD, described, bound)
+    arrays, values = context.agree(LOAD, described, bound)
     loaded = {}
     for name, stored, layout in arrays:
         one = distribution[name] if isinstance(distribution, Mapping) else distribution
@@ -162,15 +161,15 @@ def _loaded(
     if stored.offset is None:
         held = layout_of_slices(layout)
         with _format(Path(stored.file)).opened(Path(stored.file), name) as chunked:
-            host = read_slices(context, _LOAD, chunked, held, native)
+            host = read_slices(context, chunked, held, native)
     else:
         own = layout.transposed() if fortran else layout
         held = layout_in_file(own, native.itemsize, written=False)
-        host = read_part(context, _LOAD, Path(stored.file), stored.offset, held, native)
+        host = read_part(context, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()
     local = together(
-        context, _LOAD, partial(parts.on_device, host, library, device_of(context, library))
+        context, LOAD, partial(parts.on_device, host, library, device_of(context, library))
     )
     made = DistributedArray.of(local, unbound(distribution), held, context)
     if held == layout:

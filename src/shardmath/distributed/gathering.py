@@ -77,7 +77,8 @@ def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpo
     """Gather the elements that arrays of indices name along split axes, which takes an exchange."""
     shape, size = numbers[0].shape, x.context.size
     axes = range(place, place + len(numbers))
-    x = in_slabs_of(x, axes, purpose)
+    if not (set(x.layout.partitioned_axes) <= set(axes) and x.layout.disjoint()):
+        x = in_slabs(x, max(axes, key=lambda axis: x.shape[axis]), purpose)
     lines = [line.reshape(-1) for line in numbers]
     count = len(lines[0])
     permit(lambda: f"{purpose}: {count} indices of axis {place}, which is split: {x.layout}")
@@ -90,15 +91,6 @@ def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpo
         wanted.append(flat[tuple(slice(s.start, s.stop) for s in along)].reshape(-1))
     local = exchanged(x, lines, place, wanted)
     return x.like(local.reshape(layout.local_shape(x.context.rank)), target, layout)
-
-
-def in_slabs_of(x: Any, axes: range, purpose: str) -> Any:
-    """`x`, in slabs of the longest of `axes` unless it is split along these alone, and no element
-    is on two ranks.
-    """
-    if set(x.layout.partitioned_axes) <= set(axes) and x.layout.disjoint():
-        return x
-    return in_slabs(x, max(axes, key=lambda axis: x.shape[axis]), purpose)
 
 
 @collective_call

@@ -22,24 +22,18 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, type_in_file
-from shardmath.distributed.shared_file import appearing, write_part
-from shardmath.errors import BackendUnavailable
+from shardmath.distributed.shared_file import SAVE, appearing, extra, write_part
 
 _TYPE = "dtype"  # of the attribute
 
 
-def require() -> Any:
+def _h5py() -> Any:
     """The module h5py. Raises BackendUnavailable where it is not installed."""
-    try:
-        import h5py
-    except ImportError:
-        raise BackendUnavailable("HDF5 needs h5py: pip install 'shardmath[hdf5]'") from None
-    return h5py
+    return extra("h5py", "hdf5")
 
 
 def save_arrays(
     context: DistributedContext,
-    operation: str,
     path: Path,
     arrays: Mapping[str, tuple[DistributedArray, bool]],
     values: Mapping[str, Any],
@@ -47,24 +41,24 @@ def save_arrays(
     """Save arrays, and values as attributes, the same on all ranks. Collective."""
 
     def create(file: Path) -> None:
-        h5py = require()
+        h5py = _h5py()
         with h5py.File(file, "x") as made:
             for name, value in values.items():
                 made.attrs[name] = h5py.Empty("f") if value is None else value
             for name, (x, _) in arrays.items():
                 _add_dataset(made, name, x)
 
-    with appearing(context, operation, path, create) as file:
-        stored, _ = together(context, operation, partial(stored_arrays, file))
+    with appearing(context, path, create) as file:
+        stored, _ = together(context, SAVE, partial(stored_arrays, file))
         for name, (x, _) in arrays.items():
             offset = stored[name].offset
             if offset is not None:  # there are no elements, or the one is there
-                write_part(x, operation, file, offset)
+                write_part(x, file, offset)
 
 
 def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
     """Add a dataset that has its room in the file in one piece, for ranks to write there."""
-    h5py, known = require(), dtypes.of(x.library.spec(x.local).dtype)
+    h5py, known = _h5py(), dtypes.of(x.library.spec(x.local).dtype)
     native = np.dtype(type_in_file(known))
     if x.ndim:
         room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -84,7 +78,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises OSError where it cannot be read or is no HDF5 file, ValueError for elements of Python
     objects or named fields.
     """
-    h5py, stored = require(), {}
+    h5py, stored = _h5py(), {}
 
     def visit(name: str, found: Any) -> None:
         if isinstance(found, h5py.Dataset):
@@ -100,7 +94,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """An attribute as Python has it; arrays are none of ours."""
-    if isinstance(value, require().Empty):
+    if isinstance(value, _h5py().Empty):
         return None
     return value.item() if isinstance(value, np.generic) else value
 
@@ -108,5 +102,5 @@ def _plain(value: Any) -> Any:
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[Any]:
     """An array of the file, to be read by slices."""
-    with require().File(path, "r") as file:
+    with _h5py().File(path, "r") as file:
         yield file[name]

@@ -76,7 +76,8 @@ def get(x: Distributed, key: Any) -> Any:
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
     if plan is None:
         return get(_without_cycles(x), key)
-    local = parts.flipped(x.local[plan.where], _descending(index))
+    descending = [axis for axis, along in enumerate(index.ranges) if along.step < 0]
+    local = parts.flipped(x.local[plan.where], descending)
     if plan.everywhere is not None:
         held = x.like(local, x.distribution, plan.selected)
         local = brought(held, plan.everywhere, "one element for all ranks")
@@ -262,10 +263,6 @@ def _expressed(selected: Indices) -> Spans | None:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-def _descending(index: Index) -> list[int]:
-    return [axis for axis, along in enumerate(index.ranges) if along.step < 0]
 
 
 def _without_cycles(x: Distributed) -> Distributed:

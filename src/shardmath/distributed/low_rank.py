@@ -47,13 +47,13 @@ def svd_lowrank(
     `svd`.
     """
 
-    def require_numbers(x: Any) -> None:
-        require_matrix("a", x.shape)
+    def require_numbers(shape: tuple[int, ...]) -> None:
+        require_matrix("a", shape)
         integer(rank, "rank", least=0)
         integer(oversampling, "oversampling", least=0)
         integer(iterations, "iterations", least=0)
-        if rank > min(x.shape):
-            raise ValueError(f"rank {rank} of a matrix of {x.shape[0]} x {x.shape[1]}")
+        if rank > min(shape):
+            raise ValueError(f"rank is {rank}, and the matrix is {shape[0]} x {shape[1]}")
 
     words = (rank, oversampling, iterations, seed)
     (a,) = described("svd_lowrank", [a], words=words, fit=require_numbers)

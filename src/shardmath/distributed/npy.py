@@ -11,18 +11,17 @@ import io
 import os
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy_format
 
 from shardmath.arrays import DType, dtypes
-from shardmath.base.immutable import Immutable
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.shared_file import appearing, write_part
 
 
-class Stored(Immutable):
+class Stored(NamedTuple):
     """An array that lies in a file, from byte `offset` on; `fortran`: in Fortran order.
 
     Without an offset a library reads it: its elements do not lie there in one piece.
@@ -34,13 +33,8 @@ class Stored(Immutable):
     fortran: bool
     offset: int | None
 
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """The fields, in order."""
-        return self.file, self.shape, self.dtype, self.fortran, self.offset
 
-
-def save_array(x: DistributedArray, operation: str, path: Path, *, fortran: bool) -> None:
+def save_array(x: DistributedArray, path: Path, *, fortran: bool) -> None:
     """Save the array, in Fortran order or in C order. Collective.
 
     Raises OSError on all ranks.
@@ -56,8 +50,8 @@ def save_array(x: DistributedArray, operation: str, path: Path, *, fortran: bool
             made.write(header)
             os.posix_fallocate(made.fileno(), 0, len(header) + x.size * dtype.itemsize)
 
-    with appearing(x.context, operation, path, create) as file:
-        write_part(x.transpose() if fortran else x, operation, file, len(header))
+    with appearing(x.context, path, create) as file:
+        write_part(x.transpose() if fortran else x, file, len(header))
 
 
 def read_stored(path: Path, dtype: Any = None) -> Stored:

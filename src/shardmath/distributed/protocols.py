@@ -234,11 +234,6 @@ def dot(a: Any, b: Any) -> Any:
     return products.tensordot(a, b, (-1, -2)) if np.ndim(b) > 2 else products.matmul(a, b)
 
 
-def _where(condition: Any, *chosen: Any) -> Any:
-    """`where` with NumPy's arguments: of a condition alone the indices at which it holds."""
-    return elementwise.where(condition, *chosen) if chosen else searching.nonzero(condition)
-
-
 def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """`var` or `std` with NumPy's arguments."""
 
@@ -332,5 +327,7 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "transpose": manipulation.permute_dims,
     "unique": _unique,
     "var": var,
-    "where": _where,
+    "where": lambda condition, *chosen: (
+        elementwise.where(condition, *chosen) if chosen else searching.nonzero(condition)
+    ),
 }

@@ -151,10 +151,9 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
         )
     if x.ndim == 1:
         return take(x, numbers, 0)
-    shape, extent = (
-        list(np.broadcast_shapes(*(_without(z.shape, axis) for z in (x, numbers)))),
-        x.shape[axis],
-    )
+    extent = x.shape[axis]
+    others = [(*z.shape[:axis], *z.shape[axis + 1 :]) for z in (x, numbers)]
+    shape = np.broadcast_shapes(*others)
     x = whole_along(broadcast_to(x, [*shape[:axis], extent, *shape[axis:]]), axis)
     numbers = broadcast_to(numbers, [*shape[:axis], numbers.shape[axis], *shape[axis:]])
     if reductions.any((numbers < -extent) | (numbers >= extent)).item():
@@ -163,10 +162,6 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     line = brought(numbers, layout, "the indices")
     line = parts.chosen(line < 0, line + extent, line)
     return x.like(parts.taken_along(x.local, line, axis), distribution, layout)
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
 
 
 # -- what is where ---------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.movement import part_in
-from shardmath.distributed.progress import shown
-from shardmath.distributed.shared_file import ROUND, long_axis
+from shardmath.distributed.shared_file import LOAD, ROUND, SAVE, long_axis, shown
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Spans
 
@@ -50,12 +49,12 @@ def layout_of_chunks(shape: tuple[int, ...], chunk: tuple[int, ...], size: int) 
     return Layout.product(shape, columns, size=size)
 
 
-def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int, ...]) -> None:
+def write_chunks(x: Distributed, chunked: Any, chunk: tuple[int, ...]) -> None:
     """Write the array into `chunked`, of such chunks, which every rank has opened. Collective."""
     context = x.context
     layout = layout_of_chunks(x.shape, chunk, context.size)
     part = part_in(x, layout)
-    host = together(context, operation, lambda: parts.on_host(part))
+    host = together(context, SAVE, lambda: parts.on_host(part))
     unit = chunk[long_axis(x.shape)] if x.ndim else 1
 
     def write(here: Key, there: Key) -> None:
@@ -63,26 +62,25 @@ def write_chunks(x: Distributed, operation: str, chunked: Any, chunk: tuple[int,
             chunked[there] = host[here]
 
     turns = list(_turns(layout, context.rank, host.itemsize, unit))
-    for here, there in shown(turns, operation, context):
-        together(context, operation, partial(write, here, there))
+    for here, there in shown(turns, SAVE, context):
+        together(context, SAVE, partial(write, here, there))
 
 
 def read_slices(
     context: DistributedContext,
-    operation: str,
     chunked: Any,
     layout: Layout,
     dtype: np.dtype[Any],
 ) -> HostArray:
     """This rank's part, in a layout of slices, of what every rank has opened. Collective."""
-    host = together(context, operation, lambda: np.empty(layout.local_shape(context.rank), dtype))
+    host = together(context, LOAD, lambda: np.empty(layout.local_shape(context.rank), dtype))
 
     def read(here: Key, there: Key) -> None:
         host[here] = chunked[there]
 
     turns = list(_turns(layout, context.rank, dtype.itemsize, 1))
-    for here, there in shown(turns, operation, context):
-        together(context, operation, partial(read, here, there))
+    for here, there in shown(turns, LOAD, context):
+        together(context, LOAD, partial(read, here, there))
     return host
 
 

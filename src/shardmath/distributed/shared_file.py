@@ -14,9 +14,11 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,11 +31,13 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed import indexing, parts
 from shardmath.distributed.layouts import run_length, runs
 from shardmath.distributed.movement import brought, rearranged, stays
-from shardmath.distributed.progress import shown
 from shardmath.distributed.state import Distributed
+from shardmath.errors import BackendUnavailable
 from shardmath.geometry import Layout
 
 T = TypeVar("T")
+
+SAVE, LOAD = "save", "load"  # what ranks do together, as errors and progress bars call it
 
 # Bytes of the shortest runs for which ranks go to a file: written ones are worth a redistribution
 # sooner, since each takes the file's lock, and the others wait for it.
@@ -45,9 +49,38 @@ SYNCED = 8  # rounds after which ranks wait for the disk, which works beside the
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
 
+def extra(name: str, wanted: str) -> Any:
+    """A module that reads and writes files. Raises BackendUnavailable where it is not installed,
+    naming our extra that is `wanted`.
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        raise BackendUnavailable(
+            f"this file needs {name}: pip install 'shardmath[{wanted}]'"
+        ) from None
+
+
 def only_on(rank: int, context: DistributedContext, act: Callable[[], None]) -> Callable[[], None]:
     """`act` on one rank, and nothing on the others."""
     return act if context.rank == rank else lambda: None
+
+
+def shown(turns: Sequence[T], title: str, context: DistributedContext) -> Iterator[T]:
+    """The turns, one after the other; on rank 0 a bar says how many there are still to come.
+
+    The bar is rich's, an extra: without it, or without a terminal, nothing is said.
+    """
+    if context.rank == 0 and len(turns) > 1 and sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import track
+        except ImportError:
+            pass
+        else:
+            yield from track(turns, title, console=Console(stderr=True))
+            return
+    yield from turns
 
 
 # -- files that appear whole -----------------------------------------------------------------------
@@ -55,7 +88,7 @@ def only_on(rank: int, context: DistributedContext, act: Callable[[], None]) -> 
 
 @contextmanager
 def appearing(
-    context: DistributedContext, operation: str, path: Path, create: Callable[[Path], None]
+    context: DistributedContext, path: Path, create: Callable[[Path], None]
 ) -> Iterator[Path]:
     """The file that ranks write, which gets the name `path` at the end of the block. Collective.
 
@@ -63,11 +96,11 @@ def appearing(
     alike. Where an exception leaves the block on any rank, the file is gone, and what was at `path`
     before is still there. Raises OSError on all ranks where it cannot be made or renamed.
     """
-    file = path.with_name(f".{path.name}.{agreed_token(context, operation)}.partial")
+    file = path.with_name(f".{path.name}.{agreed_token(context)}.partial")
     try:
-        together(context, operation, only_on(0, context, partial(_create, path, file, create)))
+        together(context, SAVE, only_on(0, context, partial(_create, path, file, create)))
         yield file
-        together(context, operation, only_on(0, context, partial(_rename, file, path)))
+        together(context, SAVE, only_on(0, context, partial(_rename, file, path)))
     except BaseException:
         with suppress(OSError):
             file.unlink()
@@ -75,9 +108,9 @@ def appearing(
         raise
 
 
-def agreed_token(context: DistributedContext, operation: str) -> str:
+def agreed_token(context: DistributedContext) -> str:
     """Eight letters that no other call has, the same on all ranks. Collective."""
-    return context.gather(operation, lambda: os.urandom(4))[0].hex()
+    return context.gather(SAVE, lambda: os.urandom(4))[0].hex()
 
 
 def _create(path: Path, file: Path, create: Callable[[Path], None]) -> None:
@@ -131,41 +164,37 @@ def long_axis(shape: tuple[int, ...]) -> int:
     return next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
 
 
-def write_part(x: Distributed, operation: str, file: Path, offset: int) -> None:
+def write_part(x: Distributed, file: Path, offset: int) -> None:
     """Write the array from byte `offset` of a file on, in C order. Collective."""
     context = x.context
     layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize, written=True)
-    descriptor = together(context, operation, partial(os.open, file, os.O_WRONLY))
+    descriptor = together(context, SAVE, partial(os.open, file, os.O_WRONLY))
     try:
         writer = _Writer(descriptor, offset)
         as_it_lies = stays(x.layout, layout)
-        turns = (_runs_in_turns if as_it_lies else _slabs_in_turns)(x, layout, operation, writer)
+        turns = (_runs_in_turns if as_it_lies else _slabs_in_turns)(x, layout, writer)
         synced = SYNCED if as_it_lies else max(1, SYNCED * ROUND // MOVED)
-        for number, turn in enumerate(shown(turns, f"{operation} {file.name}", context), 1):
+        for number, turn in enumerate(shown(turns, f"{SAVE} {file.name}", context), 1):
             turn()
             if number % synced == 0 or number == len(turns):
-                together(context, operation, partial(os.fdatasync, descriptor))
+                together(context, SAVE, partial(os.fdatasync, descriptor))
     finally:
         os.close(descriptor)
 
 
-def _runs_in_turns(
-    x: Distributed, layout: Layout, operation: str, writer: _Writer
-) -> list[Callable[[], None]]:
+def _runs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Callable[[], None]]:
     """The turns in which every rank writes its part where it lies in the file."""
-    context, part = x.context, brought(x, layout, operation)
+    context, part = x.context, brought(x, layout, SAVE)
 
     def begin() -> HostArray:
         return np.ascontiguousarray(parts.on_host(part))
 
-    host = together(context, operation, begin)
+    host = together(context, SAVE, begin)
     turns = _rounds(layout, context.rank, host, writer.write)
-    return [partial(together, context, operation, turn) for turn in turns]
+    return [partial(together, context, SAVE, turn) for turn in turns]
 
 
-def _slabs_in_turns(
-    x: Distributed, layout: Layout, operation: str, writer: _Writer
-) -> list[Callable[[], None]]:
+def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Callable[[], None]]:
     """The turns in which ranks bring some rows into slabs and write these, so that the disk begins
     with the first, and no rank needs memory for more than `MOVED` bytes besides.
     """
@@ -191,7 +220,7 @@ def _slabs_in_turns(
             while done < len(data):
                 done += writer.write(data[done:], place + done)
 
-        together(context, operation, write)
+        together(context, SAVE, write)
 
     return [partial(turn, start) for start in range(0, shape[axis], step)]
 
@@ -230,7 +259,6 @@ def _sync_file_range() -> Any:
 
 def read_part(
     context: DistributedContext,
-    operation: str,
     file: Path,
     offset: int,
     layout: Layout,
@@ -247,11 +275,11 @@ def read_part(
     def read(data: memoryview, place: int) -> int:
         return os.preadv(descriptor, [data], offset + place)
 
-    descriptor, host = together(context, operation, begin)
+    descriptor, host = together(context, LOAD, begin)
     try:
         turns = _rounds(layout, context.rank, host, read)
-        for turn in shown(turns, f"{operation} {file.name}", context):
-            together(context, operation, turn)
+        for turn in shown(turns, f"{LOAD} {file.name}", context):
+            together(context, LOAD, turn)
     finally:
         os.close(descriptor)
     return host

@@ -186,20 +186,17 @@ def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
     return numbers, wanted
 
 
-def _of_extents(x: Distributed, axes: Sequence[int], wanted: Sequence[int]) -> Distributed:
+def _of_extents(x: Any, axes: Sequence[int], wanted: Sequence[int]) -> Any:
+    """The array cut along axes, or with zeros behind its elements."""
     for axis, target in zip(axes, wanted, strict=True):
-        x = _resized(x, axis, x.shape[axis], target)
+        extent = x.shape[axis]
+        if target < extent:
+            x = x[(slice(None),) * axis + (slice(0, target),)]
+        elif target > extent:
+            shape = [target - extent if n == axis else one for n, one in enumerate(x.shape)]
+            zero = np.zeros((), dtypes.to_numpy(x.element_type))
+            x = concat([x, np.broadcast_to(zero, shape)], axis)
     return x
-
-
-def _resized(x: Any, axis: int, extent: int, target: int) -> Any:
-    """The array cut along an axis, or with zeros behind its elements."""
-    if target <= extent:
-        key = (slice(None),) * axis + (slice(0, target),)
-        return x if target == extent else x[key]
-    shape = [target - extent if n == axis else one for n, one in enumerate(x.shape)]
-    zero = np.zeros((), dtypes.to_numpy(x.element_type))
-    return concat([x, np.broadcast_to(zero, shape)], axis)
 
 
 def transform(

@@ -21,24 +21,18 @@ from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored
 from shardmath.distributed.selections import chunk_shape, write_chunks
-from shardmath.distributed.shared_file import appearing, sync
-from shardmath.errors import BackendUnavailable
+from shardmath.distributed.shared_file import SAVE, appearing, extra, sync
 
 _SYNCED = 256  # files that ranks sync before they see how the others are doing
 
 
-def require() -> Any:
+def _zarr() -> Any:
     """The module zarr. Raises BackendUnavailable where it is not installed."""
-    try:
-        import zarr
-    except ImportError:
-        raise BackendUnavailable("Zarr needs zarr: pip install 'shardmath[zarr]'") from None
-    return zarr
+    return extra("zarr", "zarr")
 
 
 def save_arrays(
     context: DistributedContext,
-    operation: str,
     path: Path,
     arrays: Mapping[str, tuple[DistributedArray, bool]],
     values: Mapping[str, Any],
@@ -53,7 +47,7 @@ def save_arrays(
     }
 
     def create(folder: Path) -> None:
-        zarr = require()
+        zarr = _zarr()
         if path.exists():
             raise FileExistsError(f"{path} is there: remove it, or save under another name")
         if list(arrays) != [""]:
@@ -67,14 +61,14 @@ def save_arrays(
                 dtype=np.dtype(known.name),
             )  # fmt: skip
 
-    with appearing(context, operation, path, create) as folder:
+    with appearing(context, path, create) as folder:
         for name, (x, _) in arrays.items():
-            chunked = together(context, operation, partial(_open, folder, name, "r+"))
-            write_chunks(x, operation, chunked, chunks[name])
+            chunked = together(context, SAVE, partial(_open, folder, name, "r+"))
+            write_chunks(x, chunked, chunks[name])
         written = sorted(folder.rglob("*"))
         for start in range(0, len(written), _SYNCED):
             mine = written[start : start + _SYNCED][context.rank :: context.size]
-            together(context, operation, partial(_sync, mine))
+            together(context, SAVE, partial(_sync, mine))
 
 
 def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
@@ -83,7 +77,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises FileNotFoundError where it is no Zarr, ValueError for elements that are not numbers or
     strings of one length.
     """
-    zarr = require()
+    zarr = _zarr()
     root = zarr.open(str(path), mode="r")
     if isinstance(root, zarr.Array):
         return {"": _stored(path, root)}, {}
@@ -104,7 +98,7 @@ def _sync(written: list[Path]) -> None:
 
 
 def _open(path: Path, name: str, mode: str) -> Any:
-    return require().open_array(str(path), path=name, mode=mode)
+    return _zarr().open_array(str(path), path=name, mode=mode)
 
 
 def _stored(path: Path, chunked: Any) -> Stored:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 import sys
-import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,16 +16,15 @@ from typing import Any
 import numpy as np
 
 from shardmath.base import compiled
-from shardmath.collectives import all_gather
 from shardmath.context.startup import finalize, initialize
 from shardmath.errors import BackendUnavailable, CudaError
 from shardmath.launch import spawn
+from shardmath.tools.hello import measured, median_seconds, rate
 from shardmath.tools.tables import show
 
 _WORDS = 76  # letters of a reason in one line
 _RANKS = 2
 _BYTES = 32 << 20  # of what is copied
-_TURNS = 5
 # What a package is for: its module, itself, and our extra that brings it.
 _PACKAGES = {
     "transforms and factorisations on cores": ("scipy", "scipy", "linalg"),
@@ -178,38 +175,22 @@ def _version(name: str) -> str:
 
 def _measured() -> list[tuple[str, str]]:
     source, target = np.ones(_BYTES, np.uint8), np.zeros(_BYTES, np.uint8)
-    rows = [("a copy in memory", _rate(_BYTES, _median(lambda: np.copyto(target, source))))]
+    copied = median_seconds(lambda: np.copyto(target, source))
+    rows = [("a copy in memory", rate(_BYTES, copied))]
     if len(os.sched_getaffinity(0)) < _RANKS:
         return [*rows, (f"{_RANKS} ranks", "not measured: there is one core")]
     barrier, moved = spawn(_measure_ranks, _RANKS, timeout=60)[0]
     return [
         *rows,
         (f"a barrier of {_RANKS} ranks", f"{1e6 * barrier:.1f} us"),
-        (f"all_gather of {_RANKS} ranks, each", _rate(_BYTES, moved)),
+        (f"all_gather of {_RANKS} ranks, each", rate(_BYTES, moved)),
     ]
 
 
 def _measure_ranks() -> tuple[float, float]:
-    context = initialize("cpu")
-    part = np.ones(_BYTES // _RANKS, np.uint8)
-    whole = np.ones(_BYTES, np.uint8)
-    barrier = _median(lambda: context.board.barrier("barrier"), 200)
-    moved = _median(lambda: all_gather(part, out=whole))
+    times = measured(initialize("cpu"), _BYTES)
     finalize()
-    return barrier, moved
-
-
-def _median(call: Any, turns: int = _TURNS) -> float:
-    times = []
-    for _ in range(turns + 1):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.1f} GB/s"
+    return times
 
 
 if __name__ == "__main__":

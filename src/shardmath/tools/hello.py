@@ -1,4 +1,4 @@
-"""Who computes together: a line for each rank, by those that a launcher has started."""
+"""Who computes together, a line for each rank, and how fast these ranks meet."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from shardmath.collectives import all_gather
+from shardmath.context.context import DistributedContext
 from shardmath.context.startup import finalize, initialize
 from shardmath.tools.tables import show
 
-_TURNS = 200
 _BYTES = 16 << 20
 
 
@@ -24,33 +25,42 @@ def main(device: str = "cpu") -> int:
     cores = len(os.sched_getaffinity(0))
     own = context.rank, socket.gethostname(), os.getpid(), str(context.device_id), cores
     cards = context.agree("hello", lambda: own, list)
-    part = np.ones(_BYTES // context.size, np.uint8)
-    times: dict[str, list[float]] = {"barrier": [], "all_gather": []}
-    for _ in range(_TURNS):
-        start = time.perf_counter()
-        context.barrier()
-        times["barrier"].append(time.perf_counter() - start)
-    for _ in range(5):
-        start = time.perf_counter()
-        all_gather(part)
-        times["all_gather"].append(time.perf_counter() - start)
+    barrier, gathered = measured(context, _BYTES)
     if context.rank == 0:
         header = "rank", "host", "pid", "device", "cores"
         show(f"{context.size} ranks", header, [tuple(map(str, card)) for card in cards])
-        barrier, gathered = (statistics.median(each) for each in times.values())
-        show(
-            "Between them",
-            ("what", "is"),
-            [
-                ("hosts", str(len(set(context.hosts)))),
-                ("found each other by", type(context.process_group).__name__),
-                ("memory is reached by", context.transport),
-                ("a barrier", f"{1e6 * barrier:.1f} us"),
-                ("all_gather", f"{len(part) * context.size / gathered / 1e9:.1f} GB/s a rank"),
-            ],
-        )
+        rows = [
+            ("hosts", str(len(set(context.hosts)))),
+            ("found each other by", type(context.process_group).__name__),
+            ("memory is reached by", context.transport),
+            ("a barrier", f"{1e6 * barrier:.1f} us"),
+            ("all_gather", f"{rate(_BYTES, gathered)} a rank"),
+        ]
+        show("Between them", ("what", "is"), rows)
     finalize()
     return 0
+
+
+def measured(context: DistributedContext, nbytes: int) -> tuple[float, float]:
+    """The seconds of a barrier, and of an all_gather of so many bytes of all ranks. Collective."""
+    part = np.ones(nbytes // context.size, np.uint8)
+    whole = np.ones(len(part) * context.size, np.uint8)
+    return median_seconds(context.barrier, 200), median_seconds(lambda: all_gather(part, out=whole))
+
+
+def median_seconds(call: Callable[[], object], turns: int = 5) -> float:
+    """The median time of a call, without the first."""
+    times = []
+    for _ in range(turns + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """Bytes in a time, in words."""
+    return f"{nbytes / seconds / 1e9:.1f} GB/s"
 
 
 if __name__ == "__main__":
