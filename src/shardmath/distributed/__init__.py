@@ -21,9 +21,7 @@ from shardmath.distributed.creation import (
     ones,
     zeros,
 )
-from shardmath.distributed.distributed_array import (
-    DistributedArray,
-)
+from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.elementwise import (
     clip,
     empty_like,
@@ -56,18 +54,9 @@ from shardmath.distributed.manipulation import (
     triu,
     unstack,
 )
-from shardmath.distributed.movement import (
-    communication,
-)
-from shardmath.distributed.products import (
-    matmul,
-    tensordot,
-    vecdot,
-)
-from shardmath.distributed.random_numbers import (
-    random,
-    standard_normal,
-)
+from shardmath.distributed.movement import communication
+from shardmath.distributed.products import matmul, tensordot, vecdot
+from shardmath.distributed.random_numbers import random, standard_normal
 from shardmath.distributed.reductions import (
     all,
     any,
@@ -81,11 +70,7 @@ from shardmath.distributed.reductions import (
     sum,
     var,
 )
-from shardmath.distributed.scans import (
-    cumulative_prod,
-    cumulative_sum,
-    diff,
-)
+from shardmath.distributed.scans import cumulative_prod, cumulative_sum, diff
 from shardmath.distributed.searching import (
     argsort,
     count_nonzero,

@@ -19,13 +19,7 @@ import numpy as np
 
 from shardmath.distributed import index_arrays, reductions
 from shardmath.distributed.elementwise import whole
-from shardmath.distributed.manipulation import (
-    first_of,
-    of_one_type,
-    permute_dims,
-    reshape,
-    squeeze,
-)
+from shardmath.distributed.manipulation import first_of, of_one_type, permute_dims, reshape, squeeze
 from shardmath.distributed.products import matmul, tensordot
 
 Letters = tuple[str, ...]  # one for each axis; those of an ellipsis are numbers, from the right

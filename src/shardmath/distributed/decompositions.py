@@ -132,27 +132,21 @@ def _positive_qr(x: HostArray, mode: str) -> tuple[HostArray, ...]:
 
 
 def _factorised(a: Any) -> tuple[Layout, QR]:
-    """The factors of a matrix, and which rows each rank has of it, all columns."""
-    rows, part = by_rows(a)
-    counts = [along[0].length for along in rows.parts]
-    return rows, QR(a.context, counts, part)
+    """The factors of a matrix, of which each rank factorises a copy of its rows, and which these
+    are: those of `a`, if it is split by whole rows, each on one rank; else slabs.
+    """
+    rows = a.layout
+    held = sum(part[0].length for part in rows.parts)
+    if any(axis for axis in rows.partitioned_axes) or held != a.shape[0]:
+        rows = Layout.slab(a.shape, a.context.size, axis=0)
+    part = np.array(parts.on_host(part_in(a, rows)), order="C")
+    return rows, QR(a.context, [along[0].length for along in rows.parts], part)
 
 
 def orthonormal(a: Any) -> Any:
     """Q alone, of a matrix of which it is known that there is nothing to refuse. Collective."""
     rows, factors = _factorised(a)
     return _of_rows(a, factors.q(), rows, factors.rank)
-
-
-def by_rows(a: Any) -> tuple[Layout, HostArray]:
-    """A copy of this rank's rows of a matrix, and which those are: as `a` is split, if whole rows
-    are split, each to one rank; else slabs.
-    """
-    layout = a.layout
-    held = sum(part[0].length for part in layout.parts)
-    if any(axis for axis in layout.partitioned_axes) or held != a.shape[0]:
-        layout = Layout.slab(a.shape, a.context.size, axis=0)
-    return layout, np.array(parts.on_host(part_in(a, layout)), order="C")
 
 
 def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:

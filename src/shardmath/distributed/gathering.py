@@ -24,12 +24,7 @@ from shardmath.collectives import all_to_all
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import (
-    indices,
-    layout_of,
-    rearranged_distribution,
-    unbound,
-)
+from shardmath.distributed.layouts import indices, layout_of, rearranged_distribution, unbound
 from shardmath.distributed.movement import in_slabs, permit, settled
 from shardmath.geometry import Layout, Slab, Spans
 

@@ -65,15 +65,21 @@ def distribution_of(
     """A distribution that describes `layout`: `like` if it does, else the simplest; None if none
     does. A `Box` is that of `rank`.
     """
-    if like is not None and fits(like, layout):
-        return like
-    kind = _kind(layout)
-    if kind == "box":
-        part = layout.spans(rank)
-        return Box([spans.start for spans in part], [spans.stop for spans in part])
-    if kind is None:
+    return like if like is not None and fits(like, layout) else _simplest(layout, rank)
+
+
+@lru_cache(maxsize=4096)
+def _simplest(layout: Layout, rank: int) -> Distribution | None:
+    if layout.is_replicated:
+        return Replicated()
+    for axis in range(layout.ndim):
+        if layout == Layout.slab(layout.global_shape, layout.size, axis=axis):
+            return Slab(axis)
+    is_whole = all(spans.period == 0 for part in layout.parts for spans in part)
+    if not (is_whole and layout.ndim and layout.disjoint()):
         return None
-    return Replicated() if kind == "replicated" else Slab(int(kind))
+    part = layout.spans(rank)
+    return Box([spans.start for spans in part], [spans.stop for spans in part])
 
 
 def with_axis(x: Distributed, axis: int, extent: int) -> tuple[Distribution, Layout]:
@@ -116,18 +122,6 @@ def fits(distribution: Distribution, layout: Layout) -> bool:
         return layout_of(distribution, layout.global_shape, layout.size) == layout
     except BindDistributionError:
         return False
-
-
-@lru_cache(maxsize=4096)
-def _kind(layout: Layout) -> str | None:
-    """Which kind of distribution describes `layout`: "replicated", an axis, "box", or none."""
-    if layout.is_replicated:
-        return "replicated"
-    for axis in range(layout.ndim):
-        if layout == Layout.slab(layout.global_shape, layout.size, axis=axis):
-            return str(axis)
-    whole = all(spans.period == 0 for part in layout.parts for spans in part)
-    return "box" if whole and layout.ndim and layout.disjoint() else None
 
 
 # -- axes that go, come, or change places ----------------------------------------------------------

@@ -15,13 +15,7 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import parts
-from shardmath.distributed.decompositions import (
-    SVDResult,
-    described,
-    native_type,
-    orthonormal,
-    svd,
-)
+from shardmath.distributed.decompositions import SVDResult, described, native_type, orthonormal, svd
 from shardmath.distributed.movement import within
 from shardmath.distributed.products import matmul
 from shardmath.distributed.random_numbers import standard_normal

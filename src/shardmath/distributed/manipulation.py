@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,14 +43,7 @@ from shardmath.distributed.movement import (
 )
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import (
-    BlockCyclic,
-    BlockNonCyclic,
-    Distribution,
-    Layout,
-    Slab,
-    Spans,
-)
+from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
 from shardmath.geometry.integers import integers
 
 Shape = tuple[int, ...]
@@ -231,15 +224,22 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any
             f"pad(x, width, {mode!r}{given}) of a DistributedArray: make the elements before and "
             "behind, and np.concatenate([before, x, behind], axis)"
         )
+    values = None
     if mode in ("constant", "empty"):
         values = _pairs(words.get("constant_values", 0), array.ndim)
-        return _padded(array, widths.tolist(), values)
-    for axis, (extent, ends) in enumerate(zip(array.shape, widths, strict=True)):
-        if np.any(ends):
+        values = values.astype(dtypes.to_numpy(array.element_type))
+    made = array
+    for axis, ends in enumerate(widths.tolist()):  # corners have what is put along the last axis
+        extent = made.shape[axis]
+        if values is not None and any(ends):
+            shapes = [(*made.shape[:axis], count, *made.shape[axis + 1 :]) for count in ends]
+            before, behind = map(np.broadcast_to, values[axis], shapes)
+            made = concat([before, made, behind], axis)
+        elif any(ends):
             if not extent:
                 raise ValueError(f"axis {axis} has no elements with which {mode!r} could pad it")
-            array = take(array, np.pad(np.arange(extent), ends, mode), axis)
-    return array
+            made = take(made, np.pad(np.arange(extent), ends, mode), axis)
+    return made.copy() if made is array else made
 
 
 def _pairs(given: Any, axes: int) -> HostArray:
@@ -250,30 +250,6 @@ def _pairs(given: Any, axes: int) -> HostArray:
             rows[one_axis(axis, axes)] = np.broadcast_to(ends, 2)
         given = rows
     return np.broadcast_to(np.asarray(given), (axes, 2))
-
-
-def _padded(x: Any, widths: Sequence[Sequence[int]], values: HostArray) -> Any:
-    """The array between constants."""
-    shape = tuple(n + sum(ends) for n, ends in zip(x.shape, widths, strict=True))
-    padded = [axis for axis, ends in enumerate(widths) if any(ends)]
-    if not padded:
-        return x.copy()
-    if set(padded).isdisjoint(x.layout.partitioned_axes):
-        made = x
-        for axis in padded:
-            distribution, layout = with_axis(made, axis, shape[axis])
-            made = made.like(x.local, distribution, layout)
-        distribution, layout = made.distribution, made.layout
-    else:
-        distribution, layout = _in_one_block(x.distribution, shape, x)
-    made = x.like(parts.empty(layout.local_shape(x.context.rank), x.local), distribution, layout)
-    inner = tuple(slice(w[0], w[0] + n) for w, n in zip(widths, x.shape, strict=True))
-    indexing.put(made, inner, x)
-    for axis in padded:  # corners have what is put along the last axis
-        along, (before, behind) = (slice(None),) * axis, widths[axis]
-        indexing.put(made, (*along, slice(0, before)), values[axis][0].item())
-        indexing.put(made, (*along, slice(shape[axis] - behind, None)), values[axis][1].item())
-    return made
 
 
 # -- arrays together -------------------------------------------------------------------------------
@@ -596,11 +572,14 @@ def triu(x: Any, k: int = 0) -> Any:
 def _triangle(x: Any, keeps: Any) -> Any:
     if x.ndim < 2:
         raise ValueError(f"tril and triu take arrays of two axes or more, not {x.ndim}")
-    rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
-    kept = keeps(rows[:, None], columns[None, :])
-    mask = parts.converted(kept, x.local)
     zero = x.element_type.kind != "b" and 0
-    return x.with_part(parts.chosen(mask, x.local, zero))
+    return x.with_part(parts.chosen(in_matrices(x, keeps), x.local, zero))
+
+
+def in_matrices(x: Any, holds: Callable[[HostArray, HostArray], Any]) -> Any:
+    """Where a condition on rows and columns holds in this rank's part of matrices."""
+    rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
+    return parts.converted(holds(rows[:, None], columns), x.local)
 
 
 def first_of(arrays: Sequence[Any]) -> Any:

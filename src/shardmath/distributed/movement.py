@@ -27,15 +27,7 @@ from shardmath.distributed import parts
 from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
 from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
-from shardmath.geometry import (
-    Distribution,
-    Layout,
-    Pattern,
-    Slab,
-    Spans,
-    bytes_received,
-    classify,
-)
+from shardmath.geometry import Distribution, Layout, Pattern, Slab, Spans, bytes_received, classify
 from shardmath.operators.layouts import bind_layout
 from shardmath.operators.redistribute.operation import Redistribution
 from shardmath.program.performing import Arguments, Names

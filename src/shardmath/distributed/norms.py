@@ -16,11 +16,11 @@ from numpy.linalg import LinAlgError
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import decompositions, elementwise, parts, reductions
 from shardmath.distributed.decompositions import native_type
-from shardmath.distributed.layouts import indices
 from shardmath.distributed.manipulation import (
     broadcast_to,
     expand_dims,
     first_of,
+    in_matrices,
     matrix_transpose,
     moveaxis,
     of_one_type,
@@ -212,15 +212,11 @@ def _along_diagonal(
     x: Any, offset: int, axis: Axis, dtype: Any = None, *, narrow: bool = True
 ) -> Any:
     """The sum along axes of what is on a diagonal; `narrow`: in the type of the elements."""
-    only = parts.chosen(_diagonal_mask(x, offset), x.local, parts.full((), 0, x.local))
+    only = parts.chosen(
+        in_matrices(x, lambda i, j: j - i == offset), x.local, parts.full((), 0, x.local)
+    )
     made = reductions.sum(x.with_part(only), axis, dtype)
     return made.astype(x.element_type) if narrow and x.element_type.kind in "biu" else made
-
-
-def _diagonal_mask(x: Any, offset: int) -> Any:
-    """Where a diagonal of the matrices lies in this rank's part."""
-    rows, columns = (indices(along) for along in x.layout.spans(x.context.rank)[-2:])
-    return parts.converted(columns == rows[:, None] + offset, x.local)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -288,7 +284,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
         x, count = inv(x), -count
     if not count:
         made = elementwise.zeros_like(x)
-        made.local[...] = _diagonal_mask(x, 0)
+        made.local[...] = in_matrices(x, lambda i, j: i == j)
         return made
     power, square = None, x
     while True:

@@ -25,13 +25,7 @@ from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts
 from shardmath.distributed.elementwise import needed_layout
-from shardmath.distributed.layouts import (
-    indices,
-    layout_of,
-    placed_part,
-    rearranged,
-    selector,
-)
+from shardmath.distributed.layouts import indices, layout_of, placed_part, rearranged, selector
 from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated

@@ -18,10 +18,7 @@ import numpy as np
 
 from shardmath.collectives import all_gather, all_to_all
 from shardmath.distributed import masks, parts, reductions
-from shardmath.distributed.elementwise import (
-    applied,
-    whole,
-)
+from shardmath.distributed.elementwise import applied, whole
 from shardmath.distributed.layouts import indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
@@ -33,13 +30,7 @@ from shardmath.distributed.manipulation import (
     take,
 )
 from shardmath.distributed.masks import in_boxes, in_rows, of_rows
-from shardmath.distributed.movement import (
-    brought,
-    in_slabs,
-    on_all_ranks,
-    part_in,
-    permit,
-)
+from shardmath.distributed.movement import brought, in_slabs, on_all_ranks, part_in, permit
 from shardmath.distributed.scans import diff
 from shardmath.geometry import Slab
 

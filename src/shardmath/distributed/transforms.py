@@ -9,11 +9,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from shardmath.arrays import dtypes
 from shardmath.distributed.layouts import unbound
-from shardmath.distributed.manipulation import concat, roll
+from shardmath.distributed.manipulation import pad, roll
 from shardmath.distributed.movement import agreed_layout, end_explanation, within
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
@@ -193,9 +191,7 @@ def _of_extents(x: Any, axes: Sequence[int], wanted: Sequence[int]) -> Any:
         if target < extent:
             x = x[(slice(None),) * axis + (slice(0, target),)]
         elif target > extent:
-            shape = [target - extent if n == axis else one for n, one in enumerate(x.shape)]
-            zero = np.zeros((), dtypes.to_numpy(x.element_type))
-            x = concat([x, np.broadcast_to(zero, shape)], axis)
+            x = pad(x, {axis: (0, target - extent)})
     return x
 
 
