@@ -72,8 +72,8 @@ def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) ->
 
 
 def _of_parts(function: Function) -> Function:
-    """A collective of each rank's part, whose result every rank has, or the slab of it that
-    reduce_scatter leaves.
+    """A collective of each rank's part. Its result is on every rank; that of reduce_scatter is
+    split in slabs.
     """
 
     def collected(x: Distributed, *, out: Any = None, context: Any = None, **words: Any) -> Any:
@@ -99,9 +99,9 @@ def _of_parts(function: Function) -> Function:
 
 
 def _alike(function: Function, ours: Function) -> Function:
-    """`ours`, where all arrays of a call know how they are split.
+    """`ours`, for calls in which all arrays know how they are split.
 
-    Otherwise all ranks raise the same TypeError, those that call `function` with parts, too.
+    Otherwise all ranks raise the same TypeError, including those that call `function` with parts.
     """
 
     def called(*given: Any, **words: Any) -> Any:

@@ -32,8 +32,8 @@ def save_arrays(
     arrays: Mapping[str, tuple[DistributedArray, bool]],
     values: Mapping[str, Any],
 ) -> None:
-    """Save arrays, each with whether it lies in Fortran order, and values, the same on all ranks.
-    Collective.
+    """Save arrays, each with whether it is written in Fortran order, and values, which are the same
+    on all ranks. Collective.
     """
     token = agreed_token(context)
     files = {name: f"{quote(name, safe='')}-{token}.npy" for name in arrays}
@@ -50,7 +50,7 @@ def save_arrays(
             for name, (x, fortran) in arrays.items():
                 save_array(x, folder / files[name], fortran=fortran)
     except BaseException:
-        # The manifest of this call is gone, unless it has got its name, which it then keeps.
+        # This call's manifest is gone, unless it was renamed into place already, where it stays.
         if not set(files.values()) & _files(folder):
             _remove(folder, set(files.values()))
             if is_new:
@@ -61,9 +61,10 @@ def save_arrays(
 
 
 def stored_arrays(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The arrays of a checkpoint, and its values. Local.
+    """The arrays and the values of a checkpoint. Local.
 
-    Raises OSError and ValueError as `read_stored`, ValueError where it is no checkpoint.
+    Raises OSError and ValueError as `read_stored`, and ValueError for a folder that is no
+    checkpoint.
     """
     manifest = _manifest(folder)
     stored = {
@@ -90,7 +91,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> set[str]:
-    """The files of the arrays of the checkpoint that is there; none where there is none."""
+    """The files of the arrays of the checkpoint in a folder; none where there is no checkpoint."""
     try:
         return {entry["file"] for entry in _manifest(folder)["arrays"].values()}
     except (OSError, ValueError):

@@ -29,15 +29,16 @@ _ELLIPSIS = "..."
 
 
 def einsum(subscripts: str, *operands: Any, optimize: Any = True) -> Any:
-    """The sum of products of elements that `subscripts` names, as numpy.einsum. Collective as the
-    products and sums that it consists of.
+    """The sum of products of elements that `subscripts` names, as numpy.einsum. Collective where
+    the products and sums that it consists of are.
 
         einsum("ij,jk->ik", x, y)    einsum("bij,bjk->bik", x, y)    einsum("ii", x)
 
-    Operands are distributed, one at least, or the same on all ranks. Integers are multiplied
-    element by element, which takes memory for all products, and floating numbers as matrices where
-    that saves it. `optimize` changes nothing: the order is always looked for. Raises ValueError for
-    subscripts that do not fit the operands, NotImplementedError for lists in their place.
+    At least one operand is distributed; others may be the same on all ranks. Integers are
+    multiplied element by element, which takes memory for all products; floating numbers are
+    multiplied as matrices where that saves it. `optimize` has no effect: a good order is always
+    looked for. Raises ValueError for subscripts that do not fit the operands, NotImplementedError
+    for lists of axes in place of subscripts.
     """
     if not isinstance(subscripts, str):
         raise NotImplementedError("einsum with lists of axes: name them, einsum('ij,jk->ik', x, y)")
@@ -57,7 +58,7 @@ def einsum(subscripts: str, *operands: Any, optimize: Any = True) -> Any:
             made = _combined(made, other, needed)
         left.append(made)
     ((letters, x),) = left
-    for letter in result:  # whose axes are of one element in all operands that have it
+    for letter in result:  # a letter that is left has one element in all operands
         if letter not in letters:
             letters, x = (*letters, letter), x[..., None]
     return permute_dims(x, [letters.index(letter) for letter in result])
@@ -67,7 +68,7 @@ def einsum(subscripts: str, *operands: Any, optimize: Any = True) -> Any:
 
 
 def _read(subscripts: str, axes: Sequence[int]) -> tuple[list[Letters], Letters]:
-    """The letters of each operand, of so many axes, and of the result."""
+    """The letters of each operand, whose numbers of axes are `axes`, and of the result."""
     given, arrow, said = subscripts.replace(" ", "").partition("->")
     texts = given.split(",")
     if len(texts) != len(axes):
@@ -90,7 +91,7 @@ def _read(subscripts: str, axes: Sequence[int]) -> tuple[list[Letters], Letters]
 
 
 def _spelled(text: str, axes: int, subscripts: str) -> Letters:
-    """The letters of one operand, with a number for each axis of an ellipsis."""
+    """The letters of one operand of so many axes; the axes of an ellipsis have numbers."""
     before, dots, behind = text.partition(_ELLIPSIS)
     if not all(letter.isalpha() and letter.isascii() for letter in before + behind):
         raise ValueError(f"{subscripts!r}: axes have letters from a to z and A to Z")
@@ -101,7 +102,7 @@ def _spelled(text: str, axes: int, subscripts: str) -> Letters:
 
 
 def _extents(terms: Sequence[Letters], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-    """How long the axis of each letter is; axes of one element are broadcast."""
+    """The extent of each letter's axis; axes of one element are broadcast."""
     extents: dict[str, int] = {}
     for letters, shape in zip(terms, shapes, strict=True):
         for letter, extent in zip(letters, shape, strict=True):
@@ -117,7 +118,7 @@ def _extents(terms: Sequence[Letters], shapes: Sequence[tuple[int, ...]]) -> dic
 
 
 def _order(left: Sequence[Term], result: Letters, extents: dict[str, int]) -> list[tuple[int, ...]]:
-    """Which operands come together, one step after the other."""
+    """The numbers of the operands that each step combines."""
     if len(left) < 3 or 0 in extents.values():
         return [tuple(range(len(left)))]
     short = {letter: chr(ord("a") + number) for number, letter in enumerate(extents)}
@@ -148,7 +149,7 @@ def _distinct(letters: Letters, x: Any, extents: dict[str, int]) -> Term:
 
 
 def _summed(letters: Letters, x: Any, needed: Collection[str]) -> Term:
-    """The operand without the letters that no other has."""
+    """The operand, summed over the letters that nothing else needs."""
     gone = tuple(axis for axis, letter in enumerate(letters) if letter not in needed)
     if not gone:
         return letters, x
@@ -157,7 +158,7 @@ def _summed(letters: Letters, x: Any, needed: Collection[str]) -> Term:
 
 
 def _combined(one: Term, two: Term, needed: Collection[str]) -> Term:
-    """The product of two operands, without letters that nothing needs any more."""
+    """The product of two operands, summed over the letters that nothing else needs."""
     one, two = _summed(*one, {*needed, *two[0]}), _summed(*two, {*needed, *one[0]})
     (letters, x), (others, y) = one, two
     both = [letter for letter in letters if letter in others]
@@ -188,6 +189,6 @@ def _combined(one: Term, two: Term, needed: Collection[str]) -> Term:
 
 
 def _spread(letters: Letters, x: Any, every: Letters) -> Any:
-    """The operand with axes for all letters, of one element where it has none."""
+    """The operand with an axis for every letter, of one element for those that it lacks."""
     ordered = permute_dims(x, [letters.index(letter) for letter in every if letter in letters])
     return ordered[tuple(slice(None) if letter in letters else None for letter in every)]

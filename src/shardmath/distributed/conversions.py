@@ -1,6 +1,6 @@
-"""torch's `DTensor` and `jax.Array` to our arrays, and back: every rank's part stays.
+"""Conversions from torch's `DTensor` and `jax.Array`, and back: every rank keeps its part.
 
-Neither library is imported for the user: whoever has an array of it, or a mesh, has done so.
+Neither library is imported for the user: whoever has such an array, or a mesh, has imported it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from shardmath.geometry import Box, Layout, Slab, Spans
 
 
 def from_dtensor(x: Any) -> DistributedArray:
-    """The array whose parts are those of torch's `DTensor`, which shares their memory. Local.
+    """The array whose parts are those of torch's `DTensor`, and share their memory. Local.
 
         x = shardmath.from_dtensor(distribute_tensor(weights, mesh, [Shard(0)]))
 
-    The mesh has all ranks of the current context, each by its number there. Where some axes of it
-    shard the tensor and others replicate it, every rank's part is its share of what it has, a view.
-    Parts that are yet to be summed (`Partial`) torch sums first, and scatters along the first axis:
-    only then this is collective. Raises ValueError for other meshes and placements.
+    The mesh has all ranks of the current context, under the same numbers. Where some mesh axes
+    shard the tensor and others replicate it, a rank's part is its share of what it has, a view.
+    `Partial` placements are summed by torch first, and scattered along the first axis; only then is
+    the call collective. Raises ValueError for other meshes and placements.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     context, mesh = require_context(), x.device_mesh
     shape = tuple(x.shape)
     if any(place.is_partial() for place in x.placements):
-        _layout(context, shape, mesh, ())  # raises for other meshes, before ranks wait
+        _layout(context, shape, mesh, ())  # raises for other meshes before any rank waits
         summed = Shard(0) if shape else Replicate()
         x = x.redistribute(placements=[summed if p.is_partial() else p for p in x.placements])
     placements = tuple(x.placements)
@@ -51,8 +51,8 @@ def from_dtensor(x: Any) -> DistributedArray:
     own, kept = layout.parts[context.rank], _layout(context, shape, mesh, placements, shares=True)
     distribution = distribution_of(kept, context.rank)
     assert distribution is not None, "every index has one owner"
-    # Of what several ranks have, each has the gradient of its share. torch adds these on their way
-    # back through a redistribution that moves nothing.
+    # Each rank has the gradient of its share alone. On their way back through a redistribution that
+    # moves nothing, torch adds the gradients of ranks that have the same elements.
     grads = [Partial() if place.is_replicate() else place for place in placements]
     part = x.redistribute(placements=placements).to_local(grad_placements=grads)
     for axis, (mine, whole) in enumerate(zip(kept.parts[context.rank], own, strict=True)):
@@ -63,10 +63,10 @@ def from_dtensor(x: Any) -> DistributedArray:
 def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
     """The `DTensor` on torch's mesh whose parts are those of `x`, and share their memory. Local.
 
-    Its placements follow from how `x` is split. torch shards n indices over p ranks in parts of
-    ceil(n / p), of which the last may be short or empty. Raises ValueError where no placements are
-    like that, or the mesh has other ranks than the context; TypeError for parts that are not
-    torch's.
+    The placements follow from how `x` is split. torch shards n indices over p ranks in parts of
+    ceil(n / p), the last of which may be short or empty. Raises ValueError where no placements
+    describe how `x` is split, or the mesh has other ranks than the context; TypeError for parts
+    that are not torch's.
     """
     if x.library.name != "torch":
         raise TypeError(f"a DTensor has parts of torch, not of {x.library.name}")
@@ -85,7 +85,7 @@ def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
 
 
 def _placements(layout: Layout, context: DistributedContext, mesh: Any) -> tuple[Any, ...] | None:
-    """Placements on the mesh that are like the layout, if there are any."""
+    """Placements on the mesh that split an array like the layout; None where there are none."""
     shape = layout.global_shape
     choices = _choices(len(shape), mesh)
     return next((c for c in choices if _layout(context, shape, mesh, c) == layout), None)
@@ -99,8 +99,8 @@ def _choices(ndim: int, mesh: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`function` of this package, of DTensors, which returns DTensors; None where arrays that know
-    how they are split have no such function.
+    """`function` of this package, for DTensors, which returns DTensors; None where there is no such
+    function of arrays that know how they are split.
     """
     ours = DistributedArray.__shardmath_functions__.get(function)
     return None if ours is None else partial(_call_with_dtensors, function.__name__, ours)
@@ -136,7 +136,7 @@ def _call_with_dtensors(
 
 
 def _placed(x: Any, mesh: Any) -> Any:
-    """`x` as a DTensor, with its slabs in torch's parts."""
+    """`x` as a DTensor; slabs are moved to the parts that torch has."""
     if not isinstance(x, DistributedArray):
         return x
     if not isinstance(x.distribution, Slab | Box) or _placements(x.layout, x.context, mesh):
@@ -151,7 +151,7 @@ def _placed(x: Any, mesh: Any) -> Any:
 
 
 def _split_axes(layout: Layout) -> set[int]:
-    """The axes of which no rank has all."""
+    """The axes of which no rank has all indices."""
     extents = layout.global_shape
     return {
         axis
@@ -166,11 +166,11 @@ def from_jax(x: Any, package: ModuleType | None = None) -> DistributedArray:
 
         x = shardmath.from_jax(jax.make_array_from_callback(shape, sharding, f))
 
-    Each rank is a process of JAX's, by its number, with one device. `package` is the library of the
-    parts: the module numpy, which is meant without one, or torch or cupy. JAX writes to no array,
-    and nor may you: x.copy() has elements of its own. Raises ValueError where processes are not the
-    ranks of the current context, or have several devices; NotImplementedError where some ranks have
-    the same shard, and others do not, which no distribution describes.
+    Rank r is JAX's process r, with one device. `package` is the library of the parts: the module
+    numpy, the default, or torch or cupy. JAX assumes that its arrays never change, so do not write
+    to this one: x.copy() has elements of its own. Raises ValueError where the processes are not the
+    ranks of the current context, or have several devices; NotImplementedError where some but not
+    all ranks have the same shard, which no distribution describes.
     """
     context = require_context()
     layout = _sharded(context, tuple(x.shape), x.sharding)
@@ -187,12 +187,12 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
 
         y = shardmath.to_jax(x, jax.sharding.Mesh(jax.devices(), ("rows",)))
 
-    The mesh has one device of each rank, which is a process of JAX's, by its number. Its sharding
-    follows from how `x` is split. The shard shares this rank's part where that is in C order and
-    begins at a multiple of 64 bytes, as JAX requires, and is else a copy; JAX takes it to be
-    constant, so write to `x` no more. Raises ValueError where no sharding is like that (JAX splits
-    an axis into even parts only), where the mesh has other devices, and for a type that JAX narrows
-    (float64, without jax_enable_x64).
+    The mesh has one device of each rank; rank r is JAX's process r. The sharding follows from how
+    `x` is split. The shard shares memory with this rank's part if that is in C order and begins at
+    a multiple of 64 bytes, as JAX requires, and is a copy otherwise. JAX assumes that it never
+    changes, so do not write to `x` afterwards. Raises ValueError where no sharding describes how
+    `x` is split (JAX splits an axis into even parts only), where the mesh has other devices, and
+    for a type that JAX narrows (float64, without jax_enable_x64).
     """
     jax = import_module("jax")
     context = x.context
@@ -200,7 +200,7 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
     if (where == "cpu") != (x.device == "cpu"):
         raise ValueError(f"the parts are on {x.device}, and the mesh is of devices of {where}")
     axes = product([None, *range(x.ndim)], repeat=len(mesh.axis_names))
-    for choice, names in product(axes, permutations(mesh.axis_names)):  # which split an axis so
+    for choice, names in product(axes, permutations(mesh.axis_names)):
         along = [
             tuple(name for name, axis in zip(names, choice, strict=True) if axis == number)
             for number in range(x.ndim)
@@ -229,7 +229,7 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
 
 
 def _sharded(context: DistributedContext, shape: tuple[int, ...], sharding: Any) -> Layout:
-    """The layout of an array of JAX's. Raises ValueError where processes are not the ranks."""
+    """The layout of a `jax.Array`. Raises ValueError where its processes are not the ranks."""
     by_rank: dict[int, tuple[Spans, ...]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         if device.process_index in by_rank:
@@ -253,8 +253,8 @@ def _layout(
     *,
     shares: bool = False,
 ) -> Layout:
-    """The layout of a tensor that torch has placed on a mesh of all ranks; with `shares`, what
-    several have is shared out among them, along the first axis that is sharded.
+    """The layout of a tensor that torch has placed on a mesh of all ranks. With `shares`, what
+    several ranks have is divided among them, along the first axis that is sharded.
     """
     ranks = mesh.mesh.flatten().tolist()
     if sorted(ranks) != list(range(context.size)) or mesh.get_rank() != context.rank:

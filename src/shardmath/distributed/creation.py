@@ -1,7 +1,7 @@
 """Functions that make arrays: from parts, from one rank's array, from numbers, from indices.
 
-Those that compute elements from numbers or indices are local: every rank makes its part. Only boxes
-have to be told, as a rank knows no other's.
+Those that compute elements from numbers or indices are local: every rank makes its part. Boxes are
+the exception: a rank knows only its own, so the ranks exchange them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def array(part: Any, distribution: Distribution) -> DistributedArray:
 
         x = shardmath.array(np.load(f"part{rank}.npy"), Slab.X)
 
-    The part is not copied: `x.local` is it. Raises the same on all ranks: BindDistributionError, a
-    ValueError, where the parts do not fit the distribution; CollectiveMismatch where they are of
-    different libraries or types; TypeError for what is no distribution.
+    The part is not copied: it becomes `x.local`. Raises the same on all ranks:
+    BindDistributionError, a ValueError, where the parts do not fit the distribution;
+    CollectiveMismatch where they are of different libraries or types; TypeError where
+    `distribution` is none.
     """
     context = require_context()
     part = array_of(part)
@@ -70,10 +71,10 @@ def array(part: Any, distribution: Distribution) -> DistributedArray:
 def from_global(x: Any, distribution: Distribution, *, root: int | None = None) -> DistributedArray:
     """The array `x`, split by `distribution`. Collective.
 
-    Every rank has `x`, and takes its part; or rank `root` has it, and sends the others theirs,
-    which pass None. The parts are copies, in host memory where `x` is. Raises the same on all
-    ranks: ValueError where the distribution does not fit, for a `root` that is no rank, or whose
-    `x` is no array.
+    Without `root` every rank passes all of `x`, and takes its part. With `root` only that rank
+    passes it, and the others, which pass None, receive their parts. Parts are copies, in host
+    memory if `x` is there. Raises the same on all ranks: ValueError where the distribution does not
+    fit, for a `root` that is no rank, or where what it passes is no array.
     """
     context = require_context()
     x = array_of(x)
@@ -127,11 +128,11 @@ def full(
     package: ModuleType | None = None,
     device: Any = None,
 ) -> DistributedArray:
-    """An array of one value. Local, but for boxes, of which a rank knows its own.
+    """An array of one value. Local, except for boxes, which the ranks exchange.
 
-    Without a `distribution` every rank has all of it. `device` is that of the context, if given.
-    `package` is the library of the parts: the module numpy, which is meant without one, torch or
-    cupy. Raises ValueError where the distribution does not fit the shape.
+    Without a `distribution` every rank has all of it. `package` is the library of the parts: the
+    module numpy, the default, torch or cupy. `device`, if given, must be that of the context.
+    Raises ValueError where the distribution does not fit the shape.
     """
     if dtype is None:
         dtype = np.asarray(fill_value).dtype
@@ -176,7 +177,7 @@ def empty(
     package: ModuleType | None = None,
     device: Any = None,
 ) -> DistributedArray:
-    """An array of undefined elements, of the type that `package` defaults to if none is given.
+    """An array of undefined elements, by default of the type that `package` defaults to.
 
     That is float64 in NumPy, and torch's default type in torch. Arguments and errors as `full`.
     """
@@ -201,8 +202,8 @@ def fromfunction(
 
         x = shardmath.fromfunction(lambda i, j: np.sin(i) * j, (n, m), distribution=Slab.X)
 
-    As numpy.fromfunction: the indices are NumPy's arrays of the part's shape, of type `dtype`, and
-    the elements have the type of the result. Local, but for boxes, as `full`, and so are errors.
+    As numpy.fromfunction: the indices are NumPy arrays of the part's shape and of type `dtype`; the
+    elements have the type of the result. Local, except for boxes; errors as `full`.
     """
     kind = dtypes.to_numpy(dtype)
 
@@ -313,8 +314,8 @@ def _of_indices(
     device: Any = None,
     dtype: Any = None,
 ) -> DistributedArray:
-    """The array whose `elements` are a function of their indices, which are given along each axis
-    and broadcast; in its type or another.
+    """The array whose elements are a function of their global indices. `elements` is called with
+    the indices along each axis, which broadcast; the result is cast to `dtype`, if that is given.
     """
     context, library, layout = placed(shape, distribution, package, device)
     spans = layout.spans(context.rank)
@@ -343,19 +344,19 @@ def placed(
 def of_host(
     host: HostArray, library: Library, layout: Layout, distribution: Distribution
 ) -> DistributedArray:
-    """The array of which `host` has the elements of this rank's part."""
+    """The array whose part on this rank has the elements of `host`."""
     context = require_context()
     local = parts.on_device(host, library, device_of(context, library))
     return DistributedArray.of(local, unbound(distribution), layout, context)
 
 
 def device_of(context: DistributedContext, library: Library) -> str:
-    """Where parts of new arrays lie: those of NumPy in host memory, whatever ranks compute on."""
+    """The device of new parts: the host for NumPy's, whatever the ranks compute on."""
     on_host = context.device_id == "cpu" or library.name == "numpy"
     return "cpu" if on_host else f"cuda:{context.device_id}"
 
 
 def require_distribution(distribution: Any) -> None:
-    """Raise TypeError for what is no distribution."""
+    """Raise TypeError where `distribution` is none."""
     if not isinstance(distribution, Distribution):
         raise TypeError(f"distribution is one such as Slab.X or a Box, not {distribution!r}")

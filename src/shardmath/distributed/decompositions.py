@@ -1,8 +1,9 @@
 """QR, singular values, eigenvalues and least squares of matrices that are split over the ranks.
 
-QR is computed where the rows are (`factorisations.qr`). All else is small once a matrix is a
-triangle R, which every rank gets: its singular values are the matrix's. Eigenvalues are those of
-the gathered matrix. Of stacks each rank has whole matrices, and NumPy decomposes them.
+QR is computed where the rows are (`factorisations.qr`). The triangle R is small, every rank gets
+it, and its singular values are those of the matrix, so the rest is LAPACK on every rank. For
+eigenvalues every rank gathers the matrix. Of a stack each rank has whole matrices, which NumPy
+decomposes.
 
     svd     A (m, n) Slab.X ── QR ──► Q Slab.X, R everywhere ── LAPACK ──► U = Q U', S, V^H
     lstsq   A, b ── QR ──► R, Q^H b ── svd of R ──► x
@@ -39,7 +40,7 @@ from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Slab
 from shardmath.local import lapack
 
-_NUMPY: Any = np.linalg  # whose overloads are of fewer arguments than its functions take
+_NUMPY: Any = np.linalg  # whose type hints lack some arguments
 
 
 class QRResult(NamedTuple):
@@ -65,9 +66,8 @@ class EighResult(NamedTuple):
 
 
 class LstsqResult(NamedTuple):
-    """A solution of least squares, as numpy.linalg.lstsq has it: the sums of squared residuals
-    where the rank is full and there are more equations than unknowns, the rank, and the singular
-    values.
+    """A solution of least squares, as numpy.linalg.lstsq has it. The residuals are sums of squares,
+    and empty unless the rank is full and there are more equations than unknowns.
     """
 
     x: Any
@@ -132,8 +132,8 @@ def _positive_qr(x: HostArray, mode: str) -> tuple[HostArray, ...]:
 
 
 def _factorised(a: Any) -> tuple[Layout, QR]:
-    """The factors of a matrix, of which each rank factorises a copy of its rows, and which these
-    are: those of `a`, if it is split by whole rows, each on one rank; else slabs.
+    """The factors of a matrix, and which rows of it each rank has factorised: its own where `a` is
+    split by whole rows, each on one rank, else those of a slab. Rows are copied first.
     """
     rows = a.layout
     held = sum(part[0].length for part in rows.parts)
@@ -144,13 +144,13 @@ def _factorised(a: Any) -> tuple[Layout, QR]:
 
 
 def orthonormal(a: Any) -> Any:
-    """Q alone, of a matrix of which it is known that there is nothing to refuse. Collective."""
+    """Q of a matrix that needs no checks any more. Collective."""
     rows, factors = _factorised(a)
     return _of_rows(a, factors.q(), rows, factors.rank)
 
 
 def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
-    """The array of so many columns of which `host` has this rank's rows, split as `a` is."""
+    """The array of `columns` columns of which `host` has this rank's `rows`, split as `a` is."""
     column = rows.column(0)
     layout = Layout.product((rows.global_shape[0], columns), [column, None], size=a.context.size)
     return _of_host(a, host, layout)
@@ -166,11 +166,11 @@ def svd(
     """The singular value decomposition A = U diag(S) V^H, S descending. Collective.
 
     U is m x k, S has k elements and Vh is k x n, k = min(m, n); with `full_matrices` U is m x m and
-    Vh n x n. Without `compute_uv` it is S alone. The longer of U and Vh is split as A is, or as
-    slabs of rows, of columns; the other and S are on every rank, as LAPACK's gesdd of the k x k
-    triangle is: k is to be moderate. Of a `hermitian` matrix it is made of eigenvalues and vectors,
-    as `eigh` computes them of the lower triangle, and U and Vh are split as A is. Raises as `qr`,
-    and LinAlgError where it does not converge.
+    Vh n x n. Without `compute_uv` the result is S alone. The longer of U and Vh is split as A is,
+    or in slabs of rows or columns. The other one and S are on every rank: each decomposes the k x k
+    triangle by LAPACK's gesdd, so k must be moderate. With `hermitian` the lower triangle of A is
+    decomposed as by `eigh`, and U and Vh are split as A is. Raises as `qr`, and LinAlgError where
+    it does not converge.
     """
     words = bool(full_matrices), bool(compute_uv), bool(hermitian)
     (a,) = described("svd", [a], words=words, fit=_require_square if hermitian else None)
@@ -207,7 +207,7 @@ def _svd(x: HostArray, full: bool, vectors: bool, hermitian: bool = False) -> tu
 
 
 def _whole(a: Any, factors: QR, share: HostArray, columns: int) -> HostArray:
-    """All rows of what each rank has an even share of, as many as R has."""
+    """All rows of a matrix of `columns` columns, of which `share` has this rank's even share."""
     layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
     upper = _everywhere(_of_host(a, share, layout))
     return parts.on_host(upper.local)
@@ -218,12 +218,12 @@ def _whole(a: Any, factors: QR, share: HostArray, columns: int) -> HostArray:
 
 @collective_call
 def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
-    """The x of least norm among those of least ||b - A x||, of each column of b. Collective.
+    """The x of least norm among those that minimise ||b - A x||, for each column of b. Collective.
 
-    By QR and the singular values of R, of which those not above `rcond` times the largest count as
-    0; None is max(m, n) times the type's epsilon. x is on every rank if m >= n, otherwise split by
-    rows as the columns of A are. One of A and b may be an array that is the same on all ranks.
-    Raises as `svd`, and LinAlgError where the shapes do not fit.
+    By QR and the singular values of R; those not above `rcond` times the largest count as 0. The
+    default of `rcond` is max(m, n) times the type's epsilon. x is on every rank if m >= n, and
+    otherwise split by rows as the columns of A are. One of A and b may be an array that is the same
+    on all ranks. Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
     first = first_of((a, b))
     given = [whole(x, first) for x in (a, b)]
@@ -265,9 +265,10 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
 def eigh(a: Any, UPLO: str = "L") -> EighResult:
     """The eigenvalues of a Hermitian matrix, ascending, and its eigenvectors. Collective.
 
-    Only the triangle `UPLO` is read, "L" or "U". Every rank gathers the matrix, whose order is to
-    be moderate, and decomposes it by LAPACK's heevd: eigenvalues are on every rank, eigenvectors
-    split as A is. Raises as `qr`, and LinAlgError where A is not square, or it does not converge.
+    Only the triangle `UPLO`, "L" or "U", is read. Every rank gathers the matrix, so its order must
+    be moderate, and decomposes it by LAPACK's heevd. Eigenvalues are on every rank, eigenvectors
+    are split as A is. Raises as `qr`, and LinAlgError where A is not square, or it does not
+    converge.
     """
     values, vectors = _eigen("eigh", a, UPLO)
     return EighResult(values, vectors)
@@ -294,8 +295,8 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
 def _by_whole_matrices(
     name: str, a: Any, compute: Callable[[HostArray], tuple[HostArray, ...]]
 ) -> Sequence[Any]:
-    """What NumPy computes of a square matrix, which every rank gathers: matrices are split as it
-    is, vectors on every rank. Of stacks each rank computes its own.
+    """What NumPy computes from a square matrix that every rank gathers: matrices are split as `a`
+    is, vectors are on every rank. Of stacks each rank computes its own.
     """
     if a.ndim > 2:
         return of_stacks(name, [a], compute)
@@ -305,7 +306,7 @@ def _by_whole_matrices(
 
 
 def _cut(a: Any, host: HostArray) -> Any:
-    """The array that every rank has whole in `host`, split as `a`, whose shape it has."""
+    """The array that every rank has whole in `host`, split as `a`, which has the same shape."""
     along = [placed_part(spans) for spans in a.layout.spans(a.context.rank)]
     part = np.ascontiguousarray(host[selector(along)])
     return a.with_part(parts.converted(part, a.local))
@@ -315,7 +316,7 @@ def _cut(a: Any, host: HostArray) -> Any:
 
 
 def native_type(a: Any) -> np.dtype[Any]:
-    """The type of an array's elements, as NumPy's."""
+    """The NumPy type of an array's elements."""
     return dtypes.to_numpy(a.element_type)
 
 
@@ -327,9 +328,11 @@ def described(
     modes: Any = None,
     fit: Callable[..., None] | None = None,
 ) -> list[Any]:
-    """The arrays of a call, in one type of LAPACK's, when all ranks agree on it. Collective.
+    """The arrays of a call in one type that LAPACK has, after all ranks have agreed on the call.
+    Collective.
 
-    Raises on all ranks what is wrong with the arrays, as one rank sees it: see `qr`.
+    Raises on all ranks what one rank finds wrong with its arrays: see `qr`. `fit` raises what is
+    wrong with the shapes.
     """
     first = given[0]
     end_explanation(lambda: f"{name} of {first.layout}: rows to their ranks, then LAPACK")
@@ -369,16 +372,18 @@ def _require_square(*shapes: tuple[int, ...]) -> None:
 
 
 def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tuple[HostArray, ...]:
-    """What every rank computes from equal arrays. Collective. Raises on all ranks what one does."""
+    """What every rank computes from equal arrays; the same bits on all. Collective. Raises on all
+    ranks what one of them raises.
+    """
     return same_everywhere(a.context, together(a.context, name, compute))
 
 
 def of_square_stacks(
     name: str, arrays: Sequence[Any], compute: Callable[..., tuple[HostArray, ...]]
 ) -> list[Any]:
-    """The results of a function of NumPy's of stacks of square matrices. Collective.
+    """The results of a NumPy function of stacks of square matrices. Collective.
 
-    Raises on all ranks LinAlgError where one does, or the matrices are not square.
+    Raises LinAlgError on all ranks where one of them does, or where the matrices are not square.
     """
     return of_stacks(name, described(name, arrays, fit=_require_square), compute)
 
@@ -388,10 +393,10 @@ def of_stacks(
     arrays: Sequence[Any],
     compute: Callable[..., tuple[HostArray, ...]],
 ) -> list[Any]:
-    """The results of a function of NumPy's of stacks of matrices. Collective.
+    """The results of a NumPy function of stacks of matrices. Collective.
 
-    The arrays have the same stack; each rank gets whole matrices of them: as the first array is
-    split, where its matrices are not, else of the longest axis of the stack.
+    The arrays have the same stack. Each rank gets whole matrices: as the first array is split, if
+    that splits no matrix, else along the longest axis of the stack.
     """
     first, size = arrays[0], arrays[0].context.size
     count = first.ndim - 2
@@ -411,7 +416,7 @@ def of_stacks(
 
 
 def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
-    """The array of which `host` is this rank's part; slabs of rows where no distribution fits."""
+    """The array whose part is `host` on this rank; in slabs of rows where no distribution fits."""
     host = np.ascontiguousarray(host) if host.ndim else host
     local = array_of(parts.converted(host, a.local))
     like = unbound(a.distribution) if a.ndim == layout.ndim else None
@@ -423,10 +428,10 @@ def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
 
 
 def _everywhere(x: Any) -> Any:
-    """The array on every rank."""
+    """The array, whole on every rank."""
     return x.everywhere(part_in(x, Layout.replicated(x.shape, x.context.size)))
 
 
 def replicated(a: Any, host: HostArray) -> Any:
-    """The array that every rank has in `host`."""
+    """The array that every rank has whole in `host`."""
     return a.everywhere(parts.converted(np.asarray(host), a.local))

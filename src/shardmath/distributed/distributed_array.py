@@ -61,8 +61,8 @@ def _binary(function: _Function) -> Any:
 
 
 def _operators(function: _Function, in_place: _Function) -> Any:
-    """An operator's method, that of the operator with its operands exchanged, and that which writes
-    to the first operand: such as __add__, __radd__ and __iadd__.
+    """The methods of an operator, of the operator with its operands exchanged, and of the operator
+    in place, such as __add__, __radd__ and __iadd__.
     """
 
     def reflected(self: Any, other: Any) -> Any:
@@ -84,17 +84,17 @@ def _operators(function: _Function, in_place: _Function) -> Any:
 
 
 class DistributedArray(Distributed):
-    """An array of which every rank has a part: a global shape, and how it is split.
+    """An array of which every rank has a part.
 
         x = shardmath.array(part, Slab.X)       # from parts; see also zeros, from_global, ...
         y = np.sin(x) + 2 * x                   # part by part
         y.sum(axis=0), x @ y, x.to(Slab.Y)      # together
 
-    `local` is this rank's part, the user's own array, which shares its elements with this one;
-    `distribution` says how the array is split, `layout` which part every rank has. It computes as
-    NumPy's arrays do, with their operators, functions and indices. All ranks call the same: where
-    operands are not split alike, elements move, as `shardmath.explain` says beforehand and
-    `shardmath.communication` allows or forbids.
+    `local` is this rank's part, the user's own array, whose memory it shares; `distribution` says
+    how the array is split, and `layout` which part every rank has. It has the operators, functions
+    and indices of NumPy's arrays. All ranks make the same calls. Where operands are not split
+    alike, elements move: `shardmath.explain` says beforehand what would move, and
+    `shardmath.communication` allows or forbids it.
     """
 
     __slots__ = ()
@@ -106,10 +106,10 @@ class DistributedArray(Distributed):
 
     @collective_call
     def to(self, distribution: Distribution) -> Self:
-        """This array in another distribution: itself, if it is split so already. Collective.
+        """This array in another distribution; itself, if it is already split so. Collective.
 
         Raises the same on all ranks: BindDistributionError, a ValueError, where the distribution
-        does not fit, TypeError for what is none.
+        does not fit, TypeError where it is none.
         """
         if not isinstance(distribution, Distribution):
             wrong = TypeError(f"to takes a distribution such as Slab.X, not {distribution!r}")
@@ -122,7 +122,7 @@ class DistributedArray(Distributed):
             target = agreed_layout(distribution, self.shape, self.context)
             zeros = in_place_of(lambda: f"to: {described(self, target)}", self, target)
             return self.like(zeros, unbound(distribution), target)
-        local = within(  # which raises on all ranks what is wrong on one
+        local = within(  # raises on all ranks what is wrong on one
             self.context,
             lambda: redistribute(self.local, self.distribution, distribution),
         )
@@ -131,11 +131,11 @@ class DistributedArray(Distributed):
 
     @collective_call
     def numpy(self, root: int | None = None) -> HostArray | None:
-        """The global array as NumPy's, on every rank, or on rank `root`, the others getting None.
-        Collective.
+        """The global array as a NumPy array, on every rank, or on rank `root` alone, where the
+        others get None. Collective.
 
-        A new array, also where every rank had it. Raises the same on all ranks: ValueError for a
-        `root` that is no rank, CollectiveMismatch where ranks pass different ones.
+        Always a new array. Raises the same on all ranks: ValueError for a `root` that is no rank,
+        CollectiveMismatch where ranks pass different ones.
         """
         size = self.context.size
         if root is not None and not (type(root) is int and 0 <= root < size):
@@ -148,7 +148,7 @@ class DistributedArray(Distributed):
         return host.copy() if part is self.local else host
 
     def item(self) -> Any:
-        """The one element, as a number of Python's. Collective where it is one of several ranks'.
+        """The one element, as a Python number. Collective unless every rank has it.
 
         Raises ValueError unless there is exactly one.
         """
@@ -165,13 +165,13 @@ class DistributedArray(Distributed):
     def indices(self) -> tuple[HostArray, ...]:
         """The global indices of this rank's part along each axis, which broadcast to its shape.
 
-        As numpy.ogrid has them for the whole: `rows, columns = x.indices()`. Local.
+        This rank's part of numpy.ogrid: `rows, columns = x.indices()`. Local.
         """
         spans = self.layout.spans(self.context.rank)
         return tuple(np.ix_(*(indices(along) for along in spans))) if spans else ()
 
     def copy(self) -> Self:
-        """An array with its own elements, split alike. Local."""
+        """An array split alike, with elements of its own. Local."""
         return self.with_part(parts.copied(self.local))
 
     def __copy__(self) -> Self:
@@ -187,7 +187,7 @@ class DistributedArray(Distributed):
         )
 
     def astype(self, dtype: Any, copy: bool = True) -> Self:
-        """The elements in another type, given by NumPy's or torch's object or by name. Local."""
+        """The elements in another type, which is NumPy's or torch's object, or a name. Local."""
         wanted = dtypes.of(dtype)
         if self.element_type == wanted:
             return self.copy() if copy else self
@@ -247,7 +247,7 @@ class DistributedArray(Distributed):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
+        """The bytes of one element."""
         return self.element_type.itemsize
 
     @property
@@ -261,7 +261,7 @@ class DistributedArray(Distributed):
         return self.library.spec(self.local).space
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> Self:
-        """The array itself. Raises ValueError for another device than it is on."""
+        """The array itself. Raises ValueError for a device on which it is not."""
         if str(device) != self.device:
             raise ValueError(f"the parts are on {self.device}, and stay there, not on {device!r}")
         return self
@@ -315,7 +315,7 @@ class DistributedArray(Distributed):
     mean, var, std = reductions.mean, protocols.var, protocols.std
     cumsum, cumprod = protocols.cumsum, protocols.cumprod
 
-    if not TYPE_CHECKING:  # for which every name would be an attribute
+    if not TYPE_CHECKING:  # for type checkers every name would be an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(np.ndarray, name):
@@ -364,7 +364,7 @@ class DistributedArray(Distributed):
     def __array_namespace__(self, api_version: str | None = None) -> ModuleType:
         """The functions of the array API standard for these arrays: `shardmath.distributed`.
 
-        Raises ValueError for another version than 2024.12, or an older one that it contains.
+        Raises ValueError for a version later than 2024.12.
         """
         if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12"):
             raise ValueError(f"the namespace is that of version 2024.12, not {api_version!r}")

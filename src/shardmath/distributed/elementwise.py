@@ -1,8 +1,8 @@
-"""Functions of each element: operands split alike are combined part by part, with no exchange.
+"""Elementwise functions: operands that are split alike are combined part by part, with no exchange.
 
-Otherwise one operand's distribution is that of the result: of those that have the result's shape,
-the one to which the others get with the fewest bytes. Every rank computes the same choice from the
-layouts that it knows of all ranks.
+Otherwise the result takes the distribution of one operand: among those of the result's shape, the
+one to which the others move with the fewest bytes. Every rank knows all layouts, so all make the
+same choice.
 
     x (n, m) Slab.X  +  y (n, m) Slab.X              part + part
     x (n, m) Slab.X  +  y (m,) Replicated            part + y
@@ -43,8 +43,8 @@ D = TypeVar("D", bound=Distributed)
 
 
 class Operand(NamedTuple):
-    """One operand as all ranks know it; `distribution` is None for boxes, each rank's own, and
-    where it does not matter.
+    """One operand, as all ranks know it. `distribution` is None for boxes, which differ by rank,
+    and where the choice does not depend on it.
     """
 
     layout: Layout
@@ -53,8 +53,9 @@ class Operand(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """Where operands of an elementwise function come together: the layout of the result, the number
-    of the operand that has it (None: none does), and what each operand becomes.
+    """Where the operands of an elementwise function come together: the layout of the result, the
+    number of the operand that has this layout (None if none has), and the layout that each operand
+    needs.
     """
 
     layout: Layout
@@ -63,7 +64,7 @@ class Arrangement(NamedTuple):
 
 
 def combined(function: Callable[[Any, Any], Any], x: Distributed, y: Any) -> Any:
-    """One of Python's operators on two operands; no exchange where they are split alike."""
+    """A Python operator on two operands; no exchange where they are split alike."""
     kind = type(y)
     if kind is type(x):
         if (x.layout is y.layout or x.layout == y.layout) and x.context is y.context:
@@ -76,9 +77,7 @@ def combined(function: Callable[[Any, Any], Any], x: Distributed, y: Any) -> Any
 
 
 def alike(x: Distributed, operands: Sequence[Any]) -> list[Any] | None:
-    """The parts of operands that are split as `x` is, and numbers of Python's; None where another
-    is among them.
-    """
+    """The parts of the operands, if each is split as `x` is or is a Python number; else None."""
     kind, layout, context = type(x), x.layout, x.context
     parts_: list[Any] = []
     for y in operands:
@@ -94,7 +93,7 @@ def alike(x: Distributed, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def is_operand(y: Any) -> bool:
-    """Whether `y` is what an array may be combined with."""
+    """Whether an array can be combined with `y`."""
     if isinstance(y, Distributed | np.generic | bool | int | float | complex | list | tuple):
         return True
     return parts.is_array(y)
@@ -151,14 +150,14 @@ def applied(
 
 
 def _results(x: Distributed, made: Any, distribution: Distribution, layout: Layout) -> Any:
-    """The array, or the arrays, of which a function has made this rank's part."""
+    """The array, or the tuple of arrays, whose part on this rank is `made`."""
     if isinstance(made, tuple):
         return tuple(x.like(array_of(one), distribution, layout) for one in made)
     return x.like(array_of(made), distribution, layout)
 
 
 def broadcast_shape(operands: Sequence[Any]) -> Shape:
-    """The shape of the result. Raises ValueError, with all shapes, where there is none."""
+    """The shape of the result. Raises ValueError with all shapes where they do not broadcast."""
     shapes = tuple([tuple(getattr(x, "shape", ())) for x in operands])
     try:
         return _broadcast(shapes)
@@ -181,7 +180,7 @@ def broadcasts(given: Shape, shape: Shape) -> bool:
 
 
 def whole(x: Any, first: D) -> D:
-    """The operand `x` as an array on the ranks of `first`; a plain one is the same on all."""
+    """The operand `x` as a distributed array; one that is not is the same on all ranks."""
     if isinstance(x, Distributed):
         if x.context is not first.context:
             raise ValueError("the operands are split over the ranks of different contexts")
@@ -190,12 +189,12 @@ def whole(x: Any, first: D) -> D:
 
 
 def explain(function: Any, *operands: Any, **words: Any) -> str:
-    """What a `function` would move, where to, and how many bytes. Local.
+    """What a call of `function` would move, where to, and how many bytes. Local.
 
         print(shardmath.explain(np.add, x, y))
         print(shardmath.explain(np.concatenate, [x, y], axis=1))
 
-    Where the rest depends on elements it says what comes before that. Raises what the function
+    Where later moves depend on the elements, the text ends before them. Raises what the function
     raises; ValueError where operands do not broadcast, TypeError where none is distributed.
     """
     if not isinstance(function, np.ufunc) or function.signature is not None:
@@ -218,7 +217,7 @@ def explain(function: Any, *operands: Any, **words: Any) -> str:
 
 
 def _explained_call(function: Any, operands: Any, words: Any) -> str:
-    """What a function exchanges that is not elementwise."""
+    """What a function that is not elementwise would exchange."""
     lines, result = explained(lambda: function(*operands, **words))
     name = getattr(function, "__name__", str(function))
     made = [one.layout for one in (result if isinstance(result, tuple) else (result,))
@@ -228,8 +227,8 @@ def _explained_call(function: Any, operands: Any, words: Any) -> str:
 
 
 def _described(shape: Shape, arrays: Sequence[Distributed]) -> tuple[Operand, ...]:
-    """The operands as all ranks know them. Their distributions matter where none has the shape of
-    the result.
+    """The operands as all ranks know them. Their distributions count only where none has the shape
+    of the result.
     """
     some_has_it = any(x.layout.global_shape == shape for x in arrays)
     return tuple(
@@ -264,7 +263,7 @@ def _arrangement(shape: Shape, operands: tuple[Operand, ...]) -> Arrangement:
 
 
 def _widened(shape: Shape, operands: Sequence[Operand]) -> list[tuple[int | None, Layout]]:
-    """Layouts of the result's shape, where no operand has that shape."""
+    """Candidates for the layout of the result, where no operand has its shape."""
     size = operands[0].layout.size
     candidates: list[tuple[int | None, Layout]] = []
     for number, x in enumerate(operands):
@@ -283,7 +282,7 @@ def _widened(shape: Shape, operands: Sequence[Operand]) -> list[tuple[int | None
 
 @lru_cache(maxsize=4096)
 def needed_layout(layout: Layout, shape: Shape) -> Layout:
-    """What every rank needs of an operand of `shape` that is broadcast to `layout`."""
+    """The layout in which ranks need an operand of `shape` beside a result in `layout`."""
     new = layout.ndim - len(shape)
     if new == 0 and shape == layout.global_shape:
         return layout
@@ -296,8 +295,8 @@ def needed_layout(layout: Layout, shape: Shape) -> Layout:
 
 
 def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
-    """This rank's part of a number, or of an array that is the same on all ranks, as an operand
-    beside the part of `first`.
+    """This rank's part of a number, or of an array that is the same on all ranks, beside its part
+    of an array in `layout`.
     """
     shape = tuple(getattr(x, "shape", ()))
     if not shape:
@@ -309,7 +308,7 @@ def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
 
 @lru_cache(maxsize=1024)
 def _own_part(layout: Layout, shape: Shape, rank: int) -> Any:
-    """What a rank takes of an array of `shape` that it has whole, beside its part; None: all."""
+    """The key of a rank's part in an array of `shape` that it has whole; None for all of it."""
     needed = needed_layout(layout, shape).spans(rank)
     if all(spans.length == extent for spans, extent in zip(needed, shape, strict=True)):
         return None
@@ -323,7 +322,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def clip(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Elements not below `min`, nor above `max`, as numpy.clip; None is no bound."""
+    """Elements limited to `min` and `max`, as numpy.clip; None is no limit."""
     bounds = [one for one in (min, max) if one is not None]
     if not bounds:
         return x.copy()
@@ -336,7 +335,7 @@ def clip(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def round(x: D, decimals: int = 0) -> D:
-    """Elements rounded to so many decimals, halves to even, as numpy.round. Local."""
+    """Elements rounded to `decimals`, halves to even, as numpy.round. Local."""
     return x.with_part(parts.rounded(x.local, decimals))
 
 

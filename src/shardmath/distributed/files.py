@@ -27,7 +27,7 @@ from shardmath.distributed.shared_file import LOAD, SAVE, layout_in_file, read_p
 from shardmath.geometry import Distribution, Layout
 from shardmath.operators.layouts import bind_layout, result_order
 
-_ONE = ""  # the name of an array that is alone in its file
+_ONE = ""  # the name of a single array
 _NPY = ".npy"
 _FORMATS: dict[str, Any] = {".h5": hdf5, ".hdf5": hdf5, ".zarr": zarr_files}  # by suffix
 _PLAIN = (bool, int, float, str, type(None))
@@ -40,20 +40,20 @@ def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) 
         shardmath.save("u.npy", u)
         shardmath.save("ocean", {"u": u, "v": v, "step": 120})
 
-    The suffix says how: .npy is NumPy's file of one array, in Fortran order where all parts are so
-    in memory; .h5 and .hdf5 are h5py's files of a dictionary, .zarr is zarr-python's folder of an
-    array or a dictionary; a dictionary at any other path is a checkpoint, a folder with a .npy file
-    for each array. Besides arrays a dictionary may have numbers, strings, booleans and None, which
-    are the same on all ranks.
+    The suffix chooses the format: .npy is NumPy's file of one array, in Fortran order if all parts
+    are so in memory; .h5 and .hdf5 are h5py's files of a dictionary; .zarr is zarr-python's folder
+    of an array or a dictionary. A dictionary at any other path becomes a checkpoint, a folder with
+    a .npy file for each array. Besides arrays a dictionary may hold numbers, strings, booleans and
+    None that are the same on all ranks.
 
-    Every rank writes its part, whatever the distribution. What is saved appears whole or not at
-    all: an error, or the end of a rank, leaves what was there before. Elements of bfloat16, float8
-    and complex32, which .npy has no names for, become bytes there, as NumPy writes them.
+    Every rank writes its part, whatever the distribution. The file appears whole or not at all: an
+    error, or the end of a rank, leaves what was there before. Elements of bfloat16, float8 and
+    complex32, for which .npy has no names, become bytes, as NumPy writes them.
 
-    Raises the same on all ranks: OSError, as open does, and for a disk that is full; ValueError for
-    a suffix of something else; TypeError for what is neither an array nor a dictionary of such, or
-    for elements that the format does not have; CollectiveMismatch where the ranks pass different
-    paths or arrays; BackendUnavailable without h5py or zarr.
+    Raises the same on all ranks: OSError, as open does, and for a full disk; ValueError for a
+    suffix that does not fit; TypeError for anything but an array or a dictionary of arrays, or for
+    elements that the format does not have; CollectiveMismatch where the ranks pass different paths
+    or arrays; BackendUnavailable without h5py or zarr.
     """
     given = x if isinstance(x, Mapping) else {_ONE: x}
     arrays = {name: one for name, one in given.items() if isinstance(one, DistributedArray)}
@@ -63,7 +63,7 @@ def save(path: str | os.PathLike[str], x: DistributedArray | Mapping[str, Any]) 
     def described() -> tuple[Any, ...]:
         _require_saveable(x, arrays, values)
         specs = {name: one.library.spec(one.local) for name, one in arrays.items()}
-        facts = {  # boxes look alike, and are told apart by the number
+        facts = {  # boxes look alike: the number tells them apart
             name: f"{specs[name].dtype}, {one.layout} [{hash(one.layout) & 0xFFFFFFFF:08x}]"
             for name, one in arrays.items()
         }
@@ -96,23 +96,23 @@ def load(
     package: ModuleType | None = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """The array in a file, or the dictionary of a checkpoint, of HDF5 or Zarr. Collective.
+    """The array in a .npy file, or the dictionary in a checkpoint, HDF5 or Zarr. Collective.
 
         u = shardmath.load("u.npy", distribution=Slab.X)
         ocean = shardmath.load("ocean", distribution={"u": Slab.X, "v": Slab.Y})
 
-    Every rank reads its part; who has written the file, and on how many ranks, does not matter. Of
-    a dictionary one distribution is that of all arrays, and a dictionary of distributions names
-    those that are loaded; what was saved beside arrays comes with them.
+    Every rank reads its part; it does not matter who has written the file, on how many ranks. For a
+    dictionary one distribution applies to all arrays, while a dictionary of distributions names the
+    arrays to load; values that were saved beside arrays are always loaded.
 
     `package` is the library of the parts, as in `full`. `dtype` names the type of elements that a
-    .npy file has as bytes, such as "bfloat16". The ranks are those of `context`, or of the current
-    one.
+    .npy file has as bytes, such as "bfloat16". The ranks are those of `context`, by default the
+    current one.
 
-    Raises the same on all ranks: OSError where a rank cannot read a file, ValueError where it is
-    of another format, truncated, or of Python objects, for another `dtype` than the file's, and
-    where the distribution does not fit; KeyError for an array that is not there;
-    CollectiveMismatch where the ranks pass different arguments; BackendUnavailable as `save`.
+    Raises the same on all ranks: OSError where a rank cannot read a file; ValueError where it is of
+    another format, truncated, or of Python objects, where `dtype` is not its type, and where the
+    distribution does not fit; KeyError for an array that is not there; CollectiveMismatch where the
+    ranks pass different arguments; BackendUnavailable as `save`.
     """
     context = context_of(LOAD, context)
     library = library_named("numpy") if package is None else library_of_package(package)
@@ -156,7 +156,7 @@ def _loaded(
     distribution: Distribution,
     library: Library,
 ) -> DistributedArray:
-    """The array that lies in a file, in the layout of a distribution. Collective."""
+    """An array in a file, brought to the layout of a distribution. Collective."""
     native, fortran = dtypes.to_numpy(stored.dtype), stored.fortran
     if stored.offset is None:
         held = layout_of_slices(layout)
@@ -178,7 +178,7 @@ def _loaded(
 
 
 def _stored(place: Path, dtype: Any) -> tuple[dict[str, npy.Stored], dict[str, Any]]:
-    """The arrays, and what else there is. Local."""
+    """The arrays in a file or folder, and the values beside them. Local."""
     if place.suffix == _NPY:
         return {_ONE: npy.read_stored(place, dtype)}, {}
     if dtype is not None:
@@ -188,13 +188,13 @@ def _stored(place: Path, dtype: Any) -> tuple[dict[str, npy.Stored], dict[str, A
 
 
 def _format(place: Path) -> Any:
-    """The module that knows the format of dictionaries at a path."""
+    """The module for the format of a dictionary at a path."""
     return _FORMATS.get(place.suffix, checkpoints)
 
 
 def _by_name(distribution: Any, stored: Mapping[str, Any], place: Path) -> dict[str, Distribution]:
-    """The distribution of each array that is loaded. Raises KeyError for one that is not there,
-    TypeError for what is no distribution.
+    """The distribution of each array to load. Raises KeyError for an array that is not there,
+    TypeError where a distribution is none.
     """
     is_named = isinstance(distribution, Mapping)
     wanted = dict(distribution) if is_named else dict.fromkeys(stored, distribution)
@@ -227,8 +227,8 @@ def _require_saveable(
 
 
 def _place(path: Any, x: Any) -> Path:
-    """Where the file or the folder lies, links followed. Raises ValueError where the suffix is not
-    that of what is saved, `x`.
+    """The path of the file or the folder, links resolved. Raises ValueError where the suffix does
+    not fit `x`, which is to be saved.
     """
     place = Path(os.path.realpath(os.fspath(path)))
     if isinstance(x, DistributedArray) and place.suffix not in (_NPY, ".zarr"):

@@ -32,8 +32,8 @@ _SHOWN = 4  # indices that an error shows
 
 
 def checked(numbers: HostArray, extent: int, axis: int) -> HostArray:
-    """Indices of an axis, none of them negative. Raises IndexError for one that there is not, and
-    for what is no integer.
+    """Indices of an axis, with negative ones counted from the end. Raises IndexError for an index
+    out of range, and for elements that are no integers.
     """
     if numbers.dtype.kind not in "iu" and numbers.size:
         raise IndexError(f"the indices of axis {axis} are {numbers.dtype}: give integers or bool")
@@ -45,8 +45,8 @@ def checked(numbers: HostArray, extent: int, axis: int) -> HostArray:
 
 
 def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
-    """The elements at `numbers`: indices, of one shape, along the axes from `place` on, in whose
-    stead the result has the axes of that shape.
+    """The elements at `numbers`: arrays of one shape, the indices along the axes from `place` on.
+    The result has the axes of that shape in place of these axes.
 
     Collective where these axes are split; the result is then in slabs of the longest of its new
     axes. Raises RuntimeError where moves are forbidden.
@@ -69,7 +69,7 @@ def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> 
 
 
 def _gathered_from_ranks(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> Any:
-    """Gather the elements that arrays of indices name along split axes, which takes an exchange."""
+    """`gathered` along axes that are split, which takes an exchange. Collective."""
     shape, size = numbers[0].shape, x.context.size
     axes = range(place, place + len(numbers))
     if not (set(x.layout.partitioned_axes) <= set(axes) and x.layout.disjoint()):
@@ -115,14 +115,14 @@ def exchanged(x: Any, lines: Sequence[HostArray], place: int, wanted: Sequence[H
         receive_counts=np.bincount(sources, minlength=size).tolist(),
         context=x.context,
     )
-    order = np.argsort(sources, kind="stable")  # as they come, of rank after rank
+    order = np.argsort(sources, kind="stable")  # they are received rank after rank
     return parts.taken(received, np.argsort(order), place)
 
 
 def require_equal_on_all_ranks(context: DistributedContext, lines: Sequence[HostArray]) -> None:
     """Raise CollectiveMismatch on all ranks where they give different indices. Collective.
 
-    They are told apart by their number and a checksum: a rank does not send them all.
+    Ranks exchange the number of indices and a checksum, not all indices.
     """
 
     def described() -> tuple[Any, ...]:
@@ -141,7 +141,7 @@ def require_equal_on_all_ranks(context: DistributedContext, lines: Sequence[Host
 
 
 def owned(part: Sequence[Spans], extents: Sequence[int], lines: Sequence[HostArray]) -> HostArray:
-    """At which numbers of the lines, of indices along as many axes, elements of a part are."""
+    """Which of the indices in `lines`, one line for each axis, lie in a part."""
     there: HostArray = np.ones(len(lines[0]), bool)
     for spans, extent, line in zip(part, extents, lines, strict=False):
         held = np.zeros(extent, bool)
@@ -151,5 +151,5 @@ def owned(part: Sequence[Spans], extents: Sequence[int], lines: Sequence[HostArr
 
 
 def local_places(part: Sequence[Spans], lines: Sequence[HostArray]) -> list[HostArray]:
-    """Where indices of a part, along as many axes, lie in it."""
+    """Where the indices in `lines`, one line for each axis, lie in this rank's part."""
     return [np.searchsorted(indices(spans), line) for spans, line in zip(part, lines, strict=True)]

@@ -23,13 +23,13 @@ from shardmath.operators.layouts import distributions_of, distributions_of_resul
 def of_parts_too(
     function: Callable[..., Any], operands: Sequence[str] = ("a",), *, results: int = 1
 ) -> Any:
-    """`function`, whose first arguments are `operands`, by these names, of arrays and of parts. It
-    has so many `results` at most.
+    """`function`, which takes arrays, made to take parts as well. Its first arguments are the
+    arrays, named `operands`; it has at most so many `results`.
 
-    It takes `distributions` besides: of parts those of the operands, and then, where results are
-    to be split otherwise than they come, those of the results; of arrays those of the results
-    alone; one need not be in a list. None leaves a result as it comes. Of parts the results are
-    parts.
+    The function gains an argument `distributions`. With parts it gives those of the operands,
+    followed by those of the results where they are to be split otherwise than they come; with
+    arrays those of the results alone. A single one need not be in a list, and None leaves a result
+    as it comes. With parts the results are parts.
     """
     name, count = function.__name__, len(operands)
 
@@ -65,7 +65,7 @@ def of_parts_too(
 
 
 def _split(results: Any, wanted: Sequence[Distribution | None], context: Any) -> Any:
-    """The results, in the distributions that are wanted of them. Collective."""
+    """The results, brought to the distributions in which they are wanted. Collective."""
     several = isinstance(results, tuple)
     ones = list(results) if several else [results]
 
@@ -87,6 +87,6 @@ def _parts(results: Any) -> Any:
 
 
 def _as(results: Any, ones: list[Any]) -> Any:
-    """A tuple of the results' kind."""
+    """A tuple of the same kind as the results."""
     kind = type(results)
     return kind(*ones) if hasattr(kind, "_fields") else tuple(ones)

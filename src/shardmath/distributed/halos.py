@@ -49,15 +49,15 @@ def halo(
         u = x.halo(1)                                            # 2 more along each axis
         x.local[...] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
 
-    An array of the parts' library: `out`, or a new one. Rims have what the neighbours hold, those
-    at corners too. Beyond the array they have `fill`, or what is at its other end along axes that
-    are `periodic`. `width` and `periodic` are the same for all axes, or given for each; an axis
-    of width 0 has no rim. Parts may be narrower than their rims, and all rims of one that is empty
-    have `fill`.
+    The result is an array of the parts' library: `out`, or a new one. Rims, including their
+    corners, have the elements of the neighbours. Beyond the array they have `fill`, or, along axes
+    that are `periodic`, the elements of its other end. `width` and `periodic` are the same for all
+    axes, or given for each; an axis of width 0 has no rim. Parts may be narrower than their rims;
+    the rims of an empty part have `fill`.
 
-    Raises the same on all ranks: ValueError for widths below 0 or for another number of axes, where
-    a part is several blocks, as in `BlockCyclic`, and for an `out` of another shape or type;
-    CollectiveMismatch where the ranks give different widths.
+    Raises the same on all ranks: ValueError for negative widths, for as many as do not fit the
+    axes, where a part is several blocks, as in `BlockCyclic`, and for an `out` of another shape or
+    type; CollectiveMismatch where the ranks give different widths.
     """
     end_explanation(lambda: f"halo: rims of {width} of {x.layout}")
     words = (x.layout.global_shape, x.layout.spans(x.context.rank), width, periodic)
@@ -142,7 +142,7 @@ class Halo(Immutable, Transfer):
 
 
 class HaloExchange(Rearrangement):
-    """The operation: the operand's part becomes one with rims.
+    """The operation that gives the operand's part rims.
 
     Its words are the global shape, this rank's part, the width, and whether it is periodic.
     """
@@ -203,9 +203,10 @@ def _by_axis(width: Any, periodic: Any, ndim: int) -> tuple[Widths, Periodic]:
 
 
 def _pieces(spans: Spans, extent: int, width: int, wraps: bool) -> list[tuple[Spans, int]]:
-    """The indices of a part with its rims along one axis, and where each run of them begins there.
+    """The indices of a part with its rims along one axis, as runs of the array's indices, and where
+    each run begins in the wider part.
 
-    Where the axis is periodic, the array follows itself, before and behind.
+    Along a periodic axis the array is repeated before and behind itself.
     """
     low, high = spans.start - width, spans.stop + width
     copies = range(low // extent, -(-high // extent)) if wraps else range(1)

@@ -1,9 +1,9 @@
 """HDF5 files, with h5py: a dataset for each array, whose elements every rank writes itself.
 
-Rank 0 makes the file, with datasets that have their room in it in one piece. Where that begins the
-library says, and the ranks write there as they write .npy: at once, with any build of h5py. What
-others have written in chunks, or compressed, is read by slices. HDF5 has no bfloat16, float8 and
-complex32: these are opaque bytes, and an attribute says which they are.
+Rank 0 makes the file, with contiguous datasets that are allocated at once. The library says at
+which byte each begins, and the ranks write there as they write .npy: all at once, with any build of
+h5py. Datasets of others, chunked or compressed, are read by slices. HDF5 has no bfloat16, float8
+and complex32: these are opaque bytes, and an attribute names the type.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def save_arrays(
         stored, _ = together(context, SAVE, partial(stored_arrays, file))
         for name, (x, _) in arrays.items():
             offset = stored[name].offset
-            if offset is not None:  # there are no elements, or the one is there
+            if offset is not None:  # else there are no elements, or the one is written
                 write_part(x, file, offset)
 
 
 def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
-    """Add a dataset that has its room in the file in one piece, for ranks to write there."""
+    """Add a dataset that is allocated in one piece, for ranks to write there."""
     h5py, known = _h5py(), dtypes.of(x.library.spec(x.local).dtype)
     native = np.dtype(type_in_file(known))
     if x.ndim:
@@ -65,7 +65,7 @@ def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
         room.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         dataset = file.create_dataset(name, x.shape, native, dcpl=room)
-    else:  # these h5py makes without such room; every rank has the element
+    else:  # h5py does not allocate these early; every rank has the element
         element = np.array(parts.on_host(x.local)).view(native)
         dataset = file.create_dataset(name, data=element)
     if known.carrier:
@@ -75,7 +75,7 @@ def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
 def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     """The arrays in a file, and the attributes of its root. Local.
 
-    Raises OSError where it cannot be read or is no HDF5 file, ValueError for elements of Python
+    Raises OSError for a file that cannot be read or is no HDF5, ValueError for elements of Python
     objects or named fields.
     """
     h5py, stored = _h5py(), {}
@@ -93,7 +93,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute as Python has it; arrays are none of ours."""
+    """An attribute as a Python value; we write no arrays as attributes."""
     if isinstance(value, _h5py().Empty):
         return None
     return value.item() if isinstance(value, np.generic) else value
@@ -101,6 +101,6 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[Any]:
-    """An array of the file, to be read by slices."""
+    """An array of the file, opened to be read by slices."""
     with _h5py().File(path, "r") as file:
         yield file[name]

@@ -1,13 +1,13 @@
-"""Arrays of indices in `[]`, and masks that are one of several indices: NumPy's advanced indexing.
+"""Arrays of indices in `[]`, and masks beside other indices: NumPy's advanced indexing.
 
     x (n, m, k)   x[[3, 1, 5]]              (3, m, k)
                   x[rows, columns]          (..., k), of the shape to which both broadcast
                   x[mask, 0] = values       a mask is the arrays of the indices at which it holds
 
-Arrays stand for one line of elements along their axes, in whose stead the result has the axes of
-their shape: where these axes were, if they follow each other, and otherwise first. Slices and new
-axes beside them are read first, and are views. What is read comes as `gathering` says; what is
-written each rank writes in its part, of an index that occurs twice the last value.
+Together the arrays name a list of positions along the axes that they index. The result has the axes
+of the arrays' shape: in place of the indexed axes if these are adjacent, else first. Slices and new
+axes are applied first, as views. `gathering` reads the elements; when writing, each rank writes
+those in its part, and the last value of a repeated index stays.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout
 
 _READ, _WRITTEN = "an array of indices", "what is assigned"
-_LISTS = (list, tuple, range)  # of indices, as good as an array of them
+_LISTS = (list, tuple, range)  # taken for arrays of indices
 
 
 class Selection(NamedTuple):
-    """What a key with arrays selects: `basic` is the key with a slice of the whole axis for each
-    array, `axes` are those axes of `x[basic]`, and `numbers` the arrays, of one shape, whose axes
-    begin at axis `place` of the result.
+    """What a key with arrays selects. `basic` is the key with a full slice in place of each array,
+    `axes` are the axes of `x[basic]` that arrays index, and `numbers` the arrays, broadcast to one
+    shape, whose axes begin at axis `place` of the result.
     """
 
     basic: tuple[Any, ...]
@@ -45,16 +45,16 @@ class Selection(NamedTuple):
 
 
 def has_arrays(key: Any) -> bool:
-    """Whether there is an array of indices, a mask or a list in the key."""
+    """Whether the key contains an array of indices, a mask or a list."""
     keys = key if type(key) is tuple else (key,)
     return any(isinstance(one, _LISTS) or getattr(one, "ndim", 0) for one in keys)
 
 
 def get(x: Any, key: Any) -> Any:
-    """`x[key]`, of a key with arrays. Collective where an axis that they index is split, where a
-    mask is all of the key, and where the arrays are distributed.
+    """`x[key]` for a key with arrays. Collective where an indexed axis is split, where the key is
+    one mask, and where the arrays are distributed.
 
-    Raises IndexError for an index that there is not, and for arrays that do not broadcast.
+    Raises IndexError for an index out of range, and for arrays that do not broadcast.
     """
     key = _as_indices(key) if isinstance(key, list | range) else key
     if masks.is_mask(key):
@@ -73,10 +73,10 @@ def get(x: Any, key: Any) -> Any:
 
 
 def put(x: Any, key: Any, value: Any) -> None:
-    """`x[key] = value`, of a key with arrays; the value is broadcast, and of an index that occurs
-    twice the last one stays. Collective where the mask, the arrays or the value are distributed.
+    """`x[key] = value` for a key with arrays. The value is broadcast, and the last value of a
+    repeated index stays. Collective where the mask, the arrays or the value are distributed.
 
-    Raises IndexError as `get`, ValueError where the value does not have the shape.
+    Raises IndexError as `get`, ValueError where the value does not broadcast.
     """
     key = _as_indices(key) if isinstance(key, list | range) else key
     value = np.asarray(value) if isinstance(value, list | tuple) else value
@@ -92,13 +92,13 @@ def put(x: Any, key: Any, value: Any) -> None:
 
 
 def _as_indices(given: Any) -> HostArray:
-    """A list as an array; an empty one is of integers, as in NumPy."""
+    """A list as an array; an empty list is of integers, as in NumPy."""
     made = np.asarray(given)
     return made if made.size else made.astype(np.intp)
 
 
 def _read(key: Any, shape: tuple[int, ...]) -> Selection:
-    """The key as arrays, and what is beside them; integers beside arrays are arrays, too."""
+    """The key, split into arrays and the rest; an integer beside arrays counts as an array."""
     keys = [_plain(one) for one in (key if type(key) is tuple else (key,))]
     basic: list[Any] = []
     axes: list[int] = []
@@ -126,7 +126,7 @@ def _read(key: Any, shape: tuple[int, ...]) -> Selection:
 
 
 def _plain(one: Any) -> Any:
-    """One index, arrays as NumPy's."""
+    """One key, whose arrays are made NumPy's."""
     if isinstance(one, _LISTS):
         return _as_indices(one)
     if not getattr(one, "ndim", 0):
@@ -142,14 +142,14 @@ def _is_basic(one: Any) -> bool:
 
 
 def _axes_of(one: Any) -> int:
-    """How many axes of an array a key is of."""
+    """The number of axes that a key indexes."""
     if one is None:
         return 0
     return one.ndim if isinstance(one, np.ndarray) and one.dtype.kind == "b" else 1
 
 
 def _numbers(one: Any, shape: tuple[int, ...], axis: int) -> Sequence[HostArray]:
-    """An integer, an array of integers or a mask as the indices along each axis from `axis` on."""
+    """An integer, an array of integers or a mask, as indices along each axis from `axis` on."""
     if not getattr(one, "ndim", 0):
         return [np.asarray(indexing.one(one, shape[axis], axis).start)]
     if one.dtype.kind != "b":
@@ -200,7 +200,7 @@ def _put(x: Any, selection: Selection, value: Any) -> None:
 
 
 def _last_of_each(lines: Sequence[HostArray], extents: Sequence[int]) -> HostArray:
-    """Which numbers of the lines are the last of their index."""
+    """For each position, whether no later one is the same."""
     count = len(lines[0])
     last: HostArray = np.zeros(count, bool)
     if count:
@@ -212,8 +212,8 @@ def _last_of_each(lines: Sequence[HostArray], extents: Sequence[int]) -> HostArr
 def _part(
     x: Any, value: Any, index: Index, kept: Sequence[int], wanted: Sequence[HostArray]
 ) -> Any:
-    """What this rank writes of `value`, whose first axis counts the lines and whose others are the
-    axes of x that are `kept`; `wanted` are the numbers of the lines that each rank writes.
+    """What this rank writes of `value`, whose first axis counts the positions and whose others are
+    the axes `kept` of x; `wanted` has the numbers of the positions that each rank writes.
     """
     rank, split = x.context.rank, set(x.layout.partitioned_axes)
     descending = [place for place, axis in enumerate(kept, 1) if index.ranges[axis].step < 0]
@@ -233,7 +233,7 @@ def _part(
 
 
 def _places(lines: Sequence[HostArray], beside: Sequence[slice | HostArray]) -> tuple[Any, ...]:
-    """What indexes lines of elements, along as many axes, and what is selected of those behind."""
+    """The key of positions along the first axes, and of what is selected along the others."""
     if all(isinstance(one, slice) for one in beside):
         return (*lines, *beside)
     along = [np.arange(b.start, b.stop, b.step) if isinstance(b, slice) else b for b in beside]

@@ -1,16 +1,16 @@
 """Indexing: integers, slices with any step, an ellipsis and new axes.
 
 Each rank takes from its part what the index selects there, as a view where NumPy's would be one.
-The result keeps the distribution that follows:
+The distribution of the result follows:
 
     x (n, m) Slab.X    x[:, 3]      (n,) Slab.X            no exchange
                        x[2:7]       (5, m) boxes           no exchange: the ranks that have the rows
                        x[4]         (m,) boxes             no exchange: all on the rank that has it
                        x[4, 3]      ()  Replicated         one element, sent to all ranks
 
-A slice of block-cyclic axes may be what no distribution describes; then the array is moved first,
-to one block for each rank of its grid, or the selection to a distribution that there is. Arrays of
-indices are in `index_arrays`, masks in `masks`.
+A slice along block-cyclic axes may have a layout that no distribution describes. Then the array is
+first moved to one block for each rank of its grid, or the selection is moved to a distribution that
+exists. Arrays of indices are in `index_arrays`, masks in `masks`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Shape = tuple[int, ...]
 
 
 class Index(NamedTuple):
-    """What is selected: a range of each axis of the operand, and the axes of the result; an axis
-    that an integer selects has a range of one index, and none in the result.
+    """What is selected: a range for each axis of the operand, and the axes of the result. An axis
+    that an integer indexes has a range of one, and no axis in the result.
     """
 
     ranges: tuple[range, ...]
@@ -58,8 +58,9 @@ class Index(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """What a range selects of one rank's part of an axis: where that lies there, which indices of
-    the selection these are, ascending, and the same as `Spans`, None where these do not express it.
+    """What a range selects of one rank's part of an axis: where that lies in the part, which
+    indices of the selection it is, ascending, and these as `Spans`, or None if they are no regular
+    blocks.
     """
 
     where: slice | Indices
@@ -68,9 +69,9 @@ class Picked(NamedTuple):
 
 
 def get(x: Distributed, key: Any) -> Any:
-    """`x[key]`. Collective where nothing is left of split axes, and along block-cyclic ones.
+    """`x[key]`. Collective where no split axis is left, and for some slices of block-cyclic axes.
 
-    Raises IndexError for an index that there is not.
+    Raises IndexError for an index out of range.
     """
     index = _of_number(key, x.shape) if type(key) is int else read(key, x.shape)
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
@@ -88,9 +89,10 @@ def get(x: Distributed, key: Any) -> Any:
 
 
 class Reading(NamedTuple):
-    """What a rank does for an index: `where` its elements lie in its part, of which all ranks' make
-    the layout `selected`, all axes kept, and `everywhere` where no other is left; then the `result`
-    and this rank's `shape` of it, and the distribution, None where none describes it.
+    """How a rank reads by an index. Its elements lie at `where` in its part; those of all ranks
+    form the layout `selected`, with all axes, or `everywhere` where no axis is left. Then `result`
+    is the layout of the result, `shape` this rank's part of it, `like` the distribution to prefer,
+    and `distribution` the one that describes it, None if none does.
     """
 
     where: Any
@@ -104,7 +106,7 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _reading(layout: Layout, distribution: Distribution, index: Index, rank: int) -> Reading | None:
-    """How this rank reads by an index; None where no layout expresses what is selected."""
+    """How this rank reads by an index; None where the selection has no layout."""
     selected = selected_layout(layout, index.ranges)
     if selected is None:
         return None
@@ -122,8 +124,8 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     """`x[key] = value`. Collective where a value that is split has to move.
 
     `value` is a number, an array that is the same on all ranks, or a distributed array, and is
-    broadcast. Raises IndexError for an index that there is not, ValueError where the shapes do not
-    fit.
+    broadcast. Raises IndexError for an index out of range, ValueError where the value does not
+    broadcast.
     """
     if isinstance(value, list | tuple):
         value = np.asarray(value)
@@ -131,8 +133,8 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     require_value(value, index.shape)
     picks = picks_of(x.layout.spans(x.context.rank), index.ranges)
     part = _values(x, index, picks, value)
-    # One value is written where nothing is selected, too: a type that cannot hold it says so on all
-    # ranks.
+    # A single value is written even where a rank has nothing selected, so that all ranks raise if
+    # the type cannot hold it.
     is_written = not getattr(part, "ndim", 0) or all(len(pick.selected) for pick in picks)
     if explanation.get() is None and is_written:
         x.local[selector([pick.where for pick in picks])] = part
@@ -149,9 +151,9 @@ def require_value(value: Any, shape: Shape) -> None:
 
 
 def read(key: Any, shape: Shape) -> Index:
-    """The key as ranges of all axes.
+    """The key as a range for each axis.
 
-    Raises IndexError for too many indices, or one past the end, and for what is no index.
+    Raises IndexError for too many indices, an index out of range, and for other keys.
     """
     keys = key if isinstance(key, tuple) else (key,)
     ranges: list[range] = []
@@ -171,8 +173,8 @@ def read(key: Any, shape: Shape) -> Index:
 def of_all_axes(
     keys: Sequence[Any], ndim: int, axes_of: Callable[[Any], int] = lambda one: one is not None
 ) -> list[Any]:
-    """The keys, with slices for the axes that an ellipsis stands for, or that are not mentioned;
-    `axes_of` says of how many axes a key is. Raises IndexError for too many.
+    """The keys, with full slices for an ellipsis and for the axes that are left out. `axes_of` says
+    how many axes a key indexes. Raises IndexError for too many keys.
     """
     consumed = sum(axes_of(one) for one in keys if one is not Ellipsis)
     dots = [place for place, one in enumerate(keys) if one is Ellipsis]
@@ -184,11 +186,11 @@ def of_all_axes(
     return [*keys[:place], *[slice(None)] * (ndim - consumed), *keys[place + 1 :]]
 
 
-_of_number = lru_cache(maxsize=1024)(read)  # which comes in loops; slices have no hash
+_of_number = lru_cache(maxsize=1024)(read)  # frequent in loops; slices cannot be hashed
 
 
 def one(key: Any, extent: int, axis: int) -> range:
-    """The range of one index of an axis. Raises IndexError for what is none."""
+    """The range of one index of an axis. Raises IndexError where it is none."""
     try:
         if isinstance(key, bool | np.bool_):
             raise TypeError
@@ -206,7 +208,7 @@ def one(key: Any, extent: int, axis: int) -> range:
 
 @lru_cache(maxsize=1024)
 def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
-    """The layout of a selection, all axes kept; None where there is none."""
+    """The layout of a selection with all its axes; None where it has none."""
     parts_ = []
     for part in layout.parts:
         chosen = [pick.spans for pick in picks_of(part, ranges)]
@@ -218,12 +220,12 @@ def selected_layout(layout: Layout, ranges: tuple[range, ...]) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def picks_of(part: tuple[Spans, ...], ranges: tuple[range, ...]) -> list[Picked]:
-    """What ranges select of one rank's part, along each axis."""
+    """What the ranges select of one rank's part, along each axis."""
     return [_pick(spans, along) for spans, along in zip(part, ranges, strict=True)]
 
 
 def _pick(spans: Spans, along: range) -> Picked:
-    """What `along`, ascending or descending, selects of `spans`. `where` is ascending."""
+    """What `along`, ascending or descending, selects of `spans`; `where` ascends in any case."""
     count = len(along)
     up = along if along.step > 0 else along[::-1]
     if not count:
@@ -245,12 +247,14 @@ def _pick(spans: Spans, along: range) -> Picked:
         if len(selected) == len(held):
             where = slice(0, len(held))
     if along.step < 0:
-        selected = np.ascontiguousarray((count - 1 - selected)[::-1])  # as torch wants it
+        selected = np.ascontiguousarray(
+            (count - 1 - selected)[::-1]
+        )  # for torch
     return Picked(where, selected, _expressed(selected))
 
 
 def _expressed(selected: Indices) -> Spans | None:
-    """Ascending indices as `Spans`, if they are equal blocks at a constant period."""
+    """Ascending indices as `Spans`; None unless they are equal blocks at a constant period."""
     if not len(selected):
         return Spans(0, 0, 0, 0)
     start, stop = int(selected[0]), int(selected[-1]) + 1
@@ -278,7 +282,7 @@ def _without_cycles(x: Distributed) -> Distributed:
 
 
 def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -> Any:
-    """The elements for this rank's part of the selection, axes and order as they lie there."""
+    """The values for this rank's part of the selection, in the axes and the order of the part."""
     if not isinstance(value, Distributed):
         if not hasattr(value, "shape"):
             return value
@@ -303,7 +307,7 @@ def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -
 
 
 def _aligned(x: Distributed, index: Index, part: Any) -> Any:
-    """`part`, with axes of the result, with those of the operand, and in ascending order."""
+    """`part` of the value, with the axes of the operand, in ascending order."""
     new = len(index.axes) - part.ndim
     ascending = [
         place

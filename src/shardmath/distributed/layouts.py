@@ -1,8 +1,8 @@
 """Layouts of global arrays, and the distributions that describe them. Pure.
 
-A `Layout` says what every rank owns, and operations on arrays make a new one of it: axes go, come
-or change places. A user thinks in distributions, so the one that describes a layout is looked for
-here: the operand's own, if it does, before any other.
+A `Layout` says what every rank owns. Operations that drop, add or reorder axes compute a new one.
+Users think in distributions, so this module also finds a distribution that describes a layout: if
+possible, that of the operand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 @lru_cache(maxsize=4096)
 def layout_of(distribution: Distribution, shape: tuple[int, ...], size: int) -> Layout:
-    """The layout of a distribution that is the same on all ranks, for every rank to compute.
+    """The layout of a distribution that is the same on all ranks.
 
     Raises BindDistributionError where the shape or the number of ranks does not fit.
     """
@@ -43,27 +43,27 @@ def layout_of(distribution: Distribution, shape: tuple[int, ...], size: int) -> 
 
 @lru_cache(maxsize=4096)
 def interned(layout: Layout) -> Layout:
-    """The first layout that was equal to this one: caches find the same object by its identity,
-    where to compare equal ones takes longer than small operations do.
+    """The first layout that was equal to this one. Caches recognise it by its identity: to compare
+    equal layouts would take longer than a small operation does.
     """
     return layout
 
 
 def unbound(distribution: Distribution) -> Distribution:
-    """The distribution without the shape and the ranks that it is bound to."""
+    """The distribution without the shape and the ranks to which it is bound."""
     if distribution.binding is None:
         return distribution
     kind, *fields, _ = distribution.encode()
     if kind in ("Slab", "Replicated"):
-        fields[-1] = None  # the number of axes, which binding has set
+        fields[-1] = None  # the number of axes, set when it was bound
     return geometry.decode((kind, *fields, None))
 
 
 def distribution_of(
     layout: Layout, rank: int, like: Distribution | None = None
 ) -> Distribution | None:
-    """A distribution that describes `layout`: `like` if it does, else the simplest; None if none
-    does. A `Box` is that of `rank`.
+    """A distribution that describes `layout`: `like` if that does, else the simplest; None if there
+    is none. A `Box` is that of `rank`.
     """
     return like if like is not None and fits(like, layout) else _simplest(layout, rank)
 
@@ -83,8 +83,8 @@ def _simplest(layout: Layout, rank: int) -> Distribution | None:
 
 
 def with_axis(x: Distributed, axis: int, extent: int) -> tuple[Distribution, Layout]:
-    """The distribution and the layout of `x`, had it an axis of another extent, whole on each rank;
-    the others are split as they are.
+    """The distribution and the layout that `x` would have if `axis` had another extent and were
+    whole on each rank. Other axes stay split as they are.
     """
     return _with_axis(x.layout, x.distribution, axis, extent, x.context.rank)
 
@@ -103,8 +103,8 @@ def _with_axis(
 def with_new_axis(
     held: Layout, like: Distribution, axis: int, extent: int, rank: int
 ) -> tuple[Distribution, Layout] | None:
-    """The distribution and the layout with a new axis, whole on each rank, before `axis`; None
-    where no distribution describes it.
+    """The distribution and the layout with a new axis before `axis`, whole on each rank; None where
+    no distribution describes it.
     """
     columns = [held.column(number) for number in range(held.ndim)]
     shape = (*held.global_shape[:axis], extent, *held.global_shape[axis:])
@@ -131,9 +131,9 @@ Axes = tuple[int | None, ...]  # for each axis of a result that of the operand, 
 
 @lru_cache(maxsize=4096)
 def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
-    """The layout with these axes of the operand; a new axis has extent 1, and all ranks have it.
+    """The layout with the axes `axes` of the operand; None stands for a new axis of extent 1.
 
-    Where a rank's part is empty along an axis that goes, it is empty along the others.
+    A rank whose part is empty along a dropped axis has an empty part.
     """
     gone = [axis for axis in range(layout.ndim) if axis not in axes]
     one = Spans.interval(0, 1)
@@ -147,7 +147,7 @@ def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
 
 
 def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribution | None:
-    """The distribution with these axes of the operand; None where an axis goes that it splits."""
+    """The distribution with the axes `axes` of the operand; None where it splits a dropped one."""
     match distribution:
         case Slab(partition_dim=dim):
             return Slab(axes.index(dim)) if dim in axes else None
@@ -166,9 +166,7 @@ def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribut
 
 
 def rearranged(x: Distributed, part: Any, axes: Axes) -> Distributed | None:
-    """The array that `part` is a part of, with these axes of `x`; None where no distribution
-    describes it.
-    """
+    """The array whose part is `part`, with the axes `axes` of `x`; None if no distribution fits."""
     found = _rearranged(x.layout, x.distribution, axes, x.context.rank)
     return None if found is None else x.like(part, *found)
 
@@ -202,7 +200,7 @@ def _picked(values: Sequence[int], axes: Axes, new: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def indices(spans: Spans) -> Indices:
-    """The global indices that a rank owns along an axis, ascending; not to be written."""
+    """The global indices that a rank owns along an axis, ascending; read-only."""
     blocks = [np.arange(lo, hi) for lo, hi in spans.ranges()]
     made = np.concatenate([np.arange(0), *blocks]).astype(np.intp)
     made.flags.writeable = False
@@ -210,7 +208,7 @@ def indices(spans: Spans) -> Indices:
 
 
 def places(held: Spans, needed: Spans) -> slice | Indices:
-    """Where the indices of `needed`, all of which are in `held`, lie in the array of `held`."""
+    """Where the indices of `needed`, a subset of `held`, lie among those of `held`."""
     runs = held.intersect(needed)
     if not runs:
         return slice(0, 0)
@@ -221,14 +219,14 @@ def places(held: Spans, needed: Spans) -> slice | Indices:
 
 
 def placed_part(spans: Spans) -> slice | Indices:
-    """Where a rank's part lies along an axis of the whole array."""
+    """Where a rank's part lies along an axis of the global array."""
     return spans.slice() or indices(spans)
 
 
 def selector(along: Sequence[slice | Indices]) -> Any:
-    """What indexes an array of any library by a slice or an array along each axis."""
+    """A key that selects by a slice or an array of indices along each axis, in any library."""
     if all(isinstance(one, slice) for one in along):
-        return (*along, Ellipsis)  # an array, also of no axes, where NumPy would give a number
+        return (*along, Ellipsis)  # so that an array of no axes gives an array
     full = [
         np.arange(one.start, one.stop, one.step) if isinstance(one, slice) else one for one in along
     ]
@@ -239,7 +237,7 @@ def selector(along: Sequence[slice | Indices]) -> Any:
 
 
 def runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The part as runs of elements that follow each other in the global array: first, count."""
+    """The part as runs of elements that are contiguous in the global array: first, count."""
     if any(not spans.block for spans in part):
         return
     axis = _whole_from(part, shape)
@@ -257,13 +255,13 @@ def runs(part: tuple[Spans, ...], shape: tuple[int, ...]) -> Iterator[tuple[int,
 
 
 def run_length(part: tuple[Spans, ...], shape: tuple[int, ...]) -> int:
-    """The elements of a run of a part, of which the last along an axis may be shorter."""
+    """The number of elements of the runs of a part; the last one along an axis may be shorter."""
     axis = _whole_from(part, shape)
     return prod(shape[axis:]) * (part[axis - 1].block if axis else 1)
 
 
 def _whole_from(part: tuple[Spans, ...], shape: tuple[int, ...]) -> int:
-    """The first of the last axes that the part has whole, and those behind it."""
+    """The first axis from which on the part has all axes whole."""
     axis = len(shape)
     while axis and part[axis - 1].length == shape[axis - 1]:
         axis -= 1

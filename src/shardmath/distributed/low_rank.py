@@ -28,17 +28,17 @@ from shardmath.geometry.integers import integer
 def svd_lowrank(
     a: Any, rank: int, oversampling: int = 10, iterations: int = 2, seed: int = 0
 ) -> SVDResult:
-    """The largest `rank` singular values of a matrix, and their vectors, nearly. Collective.
+    """The largest `rank` singular values of a matrix and their vectors, approximately. Collective.
 
         u, s, vh = svd_lowrank(images, 20)
 
-    A is multiplied 2 + 2 `iterations` times by rank + `oversampling` columns: more of either make
-    the result better, where singular values fall slowly. U is split by rows as A is, or as
-    Slab.X, Vh by columns as Slab.Y; S is on every rank. The random numbers follow from `seed` and
-    the shape alone, so the result does not depend on the number of ranks, but for rounding.
+    A is multiplied 2 + 2 `iterations` times by rank + `oversampling` columns; more of either
+    improve the result where the singular values decay slowly. U is split by rows as A is, or as
+    Slab.X, Vh by columns as Slab.Y; S is on every rank. The random numbers depend on `seed` and the
+    shape alone, so that up to rounding the result is the same on any number of ranks.
 
-    Raises on all ranks ValueError for a rank above either extent, or numbers below 0; otherwise as
-    `svd`.
+    Raises on all ranks ValueError for a rank above either extent, or for negative numbers;
+    otherwise as `svd`.
     """
 
     def require_numbers(shape: tuple[int, ...]) -> None:
@@ -71,6 +71,6 @@ def svd_lowrank(
 
 
 def _adjoint_times(a: Any, q: Any) -> Any:
-    """A^H Q, of which the few columns are conjugated, not A."""
+    """A^H Q; the few columns are conjugated rather than A."""
     conjugate: Any = matmul(a.T, q.conj())
     return conjugate.conj()

@@ -1,8 +1,8 @@
-"""Functions that give an array another shape, or put arrays together.
+"""Functions that give an array another shape, or join arrays.
 
-Axes that no rank shares are handled part by part. Where split axes are cut, joined or counted anew,
-elements move from rank to rank by slices and layouts, as `brought` moves them; no rank needs more
-than its part of the result.
+Axes that are whole on each rank are handled part by part. Where split axes are cut, joined or
+reshaped, elements move between ranks, by layouts; no rank needs more memory than for its part of
+the result.
 
     x (n, m) Slab.X   reshape (n, a, b)    Slab.X    no exchange
                       reshape (n m,)       Slab.X    no exchange, if n is a multiple of the ranks
@@ -73,7 +73,7 @@ def swapaxes(x: Any, axis1: int, axis2: int) -> Any:
 
 
 def moveaxis(x: Any, source: Axis, destination: Axis) -> Any:
-    """Axes at other places, the rest in their order; a view, as numpy.moveaxis. Local."""
+    """Axes moved to other places, the others in their order; a view, as numpy.moveaxis. Local."""
     given = [
         (axes,) if isinstance(axes, int) else tuple(axes or ()) for axes in (source, destination)
     ]
@@ -89,16 +89,16 @@ def moveaxis(x: Any, source: Axis, destination: Axis) -> Any:
 
 
 def expand_dims(x: Any, axis: int | Sequence[int] = 0) -> Any:
-    """New axes of one element at these places of the result, as numpy.expand_dims. Local."""
+    """New axes of one element, at these places of the result, as numpy.expand_dims. Local."""
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     new = axes_of(given, x.ndim + len(given))
     return x[tuple(None if place in new else slice(None) for place in range(x.ndim + len(new)))]
 
 
 def squeeze(x: Any, axis: Axis = None) -> Any:
-    """The array without these axes of one element, by default all of them, as numpy.squeeze.
+    """The array without axes of one element, by default without all of them, as numpy.squeeze.
 
-    Raises ValueError for an axis of more. Collective where nothing but a split element is left.
+    Raises ValueError for a longer axis. Collective where one element of a split array is left.
     """
     gone = [n for n, extent in enumerate(x.shape) if extent == 1] if axis is None else axis
     numbers = axes_of(gone, x.ndim)
@@ -121,7 +121,7 @@ def flip(x: Any, axis: Axis = None) -> Any:
 
 
 def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
-    """The array with axes of one element repeated, and new ones before, as numpy.broadcast_to.
+    """The array broadcast to a shape, as numpy.broadcast_to.
 
     Parts are views. Raises ValueError where the shape does not fit.
     """
@@ -134,14 +134,16 @@ def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
 
 
 def broadcast_arrays(*arrays: Any) -> tuple[Any, ...]:
-    """All arrays in the shape that they broadcast to, as numpy.broadcast_arrays."""
+    """The arrays, broadcast to their common shape, as numpy.broadcast_arrays."""
     shape = broadcast_shape(arrays)
     first = first_of(arrays)
     return tuple(broadcast_to(whole(x, first), shape) for x in arrays)
 
 
 def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Any, ...]:
-    """Coordinates of a grid of one-dimensional arrays, as numpy.meshgrid: one array for each."""
+    """The coordinates of a grid, an array for each of the one-dimensional `arrays`, as
+    numpy.meshgrid.
+    """
     if indexing not in ("xy", "ij"):
         raise ValueError(f"indexing is 'xy' or 'ij', not {indexing!r}")
     first = first_of(arrays)
@@ -156,10 +158,10 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Any, ...]:
 
 
 def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
-    """Each element so many times, as numpy.repeat; without an axis those of the flattened array.
+    """Each element repeated, as numpy.repeat; without an axis, of the flattened array.
 
-    A number of times is local; times of each index along the axis, the same on all ranks, are as
-    `take`.
+    Local for one number. Different numbers for the indices along the axis, the same on all ranks,
+    are taken as by `take`.
     """
     if axis is None:
         return repeat(reshape(x, (-1,)), repeats, 0)
@@ -180,7 +182,7 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
 
 
 def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
-    """The array so many times along each axis, as numpy.tile."""
+    """The array repeated along each axis, as numpy.tile."""
     given = (repetitions,) if isinstance(repetitions, int) else repetitions
     times = integers(given, "repetitions", least=0)
     times = (1,) * (x.ndim - len(times)) + times
@@ -193,7 +195,7 @@ def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
     return x
 
 
-# The modes of pad, and the arguments of each that there are.
+# The modes of pad, and the arguments that each takes.
 _MODES: dict[Any, tuple[str, ...]] = {
     "constant": ("constant_values",),
     "empty": (),
@@ -208,10 +210,11 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any
     """The array with elements before and behind along its axes, as numpy.pad.
 
     `pad_width` is their number, a pair (before, behind), a pair for each axis, or a dictionary of
-    axes. They are `constant_values`, by default 0, or, by the modes "edge", "reflect", "symmetric"
-    and "wrap", copies, which are taken as by `take`. Elements move where a split axis is padded.
+    axes. The elements are `constant_values`, by default 0, or, in the modes "edge", "reflect",
+    "symmetric" and "wrap", copies, which are taken as by `take`. Elements move where a split axis
+    is padded.
 
-    Raises ValueError for widths below 0, and for copies along an axis of no elements;
+    Raises ValueError for negative widths, and for copies along an axis of no elements;
     NotImplementedError for other modes.
     """
     widths = _pairs(pad_width, array.ndim)
@@ -243,7 +246,7 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **words: Any) -> Any
 
 
 def _pairs(given: Any, axes: int) -> HostArray:
-    """What is given for all axes, for both ends, or for each: a row for each axis."""
+    """One pair for each axis, of what is given for all axes, for both ends, or for each axis."""
     if isinstance(given, dict):
         rows: list[Any] = [(0, 0)] * axes
         for axis, ends in given.items():
@@ -256,9 +259,9 @@ def _pairs(given: Any, axes: int) -> HostArray:
 
 
 def concat(arrays: Sequence[Any], axis: int | None = 0) -> Any:
-    """The arrays one after the other along an axis, as numpy.concatenate; None: flattened.
+    """The arrays joined along an axis, as numpy.concatenate; with None they are flattened first.
 
-    Part by part where the axis is not split, and where it is each piece moves to its place. Raises
+    Part by part where the axis is not split; otherwise each piece moves to its place. Raises
     ValueError where other extents differ.
     """
     first = first_of(arrays)
@@ -269,7 +272,7 @@ def concat(arrays: Sequence[Any], axis: int | None = 0) -> Any:
 
 
 def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
-    """The arrays one after the other along a new axis, as numpy.stack."""
+    """The arrays joined along a new axis, as numpy.stack."""
     first = first_of(arrays)
     operands = [whole(x, first) for x in arrays]
     if any(x.shape != first.shape for x in operands):
@@ -286,13 +289,13 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
 
 
 def unstack(x: Any, axis: int = 0) -> tuple[Any, ...]:
-    """The arrays of each index along an axis, as numpy.unstack."""
+    """The arrays at each index along an axis, as numpy.unstack."""
     before = (slice(None),) * one_axis(axis, x.ndim)
     return tuple(x[(*before, number)] for number in range(x.shape[len(before)]))
 
 
 def roll(x: Any, shift: int | Sequence[int], axis: Axis = None) -> Any:
-    """The elements moved on by `shift` places, round the end, as numpy.roll."""
+    """The elements shifted cyclically by `shift` places, as numpy.roll."""
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, 0), x.shape)
     numbers = np.broadcast_arrays(np.asarray(shift), np.asarray(axis))
@@ -307,7 +310,7 @@ def roll(x: Any, shift: int | Sequence[int], axis: Axis = None) -> Any:
 
 
 def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> Any:
-    """The operands along an axis, split as `like`, or as the cheapest operand's other axes are."""
+    """The operands joined along an axis, split as `like`, or as the largest operand."""
     shapes = [x.shape for x in operands]
     others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(others) > 1:
@@ -332,7 +335,9 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
 
 
 def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
-    """The operands along an axis that each rank has whole: those that are split otherwise move."""
+    """The operands joined along an axis that each rank has whole; those that are split otherwise
+    along other axes move.
+    """
 
     def needed(like: Any) -> list[Layout]:
         return [with_axis(like, axis, x.shape[axis])[1] for x in operands]
@@ -354,7 +359,9 @@ def _joined_parts(operands: Sequence[Any], axis: int, shape: Shape) -> Any:
 def _in_one_block(
     distribution: Distribution, shape: Shape, x: Distributed
 ) -> tuple[Distribution, Layout]:
-    """A distribution like that of `x` in which each rank has one block, for slices to go to."""
+    """A distribution like the given one, in which each rank has one block, so that slices can be
+    assigned, and its layout.
+    """
     target = unbound(distribution)
     if type(target) is BlockCyclic:
         target = BlockNonCyclic(target.process_grid, first_process=target.first_process)
@@ -366,8 +373,8 @@ def _in_one_block(
 
 
 def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
-    """The operands in the type that NumPy's rules give them together; `inexact`: in float64 where
-    that is of integers or bool.
+    """The operands in their common type, by NumPy's rules; with `inexact`, in float64 if that would
+    be integers or bool.
     """
     types = [x.element_type for x in operands]
     together = types[0]
@@ -382,11 +389,11 @@ def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
 
 
 def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | None = None) -> Any:
-    """The elements, in C order, in another shape, of which one extent may be -1, as numpy.reshape.
+    """The elements in C order in another shape, as numpy.reshape; one extent may be -1.
 
-    Each rank keeps its elements where its part of `x` is what a rank has of an array of the new
-    shape, too; otherwise the result is a slab. Raises ValueError where the number of elements is
-    another, NotImplementedError for another order.
+    Nothing moves if the ranks' parts are parts of an array of the new shape, too; otherwise the
+    result is in slabs. Raises ValueError where the number of elements differs, NotImplementedError
+    for another order.
     """
     if order != "C":
         raise NotImplementedError(f"reshape in order {order!r}: use x.T.reshape(shape[::-1]).T")
@@ -398,7 +405,7 @@ def reshape(x: Any, shape: int | Sequence[int], order: str = "C", copy: bool | N
         return x.everywhere(whole_everywhere(x, "reshape").local.reshape(target))
     groups = _groups(x.shape, target)
     flat = _flat_layout(x.layout, groups, 0)
-    if flat is None:  # two axes of a group are split, or one in cycles
+    if flat is None:  # several axes of a group are split, or one is cyclic
         x = in_slabs(x, int(np.argmax(x.shape)), "reshape")
         flat = _flat_layout(x.layout, groups, 0)
         assert flat is not None, "a slab is split along one axis, in blocks"
@@ -418,7 +425,7 @@ Group = tuple[range, range]  # axes before and after, with as many elements
 
 
 def _resolved(shape: Shape, target: Sequence[int]) -> Shape:
-    """The new shape, with the extent that -1 stands for."""
+    """The new shape, with -1 replaced by its extent."""
     given = [operator.index(extent) for extent in target]
     known = math.prod(extent for extent in given if extent != -1)
     elements = math.prod(shape)
@@ -431,7 +438,7 @@ def _resolved(shape: Shape, target: Sequence[int]) -> Shape:
 
 @lru_cache(maxsize=1024)
 def _groups(source: Shape, target: Shape) -> tuple[Group, ...]:
-    """The fewest axes before and after that have the same elements, in order."""
+    """The smallest groups of consecutive axes, before and after, with as many elements."""
     groups: list[Group] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -453,7 +460,7 @@ def _groups(source: Shape, target: Shape) -> tuple[Group, ...]:
 
 @lru_cache(maxsize=1024)
 def _flat_layout(layout: Layout, groups: tuple[Group, ...], side: int) -> Layout | None:
-    """The layout with the axes of each group as one; None where that expresses no part."""
+    """The layout with each group's axes flattened to one; None where a part is no `Spans` then."""
     columns: list[list[Spans]] = []
     for group in groups:
         axes = group[side]
@@ -472,7 +479,7 @@ def _flat_layout(layout: Layout, groups: tuple[Group, ...], side: int) -> Layout
 
 @lru_cache(maxsize=1024)
 def _raised(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> Layout | None:
-    """The layout of the new shape in which each rank has the elements of `flat`; None: none."""
+    """The layout of the new shape in which each rank has the elements of `flat`, or None."""
     columns: list[Sequence[Spans] | None] = [None] * len(target)
     for number in flat.partitioned_axes:
         for axis in groups[number][1]:
@@ -488,8 +495,8 @@ def _raised(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> Layout | 
 
 @lru_cache(maxsize=1024)
 def _nearest(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> tuple[Slab, Layout]:
-    """The slab of the new shape to which the fewest elements move, of those that give all ranks
-    some where there is one; and its flat layout.
+    """The slab of the new shape to which the fewest elements move, preferring slabs that give every
+    rank some; and its flat layout.
     """
     most = min(flat.size, max(target))
     choices = []
@@ -502,14 +509,14 @@ def _nearest(flat: Layout, target: Shape, groups: tuple[Group, ...]) -> tuple[Sl
 
 
 def _around(shape: Shape, axes: range, axis: int) -> tuple[int, int, int]:
-    """The elements of the axes before an axis of a group, of it, and of those behind."""
+    """The numbers of elements of a group's axes before `axis`, of it, and behind it."""
     before = math.prod(shape[other] for other in axes if other < axis)
     behind = math.prod(shape[other] for other in axes if other > axis)
     return before, shape[axis], behind
 
 
 def _flattened(spans: Spans, before: int, extent: int, behind: int) -> Spans | None:
-    """The elements of all axes of a group, of those that `spans` are along one."""
+    """`spans` along one axis of a group, as spans of the flattened group; None if they are none."""
     if before == 1 or not spans.block:
         return _scaled(spans, behind)
     if spans.period:
@@ -520,7 +527,7 @@ def _flattened(spans: Spans, before: int, extent: int, behind: int) -> Spans | N
 
 
 def _cut(flat: Spans, before: int, extent: int, behind: int) -> Spans | None:
-    """What is flattened to `flat`; None where nothing is."""
+    """The spans along one axis that flatten to `flat`; None where there are none."""
     if before > 1 and flat.period == 0 and flat.block == before * extent * behind:
         return Spans.interval(0, extent)
     made = Spans(
@@ -544,11 +551,11 @@ def _scaled(spans: Spans, factor: int) -> Spans:
 
 
 def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-    """The elements at these indices along an axis, as numpy.take; None: of the flattened array.
+    """The elements at indices along an axis, as numpy.take; with None, of the flattened array.
 
     The indices are the same on all ranks, or distributed, and then sent to all. Along a split axis
-    ranks send each other what is taken, and the result is split evenly along it. Raises IndexError
-    for an index that there is not.
+    the ranks exchange the elements that are taken, and the result is split evenly along it. Raises
+    IndexError for an index out of range.
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
@@ -560,12 +567,12 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
 
 
 def tril(x: Any, k: int = 0) -> Any:
-    """The elements on diagonal `k` and below it, zeros elsewhere, as numpy.tril. Local."""
+    """The elements on and below diagonal `k`, with zeros elsewhere, as numpy.tril. Local."""
     return _triangle(x, lambda i, j: j - i <= k)
 
 
 def triu(x: Any, k: int = 0) -> Any:
-    """The elements on diagonal `k` and above it, zeros elsewhere, as numpy.triu. Local."""
+    """The elements on and above diagonal `k`, with zeros elsewhere, as numpy.triu. Local."""
     return _triangle(x, lambda i, j: j - i >= k)
 
 
@@ -583,7 +590,7 @@ def in_matrices(x: Any, holds: Callable[[HostArray, HostArray], Any]) -> Any:
 
 
 def first_of(arrays: Sequence[Any]) -> Any:
-    """The first of the arrays that is distributed. Raises ValueError where none is."""
+    """The first of the arrays that is distributed. Raises ValueError if none is."""
     for x in arrays:
         if isinstance(x, Distributed):
             return x
@@ -591,5 +598,5 @@ def first_of(arrays: Sequence[Any]) -> Any:
 
 
 def one_axis(axis: int, ndim: int) -> int:
-    """The number of an axis, which may be counted from the end. Raises ValueError for none."""
+    """The number of an axis, which may be negative. Raises ValueError if it is out of range."""
     return axes_of(operator.index(axis), ndim)[0]

@@ -1,8 +1,8 @@
-"""Moves between layouts that an operation on arrays needs, and whether it may make them.
+"""Moves between layouts that operations on arrays need, and whether they are allowed.
 
-Operands that are split alike never move. Where others are brought together, every rank computes
-from the layouts what moves, so all agree without asking; `communication` says whether that is
-allowed. What a caller asks for by name (`to`, `numpy`, a reduction, a product) is always allowed.
+Operands that are split alike never move. Otherwise every rank computes from the layouts what moves,
+so all agree without asking; `communication` says whether that is allowed. What a caller asks for by
+name (`to`, `numpy`, a reduction, a product) is always allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardmath.program.performing import Arguments, Names
 T = TypeVar("T")
 
 _MODES = ("forbid", "warn", "allow")
-# The lines that a call adds to which is explained, and not made; None where calls are made.
+# The lines of the explanation, while a call is only explained; None while calls are made.
 explanation: ContextVar[list[str] | None] = ContextVar("shardmath_explanation", default=None)
 _mode: ContextVar[str] = ContextVar("shardmath_communication", default="allow")
 
@@ -46,9 +46,9 @@ class communication:  # noqa: N801  (it reads as a statement)
         shardmath.communication("forbid")           # from now on, in this thread
         with shardmath.communication("warn"): ...   # until the end of the block
 
-    "forbid" raises RuntimeError on all ranks, before anything moves; "warn" is a UserWarning that
-    names the bytes; "allow", the default, is silent. Ranks must set the same. Raises ValueError for
-    another mode.
+    "forbid" raises RuntimeError on all ranks before anything moves; "warn" issues a UserWarning
+    that names the bytes; "allow", the default, does neither. All ranks must set the same. Raises
+    ValueError for another mode.
     """
 
     def __init__(self, mode: str) -> None:
@@ -64,12 +64,12 @@ class communication:  # noqa: N801  (it reads as a statement)
 
 
 class Explained(Exception):
-    """The end of what can be said of a call before it is made."""
+    """Ends the explanation of a call, as nothing more is known before the call is made."""
 
 
 def explained(call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """What `call` would exchange, a line each, and its result, of zeros where it would have moved;
-    None where the rest shows only when it is made. Local.
+    """What `call` would exchange, in lines, and its result, with zeros for elements that would have
+    moved; None if the explanation ends early. Local.
     """
     lines: list[str] = []
     before = explanation.set(lines)
@@ -84,7 +84,9 @@ def explained(call: Callable[[], Any]) -> tuple[list[str], Any]:
 def in_place_of(
     describe: Callable[[], str], x: Distributed, layout: Layout, dtype: Any = None
 ) -> Any:
-    """Zeros for the part that an exchange would give, where a call is explained only; else None."""
+    """Zeros for the part that an exchange would give, where a call is only explained; otherwise
+    None.
+    """
     lines = explanation.get()
     if lines is None:
         return None
@@ -93,7 +95,7 @@ def in_place_of(
 
 
 def end_explanation(describe: Callable[[], str]) -> None:
-    """End the explanation of a call that is explained only: the rest shows when it is made."""
+    """End the explanation, if a call is only explained: the rest depends on elements."""
     lines = explanation.get()
     if lines is not None:
         lines.append(describe())
@@ -101,7 +103,7 @@ def end_explanation(describe: Callable[[], str]) -> None:
 
 
 def permit(describe: Callable[[], str]) -> None:
-    """Raise RuntimeError, or warn, where the thread's mode says so; `describe` says what moves."""
+    """Raise RuntimeError, or warn, if the thread's mode asks for it; `describe` says what moves."""
     end_explanation(describe)
     mode = _mode.get()
     if mode == "allow":
@@ -116,7 +118,7 @@ def permit(describe: Callable[[], str]) -> None:
 
 
 class Rearrangement(Redistribution):
-    """A redistribution between any two layouts, also those that no distribution describes.
+    """A redistribution between any two layouts, including those that no distribution describes.
 
     Its words are the global shape and this rank's part before and after.
     """
@@ -156,8 +158,8 @@ REARRANGE = Rearrangement()
 
 
 class Whole(Rearrangement):
-    """The array on every rank, or on one: its words are the global shape, this rank's part, and the
-    rank that gets all, None for every rank.
+    """The whole array, on every rank or on one. Its words are the global shape, this rank's part,
+    and the rank that gets the array, or None for every rank.
     """
 
     names = Names(
@@ -197,8 +199,8 @@ def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "
 
 @collective_call
 def whole_on(x: Distributed, root: int | None) -> Any:
-    """The array `x` of all ranks: its own part where every rank has all, and otherwise a new array,
-    on every rank or on rank `root`, of no elements on the others. Collective.
+    """The whole array on every rank, or on rank `root`, where the others get no elements: its own
+    part if every rank has all, otherwise a new array. Collective.
     """
     if x.layout.is_replicated:
         return x.local
@@ -218,7 +220,7 @@ def _whole_layout(shape: tuple[int, ...], size: int, root: int | None) -> Layout
 
 
 def part_in(x: Distributed, layout: Layout) -> Any:
-    """This rank's part of `x` in a layout: its own where `x` is split so. Collective elsewhere."""
+    """This rank's part of `x` in a layout. Collective unless `x` is split so."""
     return x.local if x.layout == layout else rearranged(x, layout)
 
 
@@ -226,8 +228,8 @@ def part_in(x: Distributed, layout: Layout) -> Any:
 def agreed_layout(
     distribution: Distribution, shape: tuple[int, ...], context: DistributedContext
 ) -> Layout:
-    """The layout of an array of a shape that all ranks know. Local, but for boxes: of these a rank
-    knows its own, so it is collective, and raises ValueError on all ranks where they do not fit.
+    """The layout of an array whose shape all ranks know. Local, except for boxes, which the ranks
+    exchange; raises ValueError on all ranks where these do not fit.
     """
     if not distribution.per_rank:
         return layout_of(distribution, shape, context.size)
@@ -251,7 +253,7 @@ def within(context: DistributedContext, function: Callable[[], T]) -> T:
 
 
 def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
-    """This rank's part of `x` in another layout, for a `purpose`, moved where it has to be.
+    """This rank's part of `x` in another layout, moved if necessary; `purpose` names the move.
 
     Collective where anything moves. Raises RuntimeError where that is forbidden.
     """
@@ -269,7 +271,7 @@ def brought(x: Distributed, layout: Layout, purpose: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _within_part(held: Layout, needed: Layout, rank: int) -> Any:
-    """Where a rank has what it needs; None where it needs nothing, which it may not have."""
+    """The key of what a rank needs in its part; None where it needs nothing."""
     pairs = list(zip(held.spans(rank), needed.spans(rank), strict=True))
     if not all(spans.block for _, spans in pairs):
         return None
@@ -277,9 +279,9 @@ def _within_part(held: Layout, needed: Layout, rank: int) -> Any:
 
 
 def settled(x: Any, local: Any, layout: Layout, like: Distribution | None) -> Any:
-    """The array of which `local` is this rank's part in `layout`: split by `like`, if that
-    describes the layout, or by the simplest distribution that does. Where none does, as may be of
-    parts of block-cyclic axes, it is moved to the layout of `like`, or to slabs.
+    """The array whose part is `local` in `layout`, split by `like` if that describes the layout, or
+    by the simplest distribution that does. If none does, as may happen with block-cyclic axes, the
+    array is moved to the layout of `like`, or to slabs.
     """
     distribution = distribution_of(layout, x.context.rank, like)
     if distribution is not None:
@@ -295,18 +297,18 @@ def settled(x: Any, local: Any, layout: Layout, like: Distribution | None) -> An
 
 
 def in_slabs(x: Any, axis: int, purpose: str) -> Any:
-    """`x` in slabs of an axis, for a `purpose`. Collective, and raises, as `brought`."""
+    """`x` in slabs along an axis; `purpose` names the move. Collective and errors as `brought`."""
     slab = layout_of(Slab(axis), x.shape, x.context.size)
     return x.like(brought(x, slab, purpose), Slab(axis), slab)
 
 
 def whole_everywhere(x: Any, purpose: str) -> Any:
-    """`x`, of which every rank gets all, for a `purpose`. Collective, and raises, as `brought`."""
+    """`x`, whole on every rank; `purpose` names the move. Collective and errors as `brought`."""
     return x.everywhere(brought(x, Layout.replicated(x.shape, x.context.size), purpose))
 
 
 def on_all_ranks(x: Any) -> HostArray:
-    """The elements of `x`, a distributed array or one that is the same on all ranks, as NumPy's."""
+    """The elements of `x`, distributed or the same on all ranks, as a NumPy array on every rank."""
     if not isinstance(x, Distributed):
         return np.asarray(x)
     return parts.on_host(whole_everywhere(x, "an array for all ranks").local)
@@ -320,11 +322,11 @@ def described(x: Distributed, layout: Layout) -> str:
 
 @lru_cache(maxsize=4096)
 def stays(src: Layout, dst: Layout) -> bool:
-    """Whether every rank has all that it needs."""
+    """Whether every rank already has all that it needs."""
     return classify(src, dst) is Pattern.LOCAL
 
 
 @lru_cache(maxsize=4096)
 def received(src: Layout, dst: Layout, itemsize: int) -> int:
-    """The bytes that change their rank when `src` becomes `dst`."""
+    """The number of bytes that change their rank when `src` becomes `dst`."""
     return sum(bytes_received(src, dst, itemsize))

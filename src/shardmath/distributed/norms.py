@@ -1,7 +1,6 @@
-"""Norms, and small functions of matrices: what the array API standard's `linalg` has beside
-factorisations, on arrays that are split.
+"""Norms, and small functions of matrices: the array API standard's `linalg` without factorisations.
 
-Sums over elements are reductions of each rank's part; norms of singular values go through `svd`.
+Sums over elements are reductions of each rank's part; norms by singular values use `svd`.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Axis = int | Sequence[int] | None
 
 @collective_call
 def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> Any:
-    """A norm of vectors or matrices, as numpy.linalg.norm. Collective where what it sums is split.
+    """A norm of vectors or matrices, as numpy.linalg.norm. Collective where the axes are split.
 
-    Without `ord` it is the 2-norm of all elements along `axis`, by default of the array. Of one
-    axis `ord` is any number, inf or -inf; of two it is "fro", "nuc", 1, -1, 2, -2, inf or -inf. The
-    last, 2, -2 and "nuc", are of singular values. Raises ValueError for another `ord`, or for one
-    of more axes.
+    Without `ord` it is the 2-norm of all elements along `axis`, by default of the whole array.
+    Along one axis `ord` is any number, inf or -inf; along two it is "fro", "nuc", 1, -1, 2, -2, inf
+    or -inf, of which "nuc", 2 and -2 use singular values. Raises ValueError for another `ord`, or
+    for an `ord` with more axes.
     """
     if axis is None:
         if ord is None or (ord in ("f", "fro") and x.ndim == 2) or (ord == 2 and x.ndim == 1):
@@ -126,7 +125,7 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
 @collective_call
 def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
-    singular values, else norm(x, p) * norm(inv(x), p). Collective. inf where a matrix is singular.
+    singular values, else norm(x, p) * norm(inv(x), p); inf for a singular matrix. Collective.
     """
     require_matrices("x", x.shape)
     if p not in (None, 2, -2):
@@ -136,7 +135,7 @@ def cond(x: Any, p: Any = None) -> Any:
         size = norm(x, p)
         try:
             return size * norm(inv(x), p)
-        except LinAlgError:  # of all ranks
+        except LinAlgError:  # on all ranks
             require_square("x", x.shape)
             return size * 0 + np.inf
     values = decompositions.svdvals(x)
@@ -151,7 +150,7 @@ def cond(x: Any, p: Any = None) -> Any:
 def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
     """The number of singular values above `rtol` times the largest, as numpy.linalg.matrix_rank.
 
-    `rtol` is by default max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
+    The default of `rtol` is max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
     """
     require_matrices("x", x.shape)
     values = decompositions.svdvals(x)
@@ -163,8 +162,9 @@ def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
 
 @collective_call
 def pinv(x: Any, *, rtol: Any = None) -> Any:
-    """The pseudo-inverse, as numpy.linalg.pinv: singular values not above `rtol` times the largest
-    count as 0, by default max(m, n) times the type's epsilon. Collective; otherwise as `svd`.
+    """The pseudo-inverse, as numpy.linalg.pinv. Singular values not above `rtol` times the largest
+    count as 0; the default of `rtol` is max(m, n) times the type's epsilon. Collective; otherwise
+    as `svd`.
     """
     require_matrices("x", x.shape)
     u, s, vh = decompositions.svd(x)
@@ -178,7 +178,7 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
 
 
 def _relative(x: Any, values: Any, rtol: Any) -> Any:
-    """What the largest singular value is multiplied by, beside which others count as 0."""
+    """The factor of the largest singular value below which others count as 0."""
     if rtol is None:
         return float(np.finfo(native_type(values)).eps * max(x.shape[-2:]))
     return expand_dims(rtol, -1) if isinstance(rtol, Distributed) and rtol.ndim else rtol
@@ -189,8 +189,8 @@ def _relative(x: Any, values: Any, rtol: Any) -> Any:
 
 @collective_call
 def diagonal(x: Any, /, *, offset: int = 0) -> Any:
-    """The diagonals of matrices of the last two axes, as numpy.linalg.diagonal. Collective where
-    columns are split; the diagonal is then on every rank.
+    """The diagonals of the matrices of the last two axes, as numpy.linalg.diagonal. Collective
+    where columns are split; the diagonals are then on every rank.
     """
     require_matrices("x", x.shape)
     k = operator.index(offset)
@@ -211,7 +211,7 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
 def _along_diagonal(
     x: Any, offset: int, axis: Axis, dtype: Any = None, *, narrow: bool = True
 ) -> Any:
-    """The sum along axes of what is on a diagonal; `narrow`: in the type of the elements."""
+    """The sum along axes of the elements on a diagonal, with `narrow` in their own type."""
     only = parts.chosen(
         in_matrices(x, lambda i, j: j - i == offset), x.local, parts.full((), 0, x.local)
     )
@@ -224,8 +224,8 @@ def _along_diagonal(
 
 @collective_call
 def outer(x1: Any, x2: Any, /) -> Any:
-    """The products of all pairs of elements of two vectors, split by rows as x1 is, as
-    numpy.linalg.outer. Collective. Raises ValueError for other arrays than vectors.
+    """The products of all pairs of elements of two vectors, as numpy.linalg.outer, split by rows as
+    x1 is. Collective. Raises ValueError for arrays that are no vectors.
     """
     first = first_of((x1, x2))
     x1, x2 = (elementwise.whole(x, first) for x in (x1, x2))
@@ -239,9 +239,8 @@ def outer(x1: Any, x2: Any, /) -> Any:
 def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """The cross products of vectors of three elements along an axis, as numpy.linalg.cross.
 
-    Both are brought to parts that have the axis whole. Collective where it is split. Raises
-    ValueError where it has another extent, and where the arrays do not broadcast; TypeError for
-    bool.
+    Collective where the axis is split: both arrays are brought to parts that have it whole. Raises
+    ValueError where its extent is not 3, and where the arrays do not broadcast; TypeError for bool.
     """
     first = first_of((x1, x2))
     pair = [elementwise.whole(x, first) for x in (x1, x2)]
@@ -253,18 +252,18 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         if x.element_type.kind == "b":
             raise TypeError("cross of bool, which has no differences: take it of x.astype(int)")
     ndim = max(x.ndim for x in pair)
-    if pair[0].ndim != pair[1].ndim:  # so that the axis has one number in both
+    if pair[0].ndim != pair[1].ndim:  # give the axis one number in both
         ends = [moveaxis(x, axis, -1) for x in pair]
         made = cross(*(x[(None,) * (ndim - x.ndim) + (...,)] for x in ends))
         return moveaxis(made, -1, axis)
-    elementwise.broadcast_shape(pair)  # which raises before anything moves
+    elementwise.broadcast_shape(pair)  # raises before anything moves
     number = one_axis(axis, ndim)
     together = of_one_type([_in_whole(x, number) for x in pair])
     return elementwise.applied(lambda x, y: parts.crossed(x, y, number), together)
 
 
 def _in_whole(x: Any, axis: int) -> Any:
-    """The array, of which every rank has an axis whole."""
+    """The array with an axis whole on every rank."""
     if x.ndim > 1 or not x.layout.partitioned_axes:
         return whole_along(x, axis)
     return whole_everywhere(x, "a vector")
@@ -272,10 +271,10 @@ def _in_whole(x: Any, axis: int) -> Any:
 
 @collective_call
 def matrix_power(x: Any, n: int, /) -> Any:
-    """The matrix, or each of a stack, multiplied by itself `n` times, as numpy.linalg.matrix_power.
+    """The matrix, or each of a stack, to the power `n`, as numpy.linalg.matrix_power.
 
-    By squares, of the inverse for a negative `n`. Collective. Raises LinAlgError where it is not
-    square, or singular.
+    By repeated squaring, of the inverse if `n` is negative. Collective. Raises LinAlgError where
+    the matrix is not square, or singular.
     """
     count = operator.index(n)
     require_matrices("x", x.shape)

@@ -1,8 +1,8 @@
 """Files of NumPy's format .npy: a header, and the elements of one array in C or Fortran order.
 
-What NumPy reads, ranks read, and the other way round. The format has no name for bfloat16, float8
-and complex32: their elements are written as NumPy writes them, as bytes ("|V2"), and who loads
-them says of which type they are.
+Ranks read what NumPy writes, and the reverse. The format has no names for bfloat16, float8 and
+complex32: as NumPy does, their elements are written as bytes ("|V2"), and the type is given when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardmath.distributed.shared_file import appearing, write_part
 
 
 class Stored(NamedTuple):
-    """An array that lies in a file, from byte `offset` on; `fortran`: in Fortran order.
+    """An array in a file, from byte `offset` on; with `fortran`, in Fortran order.
 
-    Without an offset a library reads it: its elements do not lie there in one piece.
+    Without an offset its elements are not contiguous, and a library reads it.
     """
 
     file: str
@@ -55,10 +55,10 @@ def save_array(x: DistributedArray, path: Path, *, fortran: bool) -> None:
 
 
 def read_stored(path: Path, dtype: Any = None) -> Stored:
-    """The array that lies in a file, of elements that `dtype` names where the file does not. Local.
+    """The array in a file, whose elements are of type `dtype` if the file does not name it. Local.
 
-    Raises OSError where the file cannot be read, ValueError where it is no .npy file, is shorter
-    than its header says, has elements of Python objects or of named fields, or of another type.
+    Raises OSError where the file cannot be read; ValueError where it is no .npy file, is shorter
+    than its header says, holds Python objects or named fields, or is of another type.
     """
     with path.open("rb") as file:
         try:
@@ -83,5 +83,5 @@ def read_stored(path: Path, dtype: Any = None) -> Stored:
 
 
 def type_in_file(dtype: DType) -> str:
-    """NumPy's name of the type whose elements the file has: bytes, where NumPy itself lacks it."""
+    """The name of the type in the file: bytes, where NumPy lacks the type."""
     return f"|V{dtype.itemsize}" if dtype.carrier else np.dtype(dtype.name).str

@@ -1,7 +1,7 @@
 """Functions on one rank's part, whichever library it is of.
 
-The parts' library computes, under NumPy's names. Torch takes NumPy's `axis` for its `dim`; where it
-calls a function otherwise, or lacks it, the table or the function here says what it is there.
+The parts' library computes, under NumPy's names; torch takes NumPy's `axis` for its `dim`. Where
+torch has another name, or no such function, the table or the function here says what is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays import DType, Library, dtypes, libraries, library_of
 from shardmath.arrays.base import HostArray
 
-# NumPy's ufuncs that torch calls otherwise; all others have the same name there.
+# NumPy's ufuncs that have another name in torch.
 _TORCH = {
     "equal": "eq",
     "power": "pow",
@@ -41,7 +41,7 @@ def _is_array_type(kind: type) -> bool:
 
 
 def module_of(x: Any) -> Any:
-    """The module of the library of an array, which whoever has the array has imported."""
+    """The module of an array's library, which whoever has the array has imported."""
     return sys.modules[library_of(x).name]
 
 
@@ -92,8 +92,8 @@ def _elementwise(library: str, name: str) -> Callable[..., Any]:
 
 
 def converted(x: Any, part: Any) -> Any:
-    """An array of a part's library, where the part is: `x` itself if it is one, else one with the
-    elements of `x`, which NumPy takes, on its memory or in a copy.
+    """`x` as an array of a part's library, on the part's device: itself if it is of that library,
+    else with the elements that NumPy finds in it, in the same memory or a copy.
     """
     library = library_of(part)
     if library.owns_type(type(x)):
@@ -102,7 +102,7 @@ def converted(x: Any, part: Any) -> Any:
 
 
 def on_device(host: HostArray, library: Library, device: str) -> Any:
-    """An array of the library on a device, with the elements of one on the host, or that one."""
+    """An array of the library on a device, with the elements of `host`, if possible its memory."""
     if library.name == "numpy":
         return host
     if library.name != "torch":
@@ -155,7 +155,7 @@ def cast(x: Any, dtype: DType) -> Any:
 
 
 def flipped(x: Any, axes: Sequence[int]) -> Any:
-    """`x` with the order of elements along these axes reversed; torch has no negative strides."""
+    """`x` with these axes reversed; torch has no negative strides."""
     if not axes:
         return x
     if _is_torchs(x):
@@ -174,14 +174,14 @@ def chosen(condition: Any, x: Any, y: Any) -> Any:
 
 
 def rounded(x: Any, decimals: int) -> Any:
-    """The elements of `x` rounded to so many decimals; torch has this of floats only."""
+    """`x` rounded to so many decimals, which torch does for floating types only."""
     if _is_torchs(x) and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
         return x.clone()
     return module_of(x).round(x, decimals=decimals)
 
 
 def repeated(x: Any, times: int, axis: int) -> Any:
-    """`x` with each index of an axis so many times."""
+    """`x` with each index along an axis repeated."""
     module = module_of(x)
     return (module.repeat_interleave if _is_torchs(x) else module.repeat)(x, times, axis=axis)
 
@@ -193,20 +193,20 @@ def taken(x: Any, numbers: HostArray, axis: int) -> Any:
 
 
 def picked(x: Any, numbers: Sequence[HostArray], axis: int) -> Any:
-    """The elements of `x` at indices along several axes, from `axis` on, which become one."""
+    """The elements of `x` at indices along several axes, from `axis` on, which become one axis."""
     if len(numbers) == 1:
         return taken(x, numbers[0], axis)
     return x[(slice(None),) * axis + tuple(converted(line, x) for line in numbers)]
 
 
 def order(x: Any, axis: int) -> Any:
-    """The indices that sort `x` along an axis, those of equal elements ascending."""
+    """The indices that sort `x` along an axis; equal elements keep their order."""
     words: dict[str, Any] = {"stable": True} if _is_torchs(x) else {"kind": "stable"}
     return module_of(x).argsort(x, axis=axis, **words)
 
 
 def taken_along(x: Any, numbers: Any, axis: int) -> Any:
-    """The elements of `x` at indices along an axis, other ones for each line."""
+    """The elements of `x` at indices along an axis, different ones for each line."""
     module = module_of(x)
     function = module.take_along_dim if _is_torchs(x) else module.take_along_axis
     return function(x, numbers, axis=axis)
@@ -272,7 +272,7 @@ def reduced(x: Any, name: str, axes: tuple[int, ...], dtype: Any = None) -> Any:
     """
     library = library_of(x)
     words = {} if dtype is None else {"dtype": native_dtype(dtype, library)}
-    if library.name == "numpy":  # what NumPy's functions call
+    if library.name == "numpy":  # as NumPy's functions do
         return _REDUCTIONS[name].reduce(x, axis=axes if len(axes) != 1 else axes[0], **words)
     module = sys.modules[library.name]
     if library.name != "torch":
@@ -289,7 +289,7 @@ def reduced(x: Any, name: str, axes: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 def _type_kept(x: Any, name: str) -> Any:
-    """A tensor of which no axis is reduced, in the type that the reduction gives."""
+    """A tensor of which no axis is reduced, in the type that the reduction has."""
     if name in ("any", "all"):
         return x.bool()
     is_narrow = name in ("sum", "prod") and not (x.is_floating_point() or x.is_complex())

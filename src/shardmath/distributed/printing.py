@@ -1,4 +1,4 @@
-"""The text of an array: as NumPy prints the whole, of which only the corners are fetched."""
+"""The text of an array, as NumPy prints the whole; of a long one only the corners are fetched."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardmath.distributed.state import Distributed
 
 
 def shown(x: Distributed) -> str:
-    """The elements, as NumPy's `str` of the global array has them. Collective."""
+    """The text that NumPy's `str` gives for the global array. Collective."""
     options = np.get_printoptions()
     edge = options["edgeitems"]
     is_long = x.size > options["threshold"]
-    # Of an axis that is cut, one index stands for all between its ends.
+    # Along an axis that is cut, one index stands for all between the ends.
     cut = [is_long and extent > 2 * edge for extent in x.shape]
     kept = [2 * edge + 1 if short else extent for short, extent in zip(cut, x.shape, strict=True)]
     corners = _corners(x, tuple(kept), cut, edge)
@@ -27,7 +27,7 @@ def shown(x: Distributed) -> str:
 
 
 def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int) -> HostArray:
-    """An array of which the ends of each axis are those of `x`, on every rank."""
+    """A shorter array with the same ends along each axis as `x`, on every rank."""
     mine, there = [], []
     for axis, spans in enumerate(x.layout.spans(x.context.rank)):
         held = indices(spans)
@@ -43,7 +43,7 @@ def _corners(x: Distributed, shape: tuple[int, ...], cut: list[bool], edge: int)
         corners = np.zeros(shape, own.dtype)
         corners[np.ix_(*there)] = own
         return corners
-    # One rank has each element, and all others send zeros: their bytes add up to it.
+    # Each element is on one rank, and the others contribute zeros, so its bytes are the sums.
     raw = np.zeros((*shape, own.dtype.itemsize), np.uint8)
     if own.size:
         octets = np.ascontiguousarray(own).view(np.uint8).reshape(*own.shape, own.dtype.itemsize)

@@ -1,8 +1,8 @@
-"""Products of arrays: `x @ y` and `vecdot`, through our own product of split matrices.
+"""Products of arrays, `x @ y` and `vecdot`, by this package's product of split matrices.
 
-The result is split as the operand that splits its axis: rows as those of x, columns as those of y;
-where only the axis that is summed is split, in slabs of rows. A product of operands that every rank
-has whole is each rank's own.
+The result is split as the operand that splits its axis: by rows as x, by columns as y. Where only
+the summed axis is split, it is in slabs of rows. If every rank has both operands whole, each
+computes the product by itself.
 
     x (m, k) Slab.X @ y (k, n) any       Slab.X
     x (m, k) whole  @ y (k, n) Slab.Y    Slab.Y
@@ -40,14 +40,15 @@ from shardmath.operators.matmul import matmul as product_of_parts
 def matmul(x: Any, y: Any) -> Distributed:
     """The product of matrices, of stacks of them, and of vectors, as numpy.matmul. Collective.
 
-    One operand may be an array that is the same on all ranks. Elements are of one floating type, or
-    of two that NumPy promotes. Of stacks each rank multiplies whole matrices: they are split along
-    an axis of the stack. Raises ValueError where the shapes do not fit, and NotImplementedError for
-    integers that are in no stack.
+    One operand may be an array that is the same on all ranks. Elements are of floating types, which
+    are promoted as NumPy does. Stacks are split along an axis of the stack, and each rank
+    multiplies whole matrices. Raises ValueError where the shapes do not fit, NotImplementedError
+    for integers that are in no stack.
     """
     if type(x) is type(y) and isinstance(x, Distributed) and x.context is y.context:
         a, b, context = x.local, y.local, x.context
-        # As the product before, by identity: to hash what these are takes as long as all else here.
+        # A repeated product is recognised by identity: hashing its operands' layouts would take as
+        # long as everything else here.
         p, q, like_x, like_y, dtype, plan = context.caches.get(matmul, _NONE)
         if not (
             p is x.layout
@@ -89,10 +90,10 @@ def matmul(x: Any, y: Any) -> Distributed:
 
 
 def tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
-    """The sums of products over axes of both, as numpy.tensordot. Collective.
+    """The sums of products over axes of both arrays, as numpy.tensordot. Collective.
 
-    `axes` are the last of x and the first of y, as many, or a pair of lists. It is `matmul` of
-    arrays that are reshaped to matrices.
+    `axes` is the number of last axes of x and first axes of y, or a pair of lists. Both are
+    reshaped to matrices, and multiplied by `matmul`.
     """
     first = first_of((x, y))
     x, y = (whole(z, first) for z in (x, y))
@@ -127,11 +128,11 @@ def product(
     kept: tuple[int, ...] = (0, 1),
     **words: Any,
 ) -> Any:
-    """The product of two matrices, split as c if it is given, and otherwise as operands say along
-    the axes that are `kept`: others are a vector's, and go. Collective.
+    """The product of two matrices, split as c if that is given, else as the operands say. Axes that
+    are not `kept` are a vector's, and will be dropped. Collective.
 
-    `words` are those of this package's matmul, which says what an epilog's outputs are returned
-    with.
+    `words` are those of this package's matmul; with an epilog that has outputs these are returned,
+    too.
     """
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"arrays of shapes {a.shape} and {b.shape} cannot be multiplied")
@@ -173,7 +174,7 @@ def _of_matrices(
     type_b: Any,
     rank: int,
 ) -> Plan | None:
-    """How two matrices are multiplied whose product needs nothing but `matmul`; None: others."""
+    """How two matrices are multiplied if a call of `matmul` is all that it takes; else None."""
     if type_a != type_b or dtypes.of(type_a).kind not in "fc":
         return None
     is_plain = rows.ndim == columns.ndim == 2 and not (rows.is_replicated or columns.is_replicated)
@@ -191,7 +192,7 @@ def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
 
 
 def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
-    """An operand of two axes or more; a vector gets one, as `axes` say."""
+    """An operand with at least two axes: a vector gets a new one, where `axes` has None."""
     if x.ndim > 1:
         return x
     key = tuple(slice(None) if axis == 0 else None for axis in axes)
@@ -201,8 +202,8 @@ def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
 
 
 def _stacked(a: Distributed, b: Distributed) -> Distributed:
-    """The products of whole matrices, split along an axis of the stack as an operand is, if one is,
-    and otherwise along the longest.
+    """The products of whole matrices, split along an axis of the stack as an operand is, if one is
+    so, else along the longest.
     """
     stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     size = a.context.size
@@ -217,14 +218,14 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     layout = Layout.product(shape, [*columns, None, None], size=size)
     like = unbound(a.distribution) if a.ndim == len(shape) else None
     distribution = distribution_of(layout, a.context.rank, like)
-    if distribution is None:  # cycles of b alone
+    if distribution is None:  # only b is cyclic
         distribution = unbound(b.distribution)
     return a.like(parts.module_of(a.local).matmul(*locals_), distribution, layout)
 
 
 def stack_columns(arrays: Sequence[Distributed], stack: tuple[int, ...]) -> list[Any]:
-    """How a stack is split that leaves each rank whole matrices: as the first of the arrays is that
-    has this stack and is split so, and otherwise along the longest axis.
+    """How to split a stack so that each rank has whole matrices: as the first of the arrays that
+    has this stack and is split so, else along the longest axis.
     """
     count, size = len(stack), arrays[0].layout.size
     for x in arrays:
@@ -244,9 +245,8 @@ def _result(
     kept: tuple[int, ...],
     rank: int,
 ) -> Plan:
-    """How a product is split, along axes that are `kept`: others are a vector's, and go.
-
-    And the distributions of all three matrices, one list for all such products.
+    """How a product is split, and the distributions of all three matrices, in one list that is
+    shared by all such products. Axes that are not `kept` are a vector's.
     """
     (rows, like_a), (columns, like_b) = a, b
     size, shape = rows.size, (rows.global_shape[0], columns.global_shape[1])

@@ -1,4 +1,4 @@
-"""NumPy's protocols: what `np.add(x, y, out=z)`, `np.sum(x, axis=0)` and the like do."""
+"""NumPy's protocols: what `np.add(x, y, out=z)`, `np.sum(x, axis=0)` and the like do here."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from shardmath.distributed import (
 from shardmath.distributed.state import Distributed
 
 _CALL = "__call__"
-_PLAIN = {"initial": np._NoValue, "where": np._NoValue, "out": None}  # what is not given
-_WIDENING = "buifc"  # the kinds of elements: each is cast to those that follow
+_PLAIN = {"initial": np._NoValue, "where": np._NoValue, "out": None}  # values that mean not given
+_WIDENING = "buifc"  # the kinds of elements: each can be cast to those after it
 _REDUCTIONS: dict[np.ufunc, Callable[..., Any]] = {
     np.add: reductions.sum,
     np.multiply: reductions.prod,
@@ -41,7 +41,9 @@ _REDUCTIONS: dict[np.ufunc, Callable[..., Any]] = {
 
 
 def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: Any) -> Any:
-    """What a ufunc does, or a method of it. Raises NotImplementedError where it has no such way."""
+    """The result of a ufunc, or of one of its methods. Raises NotImplementedError for other
+    methods.
+    """
     if function is np.matmul and method == _CALL:
         return _into(words, products.matmul(*inputs))
     if function is np.vecdot and method == _CALL:
@@ -78,9 +80,10 @@ def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: A
 def written(
     function: np.ufunc, operands: Sequence[Any], out: Distributed, words: Mapping[str, Any]
 ) -> Any:
-    """`out`, into whose part `function` of other parts is written; elements are cast as NumPy does.
+    """`out`, into whose part `function` of the operands' parts has been written, cast as NumPy
+    casts.
 
-    Raises TypeError, on all ranks, where the type of `out` is not of the result's kind or a wider.
+    Raises TypeError on all ranks where the result cannot be cast to the type of `out`.
     """
     if isinstance(out.local, np.ndarray):
         function(*operands, out=out.local, **words)
@@ -98,9 +101,9 @@ def written(
 
 
 def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, Any]) -> Any:
-    """A function of ours, with NumPy's arguments; `out` is written where one is given.
+    """The result of a function of ours, called with NumPy's arguments; in `out`, if that is given.
 
-    Raises NotImplementedError for what only NumPy's takes.
+    Raises NotImplementedError for arguments that only NumPy's function takes.
     """
     for name in ("initial", "where"):
         if words.get(name, np._NoValue) is not np._NoValue:
@@ -122,7 +125,7 @@ def function_of(function: Callable[..., Any], given: Any, words: Mapping[str, An
 
 
 def _require_taken(function: Callable[..., Any], given: Any, words: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError where `function` has no such arguments, which NumPy's has."""
+    """Raise NotImplementedError where `function` lacks arguments that NumPy's function has."""
     taken = signature(function)
     try:
         taken.bind(*given, **words)
@@ -135,7 +138,7 @@ def _require_taken(function: Callable[..., Any], given: Any, words: Mapping[str,
 
 
 def _into(words: Mapping[str, Any], result: Any) -> Any:
-    """The result, in the array that was given for it, if one was."""
+    """The result, copied into the array `out` if that is given."""
     out = words.get("out")
     out = out[0] if isinstance(out, tuple) else out
     if out is None:
@@ -149,7 +152,7 @@ def _into(words: Mapping[str, Any], result: Any) -> Any:
 
 
 def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
-    """NumPy's `function` of distributed arrays: ours of that name.
+    """The result of NumPy's `function` of distributed arrays, by our function of that name.
 
     Raises NotImplementedError where there is none.
     """
@@ -167,14 +170,14 @@ def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def ours(function: Any) -> Callable[..., Any] | None:
-    """Our function that NumPy's hands such arrays over to, None where there is none."""
+    """Our function for one of NumPy's, None where there is none."""
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
     if module not in _NAMESPACES:
         return None
     if module == "numpy" and name in _RENAMED:
         return _RENAMED[name]
     if module == "numpy.linalg" and name == "svd":
-        return _svd  # whose factors are square unless it is told otherwise
+        return _svd  # whose factors are square by default
     for own in _NAMESPACES[module]:
         found: Callable[..., Any] | None = getattr(own, name, None)
         if getattr(found, "__module__", "") == own.__name__:
@@ -208,8 +211,8 @@ def _unique(
     *,
     equal_nan: bool = True,
 ) -> Any:
-    """The different elements; NaN once, unless `equal_nan` is False. Raises NotImplementedError
-    where more is asked for.
+    """The different elements, NaN once unless `equal_nan` is False. Raises NotImplementedError for
+    the other arguments.
     """
     if return_index or return_inverse or return_counts:
         raise NotImplementedError(
@@ -226,8 +229,8 @@ def _unique(
 
 
 def dot(a: Any, b: Any) -> Any:
-    """The product of numbers or of arrays, as numpy.dot: along the last axis of a and the last but
-    one of b, of which a stack is not multiplied matrix by matrix.
+    """The product of numbers or arrays, as numpy.dot: along the last axis of a and the last but one
+    of b. Unlike in `matmul`, all matrices of two stacks are multiplied with each other.
     """
     if not (np.ndim(a) and np.ndim(b)):
         return a * b
@@ -245,7 +248,7 @@ def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_two_axes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`diagonal` or `trace` with NumPy's older arguments: of the first two axes, or of others."""
+    """`diagonal` or `trace` with NumPy's older arguments: of the first two axes, or two others."""
 
     def called(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, **words: Any) -> Any:
         moved = manipulation.moveaxis(x, (axis1, axis2), (-2, -1))
@@ -255,7 +258,9 @@ def _of_two_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`cumulative_sum` or `cumulative_prod` as NumPy's older functions are: of all elements."""
+    """`cumulative_sum` or `cumulative_prod` with the arguments of NumPy's older functions, by
+    default of the flattened array.
+    """
 
     def called(x: Any, axis: Any = None, dtype: Any = None) -> Any:
         if axis is None:
@@ -266,7 +271,7 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _documented(called: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`called`, with the name and the words of `function`, whose arguments are the standard's."""
+    """`called`, with the name and the docstring of `function`."""
     called.__name__, called.__doc__ = function.__name__, function.__doc__
     return called
 
@@ -280,7 +285,7 @@ def _svd(a: Any, full_matrices: bool = True, *more: Any, **words: Any) -> Any:
     return decompositions.svd(a, full_matrices, *more, **words)
 
 
-# What does the same as some of NumPy's functions that are not here.
+# What to write in place of some of NumPy's functions that are missing here.
 _INSTEAD = {
     "angle": "np.arctan2(x.imag, x.real)",
     "append": "np.concatenate([x, y])",
@@ -305,7 +310,7 @@ _INSTEAD = {
     "vdot": "np.vecdot(x.ravel(), y.ravel())",
     "vstack": "np.concatenate(arrays, axis=0)",
 }
-# NumPy's functions that have another name here, or other arguments.
+# NumPy's functions that have another name or other arguments here.
 _RENAMED: dict[str, Callable[..., Any]] = {
     "amin": reductions.min,
     "amax": reductions.max,

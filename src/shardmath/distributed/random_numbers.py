@@ -1,8 +1,8 @@
 """Random numbers that are the same on any number of ranks, for every distribution.
 
-Each element has its place in the stream of NumPy's Philox generator, which is a function of a
-counter: element i of the global array, in C order, takes word i, or words 2 i and 2 i + 1. So a
-rank begins wherever a run of its part begins, and nothing is exchanged.
+NumPy's Philox generator is a function of a counter, so each element has a fixed place in its
+stream: element i of the global array, in C order, takes word i, or words 2 i and 2 i + 1. A rank
+starts the stream wherever a run of its part begins, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import runs
 from shardmath.geometry import Distribution
 
-_WORDS = 4  # of 64 bits, that one value of the counter gives
+_WORDS = 4  # words of 64 bits for each value of the counter
 
 
 def random(
@@ -64,7 +64,7 @@ def _of_words(
     each: int,
     convert: Any,
 ) -> DistributedArray:
-    """The array of which each element is made of so many words."""
+    """The array whose elements `convert` makes of `each` words."""
     kind = dtypes.to_numpy(dtype)
     if kind not in (np.float32, np.float64):
         raise ValueError(f"random numbers are float64 or float32, not {kind}")
@@ -84,13 +84,13 @@ def _uniform(words: HostArray) -> HostArray:
 
 
 def _normal(words: HostArray) -> HostArray:
-    """A normal number of every two words."""
+    """A normal number for every two words."""
     radius = np.sqrt(-2 * np.log1p(-_uniform(words[0::2])))
     return np.asarray(radius * np.cos(2 * np.pi * _uniform(words[1::2])))
 
 
 def _run(seed: int, first: int, count: int) -> HostArray:
-    """Words `first` and so on of the stream."""
+    """`count` words of the stream from word `first` on."""
     block, skipped = divmod(first, _WORDS)
     generator = np.random.Philox(key=seed)
     generator.advance(block)

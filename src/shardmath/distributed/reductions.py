@@ -1,8 +1,8 @@
-"""Reductions: each rank reduces its part, and where the reduced axes are split, all_reduce does the
-rest.
+"""Reductions: each rank reduces its part, and all_reduce combines these where reduced axes are
+split.
 
-What remains of axes that no rank has whole is on every rank (`Replicated`); a reduction along axes
-that every rank has whole keeps the distribution of the other axes, and exchanges nothing.
+A reduction along axes that every rank has whole exchanges nothing, and keeps the distribution of
+the other axes. Otherwise the result is on every rank (`Replicated`).
 
     x (n, m) Slab.X    sum(axis=1)   (n,) Slab.X, no exchange
                        sum(axis=0)   (m,) Replicated, all_reduce of m elements
@@ -32,9 +32,8 @@ from shardmath.geometry import Layout, Replicated
 
 Axis = int | Sequence[int] | None
 _EVERYWHERE = Replicated()
-_NOWHERE = np.iinfo(np.int64).max  # an index behind every other
-# Reductions by the names that array libraries have for them, and all_reduce's; of bool a sum is
-# "or", and a product is "and".
+_NOWHERE = np.iinfo(np.int64).max  # greater than any index
+# What array libraries call the reductions, and all_reduce: of bool a sum is "or", a product "and".
 _OPS = {
     "sum": "sum", "prod": "product", "min": "min", "max": "max", "any": "sum", "all": "product",
 }  # fmt: skip
@@ -112,7 +111,7 @@ def var(
     *,
     correction: float = 0,
 ) -> Any:
-    """The variance: the sum of squares over the number of elements less `correction`.
+    """The variance: the sum of squared deviations over the number of elements less `correction`.
 
     As numpy.var. Collective where `axis` is split, twice: for the mean, and for the squares.
     """
@@ -164,8 +163,8 @@ def argmax(x: Distributed, axis: int | None = None, keepdims: bool = False) -> A
 
 
 def checked_axes(x: Distributed, axis: Axis) -> tuple[int, ...]:
-    """`axis` as the numbers of axes, ascending. All ranks raise what is wrong with one rank's:
-    those that are in the reduction already, too.
+    """`axis` as the numbers of axes, ascending. Where the array is split, all ranks raise what is
+    wrong with one rank's `axis`, even those that already wait in the reduction.
     """
     try:
         return axes_of(axis, x.ndim)
@@ -176,9 +175,10 @@ def checked_axes(x: Distributed, axis: Axis) -> tuple[int, ...]:
 
 
 def axes_of(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """`axis` as the numbers of axes, ascending; None stands for all.
+    """`axis` as the numbers of axes, ascending; None means all.
 
-    Raises ValueError for an axis that there is not, or that is named twice, TypeError for others.
+    Raises ValueError for an axis out of range, or one that is named twice, TypeError for other
+    objects.
     """
     return _axes_of(tuple(axis) if isinstance(axis, list) else axis, ndim)
 
@@ -206,7 +206,7 @@ def _count(x: Distributed, axes: Sequence[int]) -> int:
 
 
 def _reduced(x: Distributed, name: str, axis: Axis, dtype: Any, keepdims: bool) -> Distributed:
-    """The reduction of that name: of each rank's part, and of what the ranks then have."""
+    """The reduction of that name."""
     axes = (axis,) if type(axis) is int and 0 <= axis < x.ndim else checked_axes(x, axis)
     if name in ("min", "max"):
         require_ordered(x, name)
@@ -217,7 +217,7 @@ def _reduced(x: Distributed, name: str, axis: Axis, dtype: Any, keepdims: bool) 
 def _together(
     x: Distributed, part: Any, name: str, axes: tuple[int, ...], keepdims: bool
 ) -> Distributed:
-    """The array of all ranks' partial results: combined where the axes are split."""
+    """The result of all ranks' partial results, combined where the axes are split."""
     kept, everywhere = _kept(x.layout, axes)
     made = None
     if everywhere is None and set(axes).isdisjoint(x.layout.partitioned_axes):
@@ -238,7 +238,7 @@ def _together(
 
 def _of_all_ranks(x: Distributed, part: Any, name: str, layout: Layout) -> Any:
     """`all_reduce`, by the call that is recognised soonest when it is repeated; zeros where a call
-    is explained only.
+    is only explained.
     """
     op = _OPS[name]
     if explanation.get() is not None:
@@ -251,8 +251,9 @@ def _of_all_ranks(x: Distributed, part: Any, name: str, layout: Layout) -> Any:
 
 
 def _spread(x: Distributed, part: Any, name: str, kept: Sequence[int]) -> tuple[Any, Layout]:
-    """This rank's result, of some indices of the axes that are `kept`, within an array of all of
-    them, which has elsewhere what changes nothing; and the layout of that array on every rank.
+    """This rank's partial result, which has some indices of the axes `kept`, within an array that
+    has all of them and the reduction's identity elsewhere; and the layout of that array on every
+    rank.
     """
     everywhere = layout_of(_EVERYWHERE, tuple(x.shape[axis] for axis in kept), x.context.size)
     whole = parts.full(everywhere.global_shape, _identity(name, x.library.spec(part).dtype), part)
@@ -264,7 +265,7 @@ def _spread(x: Distributed, part: Any, name: str, kept: Sequence[int]) -> tuple[
 
 @lru_cache(maxsize=1024)
 def _kept(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Layout | None]:
-    """The axes that remain, and their layout where each rank has a sum for all of them."""
+    """The axes that remain, and their layout if every rank has a partial result for all of them."""
     kept = tuple(axis for axis in range(layout.ndim) if axis not in axes)
     if not layout.partitioned_axes or set(kept).intersection(layout.partitioned_axes):
         return kept, None
@@ -282,7 +283,7 @@ def _partial(x: Distributed, name: str, axes: tuple[int, ...], dtype: Any) -> An
 
 
 def _identity(name: str, dtype: str) -> Any:
-    """What changes nothing that it is combined with."""
+    """The element that changes nothing when it is combined with others."""
     if name in ("sum", "any", "prod", "all"):
         return int(name in ("prod", "all"))
     kind = dtypes.of(dtype).kind
@@ -308,13 +309,13 @@ def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
 
 
 def _float_type(x: Distributed, dtype: Any) -> DType:
-    """The type of a mean: `dtype`, or that of the elements, or float64 for integers and bool."""
+    """The type of a mean: `dtype`, by default the elements', or float64 for integers and bool."""
     own = x.element_type if dtype is None else dtypes.of(dtype)
     return dtypes.of("float64") if own.kind in "iub" else own
 
 
 def _divided(total: Distributed, count: float, dtype: DType) -> Distributed:
-    """Sums divided by the count, in their type, and rounded to `dtype`; NaN where that is 0."""
+    """Sums divided by the count in their own type, and rounded to `dtype`; NaN for a count of 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         local = array_of(total.local / count) if count else total.local * math.nan
     return total.with_part(parts.cast(array_of(local), dtype))
@@ -324,7 +325,7 @@ def _divided(total: Distributed, count: float, dtype: DType) -> Distributed:
 
 
 def _first_index(x: Distributed, name: str, axis: int | None, keepdims: bool) -> Distributed:
-    """The least index at which the best element of all ranks is."""
+    """The least index at which the best element of all ranks is found."""
     axes = checked_axes(x, axis)
     require_ordered(x, f"arg{name}")
     _require_elements(x, axes, f"arg{name}")
@@ -339,7 +340,7 @@ def _first_index(x: Distributed, name: str, axis: int | None, keepdims: bool) ->
 
 
 def _numbered(x: Distributed, axes: Sequence[int]) -> Any:
-    """The global index along `axes` of each element of the part, in C order, to be broadcast."""
+    """The global index of each element, counted in C order along `axes`; broadcasts to the part."""
     numbers: np.ndarray[Any, Any] = np.zeros((1,) * x.ndim, np.int64)
     for axis, spans in enumerate(x.layout.spans(x.context.rank)):
         if axis in axes:

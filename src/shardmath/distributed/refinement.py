@@ -1,13 +1,14 @@
-"""Solutions as exact as those of the operands' type, by factors in a lower one, and refinement.
+"""Solutions as accurate as the operands' type, from factors in a lower type and iterative
+refinement.
 
     factors of A in float32, 2/3 n^3 operations      x = 0, r = b
     x = x + (float32: A^-1 r) ; r = b - A x          4 n^2 a turn, r in float64, until r is small
 
-A turn multiplies the error by about cond(A) times the lower type's epsilon. Where that is no
-longer less than 1 it does not help, and the factors of the operands' type are computed after all.
+A turn multiplies the error by about cond(A) times the lower type's epsilon. Where that is not less
+than 1, refinement does not converge, and the matrix is factorised in the operands' type after all.
 
-Source: Langou, Langou, Luszczek, Kurzak, Buttari, Dongarra, "Exploiting the performance of 32
-bit floating point arithmetic in obtaining 64 bit accuracy", SC 2006; LAPACK's dsgesv and dsposv;
+Source: Langou, Langou, Luszczek, Kurzak, Buttari, Dongarra, "Exploiting the performance of 32 bit
+floating point arithmetic in obtaining 64 bit accuracy", SC 2006; LAPACK's dsgesv and dsposv;
 Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, chapter 12.
 """
 
@@ -44,27 +45,27 @@ from shardmath.operators.matmul import matmul as product_of_parts
 
 _ROUNDED = "bfloat16"
 _MOST_TURNS = 30  # as LAPACK's
-# Of which types factors can be: that which holds them is the first.
+# The types that factors can have; the first is the type in which they are stored.
 _LOWER = {
     "float64": ("float32", "bfloat16"),
     "complex128": ("complex64", "float32", "bfloat16"),
 }
-_PLAIN = 1e30  # norms up to which, and down to its inverse, a matrix need not be scaled
-_SQUARED = 1e140  # numbers whose squares, and those of their inverses, can be added
-_ROWS_AT_ONCE = 64  # that are copied to another order: of so many a line of a cache is full
+_PLAIN = 1e30  # a matrix is scaled if its norm is larger, or less than the inverse
+_SQUARED = 1e140  # squares of numbers up to this, and of their inverses, can be summed
+_ROWS_AT_ONCE = 64  # copied to another order at a time: they fill a cache line
 _ROWS = Slab(0)
 
-Solution = Callable[[Any], Any]  # what makes A^-1 r, nearly, of r
-Correction = Callable[[Any, HostArray], Any]  # the same, where the norms of r's columns are known
+Solution = Callable[[Any], Any]  # computes A^-1 r, approximately, from r
+Correction = Callable[[Any, HostArray], Any]  # the same, given the norms of r's columns
 
 
 class RefinedSolution(NamedTuple):
-    """A solution, and how exact it is.
+    """A solution, and how accurate it is.
 
-    `backward_error` is the largest ||b - A x|| / (||A|| ||x|| + ||b||) of the columns, by the norm
-    of Frobenius of A and that of Euclid of vectors: the least relative change of A and b of which x
-    is the solution. `iterations` says how often x was corrected, `factor_dtype` of which type its
-    factors are: the operands' where those of the lower one were of no use.
+    `backward_error` is the largest ||b - A x|| / (||A|| ||x|| + ||b||) of the columns, in Frobenius
+    and Euclidean norms: the least relative change of A and b for which x is the exact solution.
+    `iterations` is the number of corrections of x, and `factor_dtype` the type of the factors: the
+    operands' type where the lower one did not suffice.
     """
 
     x: Any
@@ -128,7 +129,7 @@ def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolutio
     low = _agreed(a, b, kind, factor_dtype, words)
     how, vector = b.distribution, b.ndim == 1
     rows = (b[:, None] if vector else b).to(_ROWS)
-    with np.errstate(all="ignore"):  # what is not finite is no solution
+    with np.errstate(all="ignore"):  # a solution that is not finite is refused
         system = _System(a, words)
         made = _refined(system, rows, low)
     if not isinstance(made, RefinedSolution):
@@ -148,7 +149,7 @@ _of_parts_too = of_parts_too(_solve, ("a", "b"))
 
 
 def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any]) -> str:
-    """The type of the factors, when all ranks agree on the call. Collective."""
+    """The type of the factors, after all ranks have agreed on the call. Collective."""
 
     def describe() -> Any:
         structure = api.structure_of(words["assume_a"])
@@ -176,7 +177,7 @@ def _agreed(a: Any, b: Any, kind: str, factor_dtype: Any, words: dict[str, Any])
 
 
 def _refined(system: _System, b: Any, low: str) -> RefinedSolution | str:
-    """The solution, or why there is none by factors of a lower type. Collective."""
+    """The solution, or why factors of a lower type give none. Collective."""
     if not np.isfinite(system.norm):
         return "the norm of a is not finite"
     eps = float(np.finfo(system.kind).eps)
@@ -203,9 +204,9 @@ def _refined(system: _System, b: Any, low: str) -> RefinedSolution | str:
 
 
 class _System:
-    """A X = B for right-hand sides split by rows: what is left of B by some X, and factors of A.
+    """A X = B for right-hand sides split by rows: residuals, and corrections by factors of A.
 
-    Of a positive definite A that is A = T + T^H - D, of the triangle T that is read.
+    Of a positive definite A only a triangle T is read: A = T + T^H - D, where D is its diagonal.
     """
 
     def __init__(self, a: Any, words: dict[str, Any]) -> None:
@@ -230,13 +231,16 @@ class _System:
         return _minus_product(left.conj(), self.seen.T, x.conj()).conj()
 
     def backward_error(self, b: HostArray, x: HostArray, left: HostArray) -> float:
-        """The largest of all columns by their norms in B, X and B - A X; NaN where a norm is."""
+        """The largest backward error of the columns, by the norms of B, X and B - A X; NaN if one
+        is.
+        """
         return float(np.where(left == 0, 0, left / (self.norm * x + b)).max(initial=0))
 
     def correction(self, low: str) -> Correction:
-        """What makes A^-1 r of r by factors of a lower type. Collective. Raises LinAlgError.
+        """The function that computes A^-1 r from r, by factors of a lower type. Collective. Raises
+        LinAlgError.
 
-        Powers of 2 keep A and each column of r within the type.
+        Powers of 2 keep A and each column of r within the range of the type.
         """
         rounded, low = low == _ROUNDED, _LOWER[self.kind.name][0]
         plain = not self.norm or 1 / _PLAIN < self.norm < _PLAIN
@@ -252,7 +256,7 @@ class _System:
         return correct
 
     def _factorised(self, a: Any, *, rounded: bool) -> Solution:
-        """What solves with A by its factors, which are dealt to the ranks as they are read."""
+        """The function that solves with A by its factors, which are dealt to the ranks for that."""
         n, context = a.shape[0], a.context
         machine = Driver.of(context, LU_FACTOR).machine
         width = options_of(FactorisationOptions, self.options).block_size
@@ -273,7 +277,7 @@ class _System:
 
 
 def _in_columns(x: Any, dtype: str) -> Any:
-    """The matrix in another type, in column-major order, as panels of it are read."""
+    """The matrix in another type, in column-major order, in which its panels are read."""
     part, library = x.local, x.library
     made = library.empty(part.shape, dtypes.of(dtype), "F", library.spec(part).device)
     for rows in slices(part.shape[0], _ROWS_AT_ONCE):
@@ -290,8 +294,8 @@ def _minus_product(c: Any, a: Any, x: Any) -> Any:
 
 
 def _norms(x: Any, axis: int | None) -> HostArray:
-    """The norm of all elements, or of each column, on every rank, if its square can be held or not.
-    Collective.
+    """The norm of all elements, or of each column, on every rank, even where its square would
+    overflow. Collective.
     """
     norms = _host(vector_norm(x, axis=axis))
     if ((norms > 1 / _SQUARED) & (norms < _SQUARED)).all():
@@ -301,12 +305,12 @@ def _norms(x: Any, axis: int | None) -> HostArray:
 
 
 def _units(sizes: HostArray) -> HostArray:
-    """Powers of 2 near these numbers; 1 where one is 0 or not finite."""
+    """Powers of 2 near these numbers; 1 for 0 and for numbers that are not finite."""
     exponents = np.frexp(sizes)[1] - 1
     return np.where((sizes > 0) & np.isfinite(sizes), np.ldexp(1.0, exponents), 1)
 
 
 def _host(x: Any) -> HostArray:
-    """The elements of an array of which every rank has all."""
+    """The elements of an array that every rank has whole."""
     assert isinstance(x, Distributed) and not x.layout.partitioned_axes, "on every rank"
     return parts.on_host(x.local)

@@ -1,9 +1,9 @@
 """Cumulative sums and products, and differences, along one axis.
 
-Each rank accumulates its block of a split axis. The last of what it has is its block's total, and
-the totals of the blocks before are all that it needs of other ranks:
+Each rank accumulates its block of a split axis. The last element is the block's total, and the
+totals of the blocks before are all that a rank needs of the others:
 
-    x (n, m) Slab.X   totals (ranks, m) Slab.X  ->  every rank has those of all, and adds its offset
+    x (n, m) Slab.X   totals (ranks, m) Slab.X  ->  on every rank, which adds its offset
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardmath.geometry import Slab, Spans
 def cumulative_sum(
     x: Any, axis: int | None = None, dtype: Any = None, include_initial: bool = False
 ) -> Any:
-    """The sums of all elements up to each along an axis, as numpy.cumulative_sum.
+    """The sum of all elements up to each one along an axis, as numpy.cumulative_sum.
 
     `axis` may be None for arrays of one axis. Collective where the axis is split.
     """
@@ -34,12 +34,12 @@ def cumulative_sum(
 def cumulative_prod(
     x: Any, axis: int | None = None, dtype: Any = None, include_initial: bool = False
 ) -> Any:
-    """The products of all elements up to each along an axis; otherwise as `cumulative_sum`."""
+    """The product of all elements up to each one along an axis; otherwise as `cumulative_sum`."""
     return _cumulative(x, "prod", axis, dtype, include_initial)
 
 
 def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """The differences of neighbours along an axis, `n` times, as numpy.diff.
+    """The differences of neighbouring elements along an axis, `n` times, as numpy.diff.
 
     Where the axis is split, the first index of each block moves to the rank before.
     """
@@ -60,7 +60,7 @@ def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
 
 
 def _end(end: Any, x: Any, axis: int) -> Any:
-    """What is put before or behind an array: a number is put along the whole axis."""
+    """An array to join before or behind `x`; a number is repeated along the whole end."""
     if end is None or np.ndim(end):
         return end
     shape = [1 if number == axis else extent for number, extent in enumerate(x.shape)]
@@ -85,7 +85,7 @@ def _cumulative(x: Any, name: str, axis: int | None, dtype: Any, include_initial
 
 
 def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
-    """This rank's accumulated part, with what all elements before it come to."""
+    """This rank's accumulated part, combined with the total of all elements before it."""
     column = x.layout.column(axis)
     blocks = _blocks(column, x.shape[axis])
     assert blocks is not None, "the array was brought to a slab"
@@ -108,7 +108,9 @@ def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _blocks(column: tuple[Spans, ...], extent: int) -> list[Spans] | None:
-    """The ranks' different blocks of an axis, in order; None where they overlap or have cycles."""
+    """The different blocks of an axis, in order; None where the ranks' blocks overlap or are
+    cyclic.
+    """
     blocks = sorted({spans for spans in column if spans.block}, key=lambda spans: spans.start)
     ends = [0, *(spans.stop for spans in blocks)]
     starts = [*(spans.start for spans in blocks), extent]

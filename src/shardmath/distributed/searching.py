@@ -1,13 +1,14 @@
-"""Sorting, searching and sets: functions whose results depend on the elements, in order or number.
+"""Sorting, searching and sets: functions whose results depend on the values of elements.
 
-Along an axis that every rank has whole they are each rank's own; an array of several axes is moved
-to that, and back. A line is sorted by samples: each rank sorts its part, all agree on bounds from a
-few elements of each, send every element to the rank between whose bounds it lies, and sort again.
+Along an axis that every rank has whole each rank works by itself; arrays of several axes are moved
+to such a layout, and back. A line is sorted by samples: each rank sorts its part, all agree on
+bounds from a few elements of each, send every element to the rank within whose bounds it lies, and
+sort again.
 
     rank 0   3 1 2 9    sorted   1 2 3 | 9      bounds: 4     1 2 2 3 3
     rank 1   7 2 8 3             2 3 | 7 8      ------->      7 8 9
 
-How many elements a rank then has is known after that only: such lines lie in boxes.
+How many elements a rank has is known only then: such lines are split in boxes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def argsort(
     descending: bool = False,
     stable: bool | None = None,
 ) -> Any:
-    """The indices that sort an axis, of equal elements the least first; otherwise as `sort`."""
+    """The indices that sort an axis; equal elements keep their order. Otherwise as `sort`."""
     return _in_order(x, axis, descending, _NUMBERS)[0]
 
 
@@ -69,11 +70,11 @@ _VALUES, _NUMBERS = 0, 1
 
 
 def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[Any]:
-    """What is asked for of an axis in order, split as x is: the elements, their indices."""
+    """What `which` asks for, split as x is: the elements in order, or their indices."""
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
-    if descending:  # so that of equal elements the least index comes first
+    if descending:  # reversed, so that equal elements keep their order
         back = [flip(line, axis) for line in _in_order(flip(x, axis), axis, False, *which)]
         last = x.shape[axis] - 1
         return [last - line if n == _NUMBERS else line for n, line in zip(which, back, strict=True)]
@@ -82,8 +83,8 @@ def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[A
 
 
 def in_order(x: Any, axis: int) -> tuple[Any, Any]:
-    """The elements in order along an axis, and the index that each had there, both split as
-    sorting leaves them. Collective where the axis is split. Raises TypeError for complex numbers.
+    """The elements in order along an axis, and the index of each before, both split as sorting
+    leaves them. Collective where the axis is split. Raises TypeError for complex numbers.
     """
     reductions.require_ordered(x, "sort")
     if x.ndim == 1 and x.layout.partitioned_axes:
@@ -95,7 +96,7 @@ def in_order(x: Any, axis: int) -> tuple[Any, Any]:
 
 
 def whole_along(x: Any, axis: int) -> Any:
-    """The array itself, where each rank has the axis whole; else in slabs of another axis."""
+    """The array itself if each rank has the axis whole, else in slabs along another axis."""
     if axis not in x.layout.partitioned_axes:
         return x
     others = [-1 if number == axis else extent for number, extent in enumerate(x.shape)]
@@ -103,7 +104,7 @@ def whole_along(x: Any, axis: int) -> Any:
 
 
 def _sorted_line(x: Any) -> tuple[Any, Any]:
-    """The elements of a line in order, and the index that each had, both in boxes."""
+    """The elements of a line in order, and the index of each before, both in boxes."""
     context, size = x.context, x.context.size
     permit(lambda: f"sort: {x.layout}, of which elements go where their place is")
     slab = layout_of(Slab(0), x.shape, size)
@@ -126,10 +127,11 @@ def _sorted_line(x: Any) -> tuple[Any, Any]:
 
 
 def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
-    """The elements at indices along an axis, others for each line, as numpy.take_along_axis.
+    """The elements at indices along an axis, different ones for each line, as
+    numpy.take_along_axis.
 
-    Both are brought to parts that have the axis whole; of a line it is `take`. Collective. Raises
-    IndexError for an index that there is not.
+    Collective: both arrays are brought to parts that have the axis whole. Lines are taken from by
+    `take`. Raises IndexError for an index out of range.
     """
     first = first_of((x, indices))
     x, numbers = whole(x, first), whole(indices, first)

@@ -58,7 +58,7 @@ def write_chunks(x: Distributed, chunked: Any, chunk: tuple[int, ...]) -> None:
     unit = chunk[long_axis(x.shape)] if x.ndim else 1
 
     def write(here: Key, there: Key) -> None:
-        if x.ndim or context.rank == 0:  # of an array without axes all ranks have the one element
+        if x.ndim or context.rank == 0:  # all ranks have the element of an array without axes
             chunked[there] = host[here]
 
     turns = list(_turns(layout, context.rank, host.itemsize, unit))

@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 SAVE, LOAD = "save", "load"  # what ranks do together, as errors and progress bars call it
 
-# Bytes of the shortest runs for which ranks go to a file: written ones are worth a redistribution
-# sooner, since each takes the file's lock, and the others wait for it.
+# Shorter runs, in bytes, are not written or read, but redistributed first. That is worth it sooner
+# before writing, since each write takes the file's lock, for which the other ranks wait.
 WRITTEN, READ = 1 << 20, 1 << 14
-BEGUN = 1 << 24  # bytes that a rank writes before the disk begins with them
-ROUND = 1 << 27  # bytes after which a rank sees how the others are doing: no wait becomes long
-MOVED = 1 << 24  # bytes of a rank's rows that are brought into slabs at a time
-SYNCED = 8  # rounds after which ranks wait for the disk, which works beside them until then
+BEGUN = 1 << 24  # bytes that a rank writes before it tells the disk to begin
+ROUND = 1 << 27  # bytes after which the ranks meet, so that none waits long
+MOVED = 1 << 24  # bytes of each rank's rows that are redistributed at a time
+SYNCED = 8  # rounds after which ranks wait for the disk, which works while they write
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
 
@@ -232,7 +232,7 @@ class _Writer:
 
     def __init__(self, descriptor: int, offset: int) -> None:
         self._descriptor, self._offset = descriptor, offset
-        self._first = self._count = 0  # where those bytes begin with which the disk has not begun
+        self._first = self._count = 0  # the bytes that the disk has not been told to begin
 
     def write(self, data: memoryview, place: int) -> int:
         """Write the first bytes of `data`, and return how many."""

@@ -37,7 +37,7 @@ def median(
     ordered, _ = in_order(lines, len(kept))
     middle = reductions.mean(ordered[..., max(0, (count - 1) // 2) : count // 2 + 1], -1)
     if count and a.element_type.kind == "f":
-        last = ordered[..., -1]  # which is NaN, if an element is
+        last = ordered[..., -1]  # NaN if any element is
         middle = where(np.isnan(last), last, middle)
     return expand_dims(middle, axes) if keepdims else middle
 

@@ -114,7 +114,7 @@ def ifftshift(x: Any, axes: Any = None) -> Any:
     return _shifted(x, axes, lambda extent: -(extent // 2))
 
 
-_NORM = "backward"  # as NumPy scales, where ours do not
+_NORM = "backward"  # NumPy's default; ours does not scale
 _SWAPPED = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
@@ -172,7 +172,7 @@ def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
     given = range(x.ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
     if axes is None and s is not None:
         given = range(x.ndim - len(s), x.ndim)
-    axes_of(tuple(given), x.ndim)  # raises for one that there is not
+    axes_of(tuple(given), x.ndim)  # raises for an axis out of range
     numbers = [axis % x.ndim for axis in given]
     if not numbers:
         raise ValueError("a transform needs one axis at least")

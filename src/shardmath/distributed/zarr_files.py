@@ -1,8 +1,8 @@
 """Zarr, with zarr-python: a folder of chunks for each array, of which every rank writes whole ones.
 
-A dictionary is a group, an array by itself the root. The folder is written under another name, and
-gets its own when all is there; as no folder takes the place of another in one step, there must be
-none of that name.
+A dictionary is a group, a single array the root. The folder is written under another name, and
+renamed when it is complete. Since no folder replaces another in one step, there must be nothing at
+the path before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmath.distributed.npy import Stored
 from shardmath.distributed.selections import chunk_shape, write_chunks
 from shardmath.distributed.shared_file import SAVE, appearing, extra, sync
 
-_SYNCED = 256  # files that ranks sync before they see how the others are doing
+_SYNCED = 256  # files after which the ranks meet
 
 
 def _zarr() -> Any:
@@ -74,7 +74,7 @@ def save_arrays(
 def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     """The arrays in a folder, and the attributes of its root. Local.
 
-    Raises FileNotFoundError where it is no Zarr, ValueError for elements that are not numbers or
+    Raises FileNotFoundError where there is no Zarr, ValueError for elements that are not numbers or
     strings of one length.
     """
     zarr = _zarr()
@@ -88,7 +88,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[Any]:
-    """An array of the folder, to be read by slices."""
+    """An array of the folder, opened to be read by slices."""
     yield _open(path, name, "r")
 
 
