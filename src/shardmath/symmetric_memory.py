@@ -90,13 +90,14 @@ def empty(
 ) -> Any:
     """A new uninitialised array on the symmetric heap, `empty(2, 3)` or `empty((2, 3))`. Local.
 
-    Its library is `package`, else that of `dtype` (torch's or NumPy's own), else torch where a
-    `device` is given and torch has been imported, else NumPy, which has no arrays on GPUs. `dtype`
-    None means the library's default. In a program of torch.distributed the first call makes the
-    context, of the ranks of torch's group, and serves torch.ops.symm_mem: it is collective.
+    Its library is `package`, else that of `dtype` (an object of torch's or NumPy's), else torch if
+    a `device` is given and torch has been imported, else NumPy, which has no arrays on GPUs.
+    Without a `dtype` it is the library's default. In a program of torch.distributed the first call
+    is collective: it makes the context, of the ranks of torch's group, and serves
+    torch.ops.symm_mem.
 
     Raises HeapExhausted, ValueError for a bad argument, BackendUnavailable for another device than
-    the context's, RuntimeError before `initialize` where there is no group of torch's.
+    the context's, RuntimeError before `initialize` where torch has no group.
     """
     context = _begun(device)
     shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
@@ -118,9 +119,9 @@ def empty_strided_p2p(
 ) -> Any:
     """A new uninitialised array on the symmetric heap with strides in elements. Local.
 
-    Its library is found as by `empty`. `group_name` is the group of a `rendezvous` that
-    names none; it may also stand in the place of `device`. Memory with an `alloc_id` is kept: the
-    same number gives the same address again, once the array that had it is gone.
+    Its library is chosen as by `empty`. `group_name` is the group for a `rendezvous` that names
+    none; it may also be passed in place of `device`. Memory with an `alloc_id` is kept: once its
+    array is gone, the same number gives the same address again.
 
     Raises as `empty`, and RuntimeError for an `alloc_id` that is in use or had another size.
     """
@@ -149,11 +150,12 @@ def empty_strided_p2p(
 
 @untraced
 def set_group_info(group_name: str, rank: int, world_size: int, store: Any = None) -> None:
-    """Name a group of which this process is `rank`, for `rendezvous`.
+    """Name a group for `rendezvous`, of which this process is `rank`.
 
-    `store` (torch.distributed's, or anything with its `set` and `get`) is where the group's ranks
-    find each other; without one the group has all ranks of the current context. Before `initialize`
-    the ranks given make the default context, through the store: the call is then collective.
+    The ranks of the group find each other through `store` (torch.distributed's, or any object with
+    its `set` and `get`); without one the group has all ranks of the current context. Before
+    `initialize` these ranks make the default context, through the store, and the call is
+    collective.
 
     Raises RuntimeError when the name is taken, or without context and store; ValueError when there
     is no store and the ranks are not the context's.
@@ -182,8 +184,8 @@ def is_symm_mem_tensor(tensor: Any) -> bool:
 def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     """The handle on a buffer of at least `min_size` bytes, kept for the group. Collective.
 
-    It grows when asked for more; earlier handles keep the earlier buffer. Its views are torch
-    tensors where torch has been imported, else NumPy arrays. Raises as `rendezvous`.
+    The buffer grows when more is asked for; earlier handles keep the earlier one. Its views are
+    torch tensors if torch has been imported, else NumPy arrays. Raises as `rendezvous`.
     """
     context = require_context()
     if index(min_size, "min_size") < 0:
@@ -203,17 +205,17 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
-    """Whether `rendezvous` finds a group of that name: every such group is enabled. Local."""
+    """Whether `rendezvous` finds a group of that name, as all such groups are enabled. Local."""
     return names_a_group(group_name)
 
 
 def get_signal_pad_size() -> int:
-    """Bytes of the signal pad that this rank brings to its next rendezvous; 9216 at first."""
+    """The bytes of the signal pad that this rank brings to its next rendezvous; initially 9216."""
     return PadSetting.setting
 
 
 def set_signal_pad_size(size: int) -> None:
-    """Set the bytes of later signal pads, equal on all ranks: a multiple of 4.
+    """Set the bytes of later signal pads, a multiple of 4 that is the same on all ranks.
 
     A pad has `size // (4 * world_size)` channels. Raises ValueError.
     """
@@ -221,7 +223,8 @@ def set_signal_pad_size(size: int) -> None:
 
 
 def include_path() -> str:
-    """The folder of symm.cuh, whose verbs kernels of CUDA C++ use: put, get, signal, wait, barrier.
+    """The folder of symm.cuh, which gives kernels of CUDA C++ the verbs put, get, signal, wait,
+    barrier.
 
     A handle on GPUs has the options to compile with (`compile_options`) and the argument that such
     a kernel takes (`kernel_argument`). The same verbs for Triton are in `shardmath.symm_triton`.
@@ -234,15 +237,16 @@ def include_path() -> str:
 def set_backend(name: str) -> None:
     """Accept "HOST" and torch's names; ValueError for any other.
 
-    It chooses nothing: the transport is found by trying; see `get_backend`, SHARDMATH_TRANSPORT.
+    It has no effect, since the transport is found by trying; see `get_backend`,
+    SHARDMATH_TRANSPORT.
     """
     if str(name).upper() not in _BACKENDS:
         raise ValueError(f"a backend is one of {', '.join(_BACKENDS)}, not {name!r}")
 
 
 def get_backend(device: Any) -> str | None:
-    """How memory of that device is shared: "HOST" for the host; for the GPU of the current context
-    its transport's name, "CUDA" or "NVSHMEM"; None for any other device.
+    """How memory of a device is shared: "HOST" for the host; for the GPU of the current context the
+    name of its transport, "CUDA" or "NVSHMEM"; None for any other device.
     """
     context = get_context()
     if _kind_of(device) == "cpu":
@@ -279,7 +283,7 @@ def put_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
 
 
 def wait_signal(hdl: SymmetricMemory, peer: int) -> None:
-    """Wait for a signal of `peer` on channel 0: what it put before, this rank sees after."""
+    """Wait for a signal of `peer` on channel 0: then this rank sees what the peer has put."""
     hdl.wait_signal(peer)
 
 
@@ -336,10 +340,10 @@ def get_mem_pool(device: Any) -> Any:
     """The torch.cuda.MemPool on the symmetric heap of this rank's GPU, always the same one. Local.
 
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool("cuda")):
-            x = torch.randn(1000, device="cuda")  # can be brought to a rendezvous
+            x = torch.randn(1000, device="cuda")  # can be passed to a rendezvous
 
-    The ranks make and drop the same tensors within it in the same order. Raises BackendUnavailable
-    for another device than the context's.
+    All ranks must create and drop the same tensors within it in the same order. Raises
+    BackendUnavailable for another device than the context's.
     """
     from shardmath.handles.torch_pool import new_pool
 
@@ -348,7 +352,7 @@ def get_mem_pool(device: Any) -> Any:
 
 
 def _context_of_gpu(device: Any) -> DistributedContext:
-    """The current context, which computes on that GPU: one that torch has a pool of memory for."""
+    """The current context, which must compute on that GPU."""
     context, (kind, _, number) = _begun(device), str(device).partition(":")
     if context.team is None:
         raise BackendUnavailable("this context computes on cores, where torch has no memory pools")
@@ -362,11 +366,11 @@ def _context_of_gpu(device: Any) -> DistributedContext:
 def register() -> None:
     """Serve torch.ops.symm_mem by this package, in this process. Local.
 
-    Operators are served on CPU tensors and, where the current context computes on GPUs, there too,
-    in place of torch's kernels: which ones, is in docs/from-symmetric-memory.md. Call it after
-    torch has been imported, as often as you like. A `group_name` is found as by `rendezvous`.
-    Raises BackendUnavailable without torch, NotImplementedError where this torch does not define
-    one of them.
+    Operators are served on CPU tensors and, if the current context computes on GPUs, there too, in
+    place of torch's kernels; docs/from-symmetric-memory.md lists them. Call it after torch has been
+    imported, any number of times. A `group_name` is looked up as by `rendezvous`. Raises
+    BackendUnavailable without torch, NotImplementedError where this version of torch does not
+    define one of them.
     """
     operators = _operators_of_torch()
     operators.serve(memset32)
@@ -386,12 +390,13 @@ def reduce_scatter_offset(
     dst_ranks: Sequence[int] | None = None,
     red_op: str = "sum",
 ) -> None:
-    """The sums of blocks of all ranks' matrices, torch tensors, each on a chosen rank. Collective.
+    """The sums of blocks of all ranks' matrices, torch tensors, each sent to a chosen rank.
+    Collective.
 
     Block i of `input` ends before index `offsets[i]` of axis `dim`, where the next begins; without
-    `offsets` there is one for each rank, as even as possible. It goes to rank `dst_ranks[i]`, in
-    turn unless these are given; a rank's `out` are its blocks in their order, of which it may have
-    any number, of any sizes. `red_op` is "sum", "avg", "min", "max" or "product".
+    `offsets` there is one block for each rank, as even as possible. Block i goes to rank
+    `dst_ranks[i]`, by default to the ranks in turn. A rank's `out` are its blocks in order; it may
+    have any number, of any sizes. `red_op` is "sum", "avg", "min", "max" or "product".
 
     Raises on all ranks: ValueError for blocks that are not within the axis, ranks that do not
     exist, and an `out` of other shapes or types; CollectiveMismatch where ranks name other blocks.
@@ -414,7 +419,9 @@ def _operators_of_torch() -> Any:
 
 
 def _begun(device: Any) -> DistributedContext:
-    """The current context, which is made where torch.distributed has a group, and there is none."""
+    """The current context; the first call makes it from the group of torch.distributed, if there is
+    one.
+    """
     torchs = None if get_context() is not None else sys.modules.get("torch.distributed")
     if torchs is not None and torchs.is_available() and torchs.is_initialized():
         initialize("cpu" if device is None else device, torchs.group.WORLD)
@@ -454,7 +461,7 @@ def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
 
 
 def _is_numpys(dtype: Any) -> bool:
-    """Whether `dtype` is one of NumPy's own, rather than a name that other libraries know too."""
+    """Whether `dtype` is an object of NumPy's, rather than a name that other libraries know too."""
     return isinstance(dtype, np.dtype) or (
         isinstance(dtype, type) and issubclass(dtype, np.generic)
     )

@@ -21,7 +21,7 @@ from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, read_stored, save_array
-from shardmath.distributed.shared_file import SAVE, agreed_token, appearing, only_on
+from shardmath.distributed.shared_file import SAVE, agreed_token, appearing, on_rank_0
 
 _MANIFEST = "checkpoint.json"
 
@@ -44,7 +44,7 @@ def save_arrays(
     text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
     before, is_new = together(context, SAVE, lambda: (_files(folder), not folder.exists()))
     try:
-        together(context, SAVE, only_on(0, context, lambda: folder.mkdir(exist_ok=True)))
+        on_rank_0(context, lambda: folder.mkdir(exist_ok=True))
         manifest = folder / _MANIFEST
         with appearing(context, manifest, lambda file: _write(file, text)):
             for name, (x, fortran) in arrays.items():
@@ -57,7 +57,7 @@ def save_arrays(
                 with suppress(OSError):
                     folder.rmdir()
         raise
-    together(context, SAVE, only_on(0, context, lambda: _remove(folder, before)))
+    on_rank_0(context, lambda: _remove(folder, before))
 
 
 def stored_arrays(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:

@@ -247,9 +247,7 @@ def _pick(spans: Spans, along: range) -> Picked:
         if len(selected) == len(held):
             where = slice(0, len(held))
     if along.step < 0:
-        selected = np.ascontiguousarray(
-            (count - 1 - selected)[::-1]
-        )  # for torch
+        selected = np.ascontiguousarray((count - 1 - selected)[::-1])  # for torch
     return Picked(where, selected, _expressed(selected))
 
 

@@ -1,12 +1,12 @@
-"""Masks: what `x[mask]` reads, and `x[mask] = value` writes, by a mask of the first axes of x.
+"""Masks: what `x[mask]` reads, and `x[mask] = value` writes, with a mask of the first axes of x.
 
-    x (n, m) Slab.X   x[mask]            boxes: what each rank has selected of its rows follows
-                                         what the rank before it has
+    x (n, m) Slab.X   x[mask]            boxes: ranks keep what they have, one after the other
                       x[mask] = 7        nothing moves where the mask is split as x is
                       x[mask] = values   values move to the ranks that have the rows
 
-In slabs of rows the elements that a rank selects follow each other in C order, as its parts of the
-results and of the values do. Other arrays are moved to slabs of rows first, except for one value.
+In slabs of rows the elements that a rank selects are contiguous in C order among all that are
+selected, so results and values are split in boxes. Other arrays are first moved to such slabs,
+unless one value is assigned.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_mask(key: Any) -> bool:
 def get(x: Any, mask: Any) -> Any:
     """`x[mask]`: the elements, or the rows, where the mask holds; in boxes. Collective.
 
-    Raises IndexError where the mask has another shape than the first axes of x.
+    Raises IndexError where the shape of the mask is not that of the first axes of x.
     """
     held = in_rows(x)
     return of_rows(held, held.local[_beside(held, mask)])
@@ -58,10 +58,10 @@ def put_one(x: Any, mask: Any, value: Any) -> None:
 
 
 def put(x: Any, mask: Any, value: Any) -> None:
-    """`x[mask] = value`, an element or a row for each place where a mask that is split holds, in C
-    order. Collective.
+    """`x[mask] = value`, with an element or a row for each place where a distributed mask holds, in
+    C order. Collective.
 
-    Where x is in slabs of rows, x[mask] = f(x[mask]) moves nothing. Raises IndexError as `get`,
+    If x is in slabs of rows, x[mask] = f(x[mask]) moves nothing. Raises IndexError as `get`,
     ValueError where the value does not broadcast to the shape of x[mask].
     """
     held = in_rows(x)
@@ -78,7 +78,7 @@ def put(x: Any, mask: Any, value: Any) -> None:
 
 
 def _beside(x: Any, mask: Any) -> Any:
-    """What a rank needs of a mask for its part of x."""
+    """This rank's part of a mask for its part of x."""
     shape = tuple(mask.shape)
     if shape != x.shape[: len(shape)] or not shape:
         raise IndexError(f"a mask of shape {shape} does not fit an array of shape {x.shape}")
@@ -90,19 +90,19 @@ def _beside(x: Any, mask: Any) -> Any:
 
 
 def in_rows(x: Any) -> Any:
-    """The array in slabs of rows, unless every rank has all of it."""
+    """The array in slabs of rows, or itself if every rank has all of it."""
     return x if x.layout.is_replicated else in_slabs(x, 0, "rows")
 
 
 def of_rows(held: Any, part: Any) -> Any:
-    """The array of what ranks have selected of rows: their parts, one after the other; or the part
-    of each rank, where `held` is on every rank.
+    """The array of what the ranks have selected of their rows: one part after the other, or, if
+    `held` is whole on every rank, the same on all.
     """
     return held.everywhere(part) if held.layout.is_replicated else in_boxes(held, part)
 
 
 def in_boxes(x: Any, part: Any) -> Any:
-    """The array whose parts follow each other along the first axis, as long as each rank's is."""
+    """The array whose parts follow each other along the first axis, whatever their lengths."""
     end_explanation(lambda: "all_gather of how many elements each rank has")
     counts = all_gather(np.asarray([len(part)]), context=x.context).tolist()
     ends = np.cumsum([0, *counts]).tolist()

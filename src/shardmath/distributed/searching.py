@@ -46,10 +46,10 @@ def sort(
     descending: bool = False,
     stable: bool | None = None,
 ) -> Any:
-    """The elements in order along an axis, as numpy.sort; None: of the flattened array.
+    """The elements in order along an axis, as numpy.sort; with None, of the flattened array.
 
-    Collective where the axis is split. NaN come last, or first where it is `descending`. Every
-    `kind` is stable. Raises TypeError for complex numbers.
+    Collective where the axis is split. NaN come last, or first with `descending`. Every `kind` is
+    stable. Raises TypeError for complex numbers.
     """
     return _in_order(x, axis, descending, _VALUES)[0]
 
@@ -163,7 +163,8 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
 def nonzero(x: Any) -> tuple[Any, ...]:
     """The indices of the elements that are not 0, an array for each axis, as numpy.nonzero.
 
-    Each rank has those of its rows, in boxes. Collective. Raises ValueError for no axes.
+    Collective: each rank has those of its rows, in boxes. Raises ValueError for an array of no
+    axes.
     """
     if not x.ndim:
         raise ValueError("nonzero takes arrays of one axis or more: use x[None]")
@@ -182,9 +183,9 @@ def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
 
 
 def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> Any:
-    """Where elements of `x2` have their place in the line `x1`, as numpy.searchsorted.
+    """Where elements of `x2` belong in the sorted line `x1`, as numpy.searchsorted.
 
-    Every rank gets all of `x1`, and finds the places of its part of `x2`.
+    Every rank gets all of `x1`, and looks up its part of `x2`.
     """
     if side not in ("left", "right"):
         raise ValueError(f"side is 'left' or 'right', not {side!r}")
@@ -202,22 +203,22 @@ def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> An
 
 
 class UniqueCounts(NamedTuple):
-    """The different elements, and how often there is each."""
+    """The different elements, and the number of each."""
 
     values: Any
     counts: Any
 
 
 class UniqueInverse(NamedTuple):
-    """The different elements, and which of them each element is."""
+    """The different elements, and the place among them of each element."""
 
     values: Any
     inverse_indices: Any
 
 
 class UniqueAll(NamedTuple):
-    """The different elements, where each is first, which each element is, and how often there is
-    each.
+    """The different elements, the first index of each, the place among them of each element, and
+    the number of each.
     """
 
     values: Any
@@ -227,26 +228,28 @@ class UniqueAll(NamedTuple):
 
 
 def unique_values(x: Any) -> Any:
-    """The different elements, ascending, as numpy.unique_values; each NaN is one. Collective."""
+    """The different elements, ascending, as numpy.unique_values; each NaN counts as different.
+    Collective.
+    """
     return unique_all(x, "values").values
 
 
 def unique_counts(x: Any) -> UniqueCounts:
-    """The different elements, ascending, and how often there is each, as numpy.unique_counts."""
+    """The different elements, ascending, and the number of each, as numpy.unique_counts."""
     values, _, _, counts = unique_all(x, "counts")
     return UniqueCounts(values, counts)
 
 
 def unique_inverse(x: Any) -> UniqueInverse:
-    """The different elements, which every rank gets, and which of them each element is, as
-    numpy.unique_inverse; of NaN the first.
+    """The different elements, which every rank gets, and the place among them of each element, as
+    numpy.unique_inverse; for NaN, of the first.
     """
     values, _, inverse, _ = unique_all(x, "inverse")
     return UniqueInverse(values, inverse)
 
 
 def unique_all(x: Any, only: str = "") -> UniqueAll:
-    """All of that, as numpy.unique_all; or `only` "values", "indices", "inverse" or "counts"."""
+    """All results of numpy.unique_all, or `only` "values", "indices", "inverse" or "counts"."""
     asked = [_VALUES, _NUMBERS] if only in ("", "indices") else [_VALUES]
     line, *order = _in_order(reshape(x, (-1,)), 0, False, *asked)
     changes = concat([np.ones(min(x.size, 1), bool), line[1:] != line[:-1]])

@@ -1,7 +1,7 @@
-"""Arrays in files that a library reads and writes by slices: of chunks, compressed or not.
+"""Arrays in files that a library reads and writes by slices, chunked and possibly compressed.
 
-Ranks open the file, and take turns of one size, so that none waits for long for another. Two ranks
-never write the same chunk.
+Every rank opens the file. The ranks meet after turns of one size, so that none waits long for
+another. Two ranks never write the same chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[slice, ...]
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, size: int) -> tuple[int, ...]:
-    """The shape of chunks of some 16 MiB, of which each of `size` ranks has some. Pure."""
+    """The shape of chunks of some 16 MiB, small enough that each of `size` ranks has some. Pure."""
     split, rest, chunk = long_axis(shape), itemsize * prod(shape), []
     for axis, extent in enumerate(shape):
         rest //= max(extent, 1)
@@ -38,7 +38,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, size: int) -> tuple[int, 
 
 
 def layout_of_chunks(shape: tuple[int, ...], chunk: tuple[int, ...], size: int) -> Layout:
-    """Whole chunks for each rank, as evenly as they come. Pure."""
+    """Whole chunks for each rank, as evenly as possible. Pure."""
     if not shape:
         return Layout.replicated(shape, size)
     axis = long_axis(shape)
@@ -50,7 +50,9 @@ def layout_of_chunks(shape: tuple[int, ...], chunk: tuple[int, ...], size: int) 
 
 
 def write_chunks(x: Distributed, chunked: Any, chunk: tuple[int, ...]) -> None:
-    """Write the array into `chunked`, of such chunks, which every rank has opened. Collective."""
+    """Write the array into `chunked`, an array with such chunks that every rank has opened.
+    Collective.
+    """
     context = x.context
     layout = layout_of_chunks(x.shape, chunk, context.size)
     part = part_in(x, layout)
@@ -85,7 +87,7 @@ def read_slices(
 
 
 def layout_of_slices(layout: Layout) -> Layout:
-    """The layout in which ranks read by slices: this one, where its parts are such. Pure."""
+    """The layout in which ranks read by slices: the given one if its parts are slices. Pure."""
     if all(spans.slice() is not None for part in layout.parts for spans in part):
         return layout
     axis = long_axis(layout.global_shape)
@@ -93,9 +95,9 @@ def layout_of_slices(layout: Layout) -> Layout:
 
 
 def _turns(layout: Layout, rank: int, itemsize: int, unit: int) -> Iterator[tuple[Key, Key]]:
-    """Slices of a rank's part, and of the whole array, in turns of which all ranks have as many.
+    """Slices of a rank's part, and of the whole array, for each turn; all ranks have as many turns.
 
-    A turn is of some multiple of `unit` indices along the first long axis.
+    A turn has a multiple of `unit` indices along the first long axis.
     """
     shape, part = layout.global_shape, layout.spans(rank)
     if not shape:

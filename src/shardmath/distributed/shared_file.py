@@ -2,10 +2,10 @@
 
     file    | header | a run of rank 0 | a run of rank 1 | a run of rank 0 | ...
 
-A part is runs of elements that follow each other in the file. Where these are short, or several
-ranks have the same elements, the array is brought into slabs along its first axis instead, of which
-each is one run. What is written appears under its name whole or not at all: ranks write to a file
-beside it that nobody knows, and rank 0 renames that when all have written and synced their parts.
+A part consists of runs of elements that are contiguous in the file. If these are short, or several
+ranks have the same elements, the array is first brought into slabs along its first axis, each of
+which is one run. The file appears whole or not at all: ranks write to a hidden file beside it,
+which rank 0 renames when all have written and synced their parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
 def extra(name: str, wanted: str) -> Any:
     """A module that reads and writes files. Raises BackendUnavailable where it is not installed,
-    naming our extra that is `wanted`.
+    naming the extra of this package that installs it.
     """
     try:
         return import_module(name)
@@ -61,15 +61,15 @@ def extra(name: str, wanted: str) -> Any:
         ) from None
 
 
-def only_on(rank: int, context: DistributedContext, act: Callable[[], None]) -> Callable[[], None]:
-    """`act` on one rank, and nothing on the others."""
-    return act if context.rank == rank else lambda: None
+def on_rank_0(context: DistributedContext, act: Callable[[], None]) -> None:
+    """`act()` on rank 0, while the others wait. Collective. Raises on all ranks what it raises."""
+    together(context, SAVE, act if context.rank == 0 else lambda: None)
 
 
 def shown(turns: Sequence[T], title: str, context: DistributedContext) -> Iterator[T]:
-    """The turns, one after the other; on rank 0 a bar says how many there are still to come.
+    """The turns; on rank 0 a progress bar shows how many are left.
 
-    The bar is rich's, an extra: without it, or without a terminal, nothing is said.
+    The bar is rich's, an extra: without it, or without a terminal, there is none.
     """
     if context.rank == 0 and len(turns) > 1 and sys.stderr.isatty():
         try:
@@ -90,17 +90,17 @@ def shown(turns: Sequence[T], title: str, context: DistributedContext) -> Iterat
 def appearing(
     context: DistributedContext, path: Path, create: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """The file that ranks write, which gets the name `path` at the end of the block. Collective.
+    """The file that ranks write, which is renamed to `path` at the end of the block. Collective.
 
-    `create(file)` makes it on rank 0. Its name begins with that of `path`, which all ranks give
-    alike. Where an exception leaves the block on any rank, the file is gone, and what was at `path`
-    before is still there. Raises OSError on all ranks where it cannot be made or renamed.
+    `create(file)` makes it on rank 0. All ranks give the same `path`. If an exception leaves the
+    block on any rank, the file is removed, and what was at `path` before stays. Raises OSError on
+    all ranks where the file cannot be made or renamed.
     """
     file = path.with_name(f".{path.name}.{agreed_token(context)}.partial")
     try:
-        together(context, SAVE, only_on(0, context, partial(_create, path, file, create)))
+        on_rank_0(context, partial(_create, path, file, create))
         yield file
-        together(context, SAVE, only_on(0, context, partial(_rename, file, path)))
+        on_rank_0(context, partial(_rename, file, path))
     except BaseException:
         with suppress(OSError):
             file.unlink()
@@ -109,7 +109,7 @@ def appearing(
 
 
 def agreed_token(context: DistributedContext) -> str:
-    """Eight letters that no other call has, the same on all ranks. Collective."""
+    """Eight letters that are the same on all ranks, and differ from call to call. Collective."""
     return context.gather(SAVE, lambda: os.urandom(4))[0].hex()
 
 
@@ -147,8 +147,8 @@ def sync(path: Path) -> None:
 
 
 def layout_in_file(layout: Layout, itemsize: int, *, written: bool) -> Layout:
-    """The layout in which ranks write or read an array that lies in a file in C order: theirs if
-    its runs are long enough. Pure.
+    """The layout in which ranks write or read an array that is in C order in a file: the given one,
+    if its runs are long enough. Pure.
     """
     shortest = WRITTEN if written else READ
     shape = layout.global_shape
@@ -160,7 +160,7 @@ def layout_in_file(layout: Layout, itemsize: int, *, written: bool) -> Layout:
 
 
 def long_axis(shape: tuple[int, ...]) -> int:
-    """The first axis of several indices: a slab of it is one run of a file. Pure."""
+    """The first axis of more than one index: a slab along it is one run of a file. Pure."""
     return next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
 
 
@@ -183,7 +183,7 @@ def write_part(x: Distributed, file: Path, offset: int) -> None:
 
 
 def _runs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Callable[[], None]]:
-    """The turns in which every rank writes its part where it lies in the file."""
+    """The turns in which every rank writes the runs of its part."""
     context, part = x.context, brought(x, layout, SAVE)
 
     def begin() -> HostArray:
@@ -195,8 +195,8 @@ def _runs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Call
 
 
 def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Callable[[], None]]:
-    """The turns in which ranks bring some rows into slabs and write these, so that the disk begins
-    with the first, and no rank needs memory for more than `MOVED` bytes besides.
+    """The turns in which ranks bring some rows into slabs and write these. The disk can begin with
+    the first, and no rank needs memory for more than `MOVED` bytes besides its part.
     """
     context, size, shape = x.context, x.context.size, x.shape
     axis = long_axis(shape)
@@ -226,8 +226,8 @@ def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Cal
 
 
 class _Writer:
-    """Writes to a file from byte `offset` on. The disk begins with what is there while the rest is
-    written, where the system can be told so (sync_file_range).
+    """Writes to a file from byte `offset` on. Where the system allows it (sync_file_range), the
+    disk begins with what is written while the rest follows.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:
@@ -250,7 +250,7 @@ class _Writer:
 
 @lru_cache(maxsize=1)
 def _sync_file_range() -> Any:
-    """The system's function of that name, where it has one. It only asks: errors are fsync's."""
+    """The system's function of that name, or None. It only begins: fsync reports errors."""
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is not None:
         function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
@@ -264,7 +264,7 @@ def read_part(
     layout: Layout,
     dtype: np.dtype[Any],
 ) -> HostArray:
-    """This rank's part, in `layout`, of an array that lies in C order from byte `offset` on.
+    """This rank's part, in `layout`, of an array that is in C order from byte `offset` on.
     Collective.
     """
 
@@ -288,7 +288,7 @@ def read_part(
 def _rounds(
     layout: Layout, rank: int, host: HostArray, transfer: Callable[[memoryview, int], int]
 ) -> list[Callable[[], None]]:
-    """What a rank does in each round, of which all ranks have as many.
+    """What a rank does in each round; all ranks have the same number of rounds.
 
     `transfer(data, place)` moves the first bytes of `data`, a piece of the part `host`, to or from
     a place in the array's bytes, and returns how many.
@@ -312,8 +312,8 @@ def _rounds(
 
 
 def _pieces(layout: Layout, rank: int, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """(place, start, stop): bytes start, ..., stop - 1 of a rank's part lie together from a place
-    in the array's bytes; none crosses the end of a round.
+    """(place, start, stop): bytes start, ..., stop - 1 of a rank's part are contiguous from a place
+    in the array's bytes on. No piece crosses the end of a round.
     """
     start = 0
     for first, count in runs(layout.spans(rank), layout.global_shape):

@@ -1,7 +1,7 @@
-"""The names of the array API standard (2024.12) beside functions that compute with parts.
+"""Names of the array API standard (2024.12) that do not compute on parts.
 
-Its elementwise functions are NumPy's, which hand a DistributedArray over to ours. Types are NumPy's
-objects, whatever library the parts are of, and functions on types take any library's.
+Its elementwise functions are NumPy's, which dispatch a DistributedArray to ours. Types are NumPy's
+objects, whatever library the parts are of; functions of types take those of any library.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def asarray(
     copy: bool | None = None,
     distribution: Distribution | None = None,
 ) -> DistributedArray:
-    """The array itself, or one of what all ranks give alike: numbers, lists, a plain array.
+    """The array itself, or one of what all ranks pass alike: numbers, lists, a plain array.
 
-    Split by `distribution`; without one every rank has all of it. Collective for boxes.
+    Split by `distribution`, by default whole on every rank. Collective for boxes.
     """
     if isinstance(obj, DistributedArray):
         made = obj if distribution is None else obj.to(distribution)
@@ -59,7 +59,7 @@ def asarray(
 
 
 def from_dlpack(x: Any, *, device: Any = None, copy: bool | None = None) -> DistributedArray:
-    """An array that every rank has of one that all give alike, as `asarray`."""
+    """The array that every rank has whole, of one that all ranks pass alike, as `asarray`."""
     return asarray(x, copy=copy)
 
 
@@ -69,12 +69,12 @@ def astype(x: DistributedArray, dtype: Any, *, copy: bool = True, device: Any = 
 
 
 def can_cast(from_: Any, to: Any) -> bool:
-    """Whether one type, or the type of an array, becomes another without loss. Local."""
+    """Whether one type, or the type of an array, can be cast to another without loss. Local."""
     return np.can_cast(_type_of(from_), _type_of(to))
 
 
 def result_type(*arrays_and_dtypes: Any) -> np.dtype[Any]:
-    """The type of arrays, types and Python's numbers together, by NumPy's rules. Local."""
+    """The common type of arrays, types and Python numbers, by NumPy's rules. Local."""
     numbers = bool | int | float | complex
     return np.result_type(
         *(x if isinstance(x, numbers) else _type_of(x) for x in arrays_and_dtypes)
@@ -82,19 +82,19 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype[Any]:
 
 
 def isdtype(dtype: Any, kind: Any) -> bool:
-    """Whether a type is of a kind, such as "integral", another type, or one of a tuple. Local."""
+    """Whether a type is of a kind such as "integral", is a type, or one of several. Local."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     native = dtypes.to_numpy(dtype)
     return np.isdtype(native, tuple(k if isinstance(k, str) else dtypes.to_numpy(k) for k in kinds))
 
 
 def finfo(type: Any) -> Any:
-    """The limits of a floating type, or of an array's, as numpy.finfo. Local."""
+    """The limits of a floating type, or of an array's type, as numpy.finfo. Local."""
     return np.finfo(_type_of(type))
 
 
 def iinfo(type: Any) -> Any:
-    """The limits of an integer type, or of an array's, as numpy.iinfo. Local."""
+    """The limits of an integer type, or of an array's type, as numpy.iinfo. Local."""
     return np.iinfo(_type_of(type))
 
 
@@ -103,10 +103,10 @@ def _type_of(x: Any) -> np.dtype[Any]:
 
 
 class Info:
-    """What there is, as the standard's inspection functions say it."""
+    """What the namespace supports, as the standard's inspection functions report it."""
 
     def capabilities(self) -> dict[str, Any]:
-        """Masks are indices, shapes may depend on elements, and there are so many axes at most."""
+        """Masks are indices, shapes may depend on elements, and arrays have 64 axes at most."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
@@ -114,17 +114,17 @@ class Info:
         return self.devices()[0]
 
     def devices(self) -> list[str]:
-        """The one kind of device of the current context: "cpu" or "cuda"."""
+        """The device of the current context: "cpu" or "cuda"."""
         context = get_context()
         return ["cpu" if context is None or context.device_id == "cpu" else "cuda"]
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, Any]:
-        """The types that functions give without being told."""
+        """The types that functions use by default."""
         names = {"real floating": "float64", "complex floating": "complex128"}
         return {what: np.dtype(name) for what, name in names.items()} | {
             what: np.dtype("int64") for what in ("integral", "indexing")
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Any]:
-        """The types by name, all or those of a kind."""
+        """The types by name: all, or those of a kind."""
         return {name: one for name, one in TYPES.items() if kind is None or isdtype(one, kind)}

@@ -1,7 +1,7 @@
-"""The state of a distributed array: this rank's part, and which part of what it is.
+"""The state of a distributed array: this rank's part, and the layout of all parts.
 
-Functions on arrays are below the class that users see, and make results by `like`, which gives an
-array of the operand's class.
+Functions on arrays are in layers below the class that users see. They make results by `like`,
+`with_part` and `everywhere`, which give an array of the operand's class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Distributed:
     """This rank's part of a global array.
 
     `local` is the part, an array of the user's; `distribution` says how the global array is split,
-    and `layout` which part every rank has; `context` has the ranks.
+    `layout` which part every rank has, and `context` who the ranks are.
     """
 
     __slots__ = ("__weakref__", "context", "distribution", "layout", "local")
@@ -35,25 +35,25 @@ class Distributed:
     def of(
         cls, local: Any, distribution: Distribution, layout: Layout, context: DistributedContext
     ) -> Self:
-        """The array of which `local` is this rank's part by `layout`. Local."""
+        """The array whose part on this rank is `local`. Local."""
         made = object.__new__(cls)
         made.local, made.distribution, made.layout = local, distribution, layout
         made.context = context
         return made
 
     def like(self, local: Any, distribution: Distribution, layout: Layout) -> Self:
-        """An array on the same ranks, of another part."""
+        """An array on the same ranks, with another part and layout. Local."""
         made = object.__new__(type(self))  # as `of`, without the call
         made.local, made.distribution, made.layout = local, distribution, layout
         made.context = self.context
         return made
 
     def with_part(self, local: Any) -> Self:
-        """An array split as this one, of another part: an array, or for no axes a number. Local."""
+        """An array that is split alike, with another part: an array or a number. Local."""
         return self.like(array_of(local), self.distribution, self.layout)
 
     def everywhere(self, local: Any) -> Self:
-        """The array that every rank of this one has whole in `local`. Local."""
+        """The array that every rank has whole in `local`. Local."""
         layout = _replicated(tuple(local.shape), self.context.size)
         return self.like(local, _EVERYWHERE, layout)
 
@@ -74,12 +74,12 @@ class Distributed:
 
     @property
     def dtype(self) -> Any:
-        """The type of the elements, in the words of the part's library."""
+        """The type of the elements, an object of the parts' library."""
         return self.local.dtype
 
     @property
     def element_type(self) -> DType:
-        """The type of the elements, the same whichever library the parts are of."""
+        """The type of the elements, independent of the parts' library."""
         return dtypes.of(self.library.spec(self.local).dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""Medians and histograms: what is known of the distribution of elements."""
+"""Medians and histograms of the elements of arrays."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def median(
     keepdims: bool = False,
 ) -> Any:
     """The middle element along axes, by default all, or the mean of the two in the middle, as
-    numpy.median; NaN where there is one, and of no elements. `overwrite_input` changes nothing.
+    numpy.median; NaN if an element is NaN, or there is none. `overwrite_input` has no effect.
 
-    Collective where the axes are split, which are then sorted as `sort` does. Raises TypeError for
+    Collective where the axes are split; they are then sorted as by `sort`. Raises TypeError for
     complex numbers.
     """
     axes = reductions.checked_axes(a, axis)
@@ -50,12 +50,12 @@ def histogram(
     weights: Any = None,
 ) -> tuple[Any, Any]:
     """How many elements lie in each bin, and the edges of the bins, as numpy.histogram. Collective:
-    each rank counts its part, the counts are summed, and every rank has them.
+    each rank counts its part, and every rank gets the sums.
 
     `bins` is their number, or their edges, the same on all ranks. `weights`, of the shape of `a`,
-    are summed in place of the elements' number, and are moved where they are split otherwise.
-    Raises ValueError for edges that do not ascend, and for elements that are not finite unless
-    `range` says which count; NotImplementedError for rules such as "auto".
+    are summed instead of counting elements, and are moved where they are split otherwise. Raises
+    ValueError for edges that do not ascend, and for elements that are not finite unless `range` is
+    given; NotImplementedError for rules such as "auto".
     """
     if isinstance(bins, str):
         raise NotImplementedError(

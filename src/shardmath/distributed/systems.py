@@ -1,8 +1,8 @@
-"""Systems of equations on arrays that know how they are split: Cholesky and LU factors, solutions,
-inverses, determinants.
+"""Systems of equations on distributed arrays: Cholesky and LU factors, solutions, inverses,
+determinants.
 
-Results are split as the last operand is, or as `distributions` has it; what every rank gets,
-pivots and determinants, is an array of which every rank has all.
+Results are split as the last operand, or as `distributions` says; pivots and determinants are whole
+on every rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardmath.operators.layouts import distributions_of, distributions_of_resul
 
 
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
-    """The lower factor L of a positive definite matrix L L^H, or, `upper`, the factor L^H, split as
-    the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
+    """The lower factor L of a positive definite matrix L L^H, or, with `upper`, the factor L^H,
+    split as the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
     """
     if x.ndim > 2:
         compute = lambda a: (np.linalg.cholesky(a, upper=upper),)  # noqa: E731
@@ -38,7 +38,7 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Any:
 def solve(x1: Any, x2: Any, /) -> Any:
     """The solution x of x1 @ x = x2, split as x2. Collective. Raises as `shardmath.linalg.solve`.
 
-    One of both may be an array that is the same on all ranks.
+    One of the operands may be an array that is the same on all ranks.
     """
     first = first_of((x1, x2))
     x1, x2 = (whole(x, first) for x in (x1, x2))
@@ -86,8 +86,8 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
 def _like_last(
     function: Callable[..., Any], /, *given: Any, distributions: Any = None, **words: Any
 ) -> Any:
-    """The result of a function on parts, split as its last operand is, or as is said; of several
-    results that is the first, and every rank has the others.
+    """The result of a function on parts, split as its last operand, or as `distributions` says. Of
+    several results that is the first; the others are whole on every rank.
     """
     split = [x for x in given if isinstance(x, Distributed)]
     more = given[len(split) :]

@@ -1,4 +1,4 @@
-"""Transforms of arrays, by the names and the scaling of numpy.fft and scipy.fft, through our own.
+"""Transforms with the names and the scaling of numpy.fft and scipy.fft, by this package's own.
 
 The result is split as the operand is; boxes, whose extents a real transform changes, become slabs.
 """
@@ -29,7 +29,7 @@ Axes = Sequence[int] | None
 def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The Fourier transform along `axes`, by default all, as numpy.fft.fftn. Collective.
 
-    `s` are other extents along the axes: the array is padded with zeros, or cut.
+    `s` gives other extents along the axes: the array is padded with zeros, or cut.
     """
     return _as_numpy(_complexed(x), own_fft, s, axes, norm)
 
@@ -49,7 +49,7 @@ def rfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) ->
 def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The inverse of `rfftn`, as numpy.fft.irfftn: without `s` the last extent is even. Collective.
 
-    The result is split as the operand is; `s` may say other extents.
+    The result is split as the operand is.
     """
     return _as_numpy(_complexed(x), own_irfft, s, axes, norm)
 
@@ -128,7 +128,7 @@ def _one(n: int | None) -> list[int] | None:
 
 
 def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> Distributed:
-    """The transform of an array that is padded or cut to the extents `s`."""
+    """The transform of the array, padded or cut to the extents `s`."""
     numbers, wanted = _extents(x, s, axes)
     options = None
     if function is own_irfft:
@@ -147,7 +147,7 @@ def trigonometric(
     norm: Any = None,
     **words: Any,
 ) -> Distributed:
-    """The cosine or sine transform of an array that is padded or cut to the extents `s`."""
+    """The cosine or sine transform of the array, padded or cut to the extents `s`."""
     numbers, wanted = _extents(x, s, axes)
     x = _of_extents(_floating(x), numbers, wanted)
     return transform(function, x, axes=numbers, type=type, norm=norm, **words)
@@ -162,13 +162,13 @@ def trigonometric_along_one(
     norm: Any = None,
     **words: Any,
 ) -> Distributed:
-    """The cosine or sine transform along one axis; `along_several` is that along several."""
+    """The cosine or sine transform along one axis, by the function along several."""
     extents = None if n is None else [n]
     return trigonometric(along_several, x, type, extents, [axis], norm, **words)
 
 
 def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
-    """The axes of a transform, none negative, and how long they are to be."""
+    """The axes of a transform, counted from the start, and the extents that they are to have."""
     given = range(x.ndim) if axes is None else [axes] if hasattr(axes, "__index__") else axes
     if axes is None and s is not None:
         given = range(x.ndim - len(s), x.ndim)
@@ -185,7 +185,7 @@ def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
 
 
 def _of_extents(x: Any, axes: Sequence[int], wanted: Sequence[int]) -> Any:
-    """The array cut along axes, or with zeros behind its elements."""
+    """The array, cut or padded with zeros along axes."""
     for axis, target in zip(axes, wanted, strict=True):
         extent = x.shape[axis]
         if target < extent:
@@ -205,10 +205,10 @@ def transform(
     out: Any = None,
     **words: Any,
 ) -> Distributed:
-    """An array transformed by this package's `function`, split as `out`, by `distribution`, or as
-    x. Collective.
+    """The array, transformed by this package's `function`, and split as `out`, by `distribution`,
+    or as x. Collective.
 
-    Boxes, of which a real transform changes the extents, become slabs. Errors as the function's.
+    Boxes become slabs where a real transform changes the extents. Errors are the function's.
     """
     known = options_of(FFTOptions, options)
     target = distribution if out is None else out.distribution
@@ -235,7 +235,7 @@ def transform(
 
 
 def _floating(x: Any) -> Any:
-    """The array in the type whose transform there is: float64 for integers, float32 for halves."""
+    """The array in a type that has a transform: integers in float64, halves in float32."""
     own = x.element_type
     wide = "float64" if own.kind in "iub" else dtypes.accumulator(own)
     return x.astype(wide, copy=False)

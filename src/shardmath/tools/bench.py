@@ -1,7 +1,7 @@
 """`shardmath bench NAME`: a benchmark of the installed package, as a table, JSON and a picture.
 
-A benchmark is a program of the folder `benchmarks`, which the package has too. It runs in a process
-of its own, and writes a JSON file of rows, which is what is read here.
+A benchmark is a program of the folder `benchmarks`, which is part of the package. It runs in a
+process of its own, and writes a JSON file of rows, which is read here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def names() -> dict[str, str]:
-    """Each benchmark, and its first sentence."""
+    """The names of the benchmarks, each with its first sentence."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -39,7 +39,7 @@ def names() -> dict[str, str]:
 
 
 def missing(name: str) -> list[str]:
-    """The packages that a benchmark imports first of all, and that are not here."""
+    """The packages that a benchmark imports at its top, and that are not installed."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     modules = [each.names[0].name for each in tree.body if isinstance(each, ast.Import)]
     modules += [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
@@ -51,8 +51,9 @@ def missing(name: str) -> list[str]:
 def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> int:
     """Run the benchmark `name` with its own `arguments`; without a name, list them.
 
-    Its JSON goes into the folder `output`, and with `plot` a picture of the same name. The exit
-    status: the benchmark's, or 2 for one that is not there, 1 for one that lacks a package.
+    Its JSON goes into the folder `output`, and with `plot` a picture of the same name. The result
+    is the exit status: the benchmark's, 2 for a name that does not exist, 1 where a package is
+    missing.
     """
     known = names()
     if not name:
@@ -80,8 +81,8 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
 
 
 def table(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """The titles of the rows' columns, and their cells. What is no text or number has no column; a
-    dictionary has one for each of its keys, whose title follows its own.
+    """The titles of the rows' columns, and their cells. Values that are neither text nor numbers
+    are left out; a dictionary becomes a column for each key, with its title before the key.
     """
     rows = [_flat(row) for row in rows]
     titles = [
@@ -93,7 +94,7 @@ def table(rows: Rows) -> tuple[list[str], list[list[str]]]:
 
 
 def picture(rows: Rows) -> Any:
-    """Bars of each column of numbers that were measured: those that are no whole numbers."""
+    """Bars for each column of measured numbers: those that are not integers."""
     rows = [_flat(row) for row in rows]
     titles, cells = table(rows)
     measured = [title for title in titles if any(isinstance(row.get(title), float) for row in rows)]
@@ -125,7 +126,7 @@ def _tell(path: Path, *, plot: bool) -> None:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row, with what is in its dictionaries in columns of their own."""
+    """The row, with a column for each value in its dictionaries."""
     flat: dict[str, Any] = {}
     for title, value in row.items():
         inner = isinstance(value, dict)

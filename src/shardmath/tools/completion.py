@@ -1,4 +1,4 @@
-"""Lines for a shell's start-up file, by which it completes what `shardmath` takes."""
+"""Lines for a shell's start-up file that make it complete the arguments of `shardmath`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for `shell`, one of SHELLS: commands first, then the options of each."""
+    """The script for `shell`, one of SHELLS: it completes commands, and then their options."""
     [commands] = [each for each in parser._actions if isinstance(each.choices, dict)]
     assert isinstance(commands.choices, dict), "commands have parsers"
     options = {name: " ".join(_words(each)) for name, each in commands.choices.items()}

@@ -1,4 +1,4 @@
-"""What works on this machine, and for each thing that does not, why, and the line that mends it."""
+"""What works on this machine, and for what does not, why, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _LAUNCHERS = ("mpiexec", "torchrun", "srun")
 
 
 def show_config() -> dict[str, Any]:
-    """What `shardmath doctor` shows, but for what it measures, as plain data: dictionaries of texts
-    and numbers. What does not work has a `reason`, and mostly `mend`, a line to run.
+    """What `shardmath doctor` shows, except for its measurements, as plain data: dictionaries of
+    texts and numbers. What does not work has a `reason`, and mostly `mend`, a command to run.
     """
     return {
         "versions": {
@@ -61,7 +61,7 @@ def show_config() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print what works here, and measure it: the exit status, 0."""
+    """Print what works here, with measurements. The exit status, 0."""
     config = show_config()
     facts = {**config["versions"], "cores": str(config["cores"]), "GPUs": _in_words(config["gpus"])}
     for name, path in config["launchers"].items():
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _rows(what: str, found: dict[str, str]) -> list[tuple[str, str, str]]:
-    """The rows of a table for one thing: long reasons take several, and what mends it another."""
+    """The rows of a table for one thing; long reasons, and the command that fixes it, take more."""
     if "reason" not in found:
         return [("yes", what, found.get("version", ""))]
     lines = wrap(found["reason"], _WORDS, break_on_hyphens=False)
@@ -92,14 +92,14 @@ def _rows(what: str, found: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _in_brief(parts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """What was compiled, part by part; where nothing was, that is said once."""
+    """The compiled parts; where none was built, one row says so."""
     if any("reason" not in found for found in parts.values()):
         return parts
     return {"all of them": next(iter(parts.values()))}
 
 
 def _in_words(gpus: dict[str, Any]) -> str:
-    """The names of the GPUs that can be used, or how many there seem to be besides."""
+    """The names of the GPUs that can be used, or else how many seem to be there."""
     if "names" in gpus:
         return ", ".join(gpus["names"]) or "none"
     there = len([*Path("/dev").glob("nvidia[0-9]*")])
@@ -134,7 +134,7 @@ def _transport(kind: str, name: str) -> dict[str, str]:
 
 
 def _why(text: str) -> dict[str, str]:
-    """A reason, and the line in it that mends it."""
+    """A reason, and the command in it that fixes it."""
     reason, _, mend = text.partition("; with device_id")[0].partition(": pip install ")
     return {"reason": reason, "mend": f"pip install {mend}"} if mend else {"reason": reason}
 
@@ -161,7 +161,7 @@ def _package(module: str, name: str, extra: str) -> dict[str, str]:
 
 
 def _program(name: str) -> str:
-    """Where a program is, on the path or beside this Python; "" where it is not."""
+    """The path of a program, on PATH or beside this Python; "" where there is none."""
     beside = str(Path(sys.executable).parent)
     return shutil.which(name) or shutil.which(name, path=beside) or ""
 

@@ -1,4 +1,4 @@
-"""Pictures of what the commands have measured: drawn with Pillow, in lines and boxes."""
+"""Pictures of measurements, drawn with Pillow as lines and boxes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TICKS = 10  # at most
 
 
 class Bar(NamedTuple):
-    """A box of a timeline: in which line, from when until when in seconds, and of what. Without a
-    name it is a wait, which is drawn upon the others.
+    """A box of a timeline: its line, its beginning and end in seconds, and its name. Without a name
+    it is a wait, which is drawn upon the others.
     """
 
     line: int
@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 
 
 def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
-    """A picture of bars along a common axis of time, each name in its colour."""
+    """A picture of bars along a common time axis, with one colour for each name."""
     names = sorted({bar.name for bar in bars if bar.name})
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"": _WAIT}
     begun = min((bar.begun for bar in bars), default=0.0)
@@ -63,7 +63,7 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
 
 
 def columns(title: str, values: Sequence[tuple[str, float]]) -> Any:
-    """A picture of values that are not negative, each with its name: a horizontal bar for each."""
+    """A picture of named values that are not negative, with a horizontal bar for each."""
     image, draw = _canvas(2 * _MARGIN + _LINE * (len(values) + 1))
     draw.text((_MARGIN, _MARGIN), title, fill=_INK)
     left = 2 * _MARGIN + max((_width(draw, name) for name, _ in values), default=0)
@@ -78,7 +78,7 @@ def columns(title: str, values: Sequence[tuple[str, float]]) -> Any:
 
 
 def below(images: Sequence[Any]) -> Any:
-    """A picture of several, one below the other."""
+    """One picture of several, one below the other."""
     whole, _ = _canvas(sum(image.size[1] for image in images))
     top = 0
     for image in images:
@@ -88,12 +88,12 @@ def below(images: Sequence[Any]) -> Any:
 
 
 def save(image: Any, path: Path) -> None:
-    """Write a picture: PNG, whatever the path's ending."""
+    """Write a picture as PNG, whatever the path's suffix."""
     image.save(path, "PNG")
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The unit that suits so long a time, and how many of it are a second."""
+    """A suitable unit for so long a time, and how many of it make a second."""
     return next(
         ((name, many) for name, many in (("s", 1.0), ("ms", 1e3)) if seconds * many >= 1),
         ("us", 1e6),
@@ -101,7 +101,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most`, equally far from each other."""
+    """Round, equidistant numbers from 0 to `most`."""
     step = 10.0 ** math.floor(math.log10(most / _TICKS))
     step *= next(factor for factor in (1, 2, 5, 10) if most / (factor * step) <= _TICKS)
     return [number * step for number in range(int(most / step) + 1)]

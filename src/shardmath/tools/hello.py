@@ -42,7 +42,7 @@ def main(device: str = "cpu") -> int:
 
 
 def measured(context: DistributedContext, nbytes: int) -> tuple[float, float]:
-    """The seconds of a barrier, and of an all_gather of so many bytes of all ranks. Collective."""
+    """The seconds of a barrier, and of an all_gather of `nbytes` bytes in all. Collective."""
     part = np.ones(nbytes // context.size, np.uint8)
     whole = np.ones(len(part) * context.size, np.uint8)
     return median_seconds(context.barrier, 200), median_seconds(lambda: all_gather(part, out=whole))
@@ -59,7 +59,7 @@ def median_seconds(call: Callable[[], object], turns: int = 5) -> float:
 
 
 def rate(nbytes: int, seconds: float) -> str:
-    """Bytes in a time, in words."""
+    """A rate of bytes, in words."""
     return f"{nbytes / seconds / 1e9:.1f} GB/s"
 
 

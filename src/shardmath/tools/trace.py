@@ -1,13 +1,12 @@
 """`shardmath trace script.py`: what all ranks of a program did, and when.
 
-Each rank records its operations in memory that this process has made, so that those of a rank that
-was killed remain, and nothing is written while the program runs. What a trace has of an operation
-is what the flight recorder writes anyway: it only keeps more.
+Each rank records its operations in memory that this process owns, so that the record of a rank that
+was killed remains, and nothing is written while the program runs. The record is the flight
+recorder's; a trace only keeps more of it.
 
-A wait is what follows from these records: operations of all ranks that have the same number and
-name are one meeting, and a rank waits there until the last one has begun. Once ranks have made
-different calls, in contexts that are parts of the job, their numbers differ, and no more waits are
-shown.
+Waits are derived from these records. Operations of all ranks with the same number and name are one
+meeting, and a rank waits there until the last one has begun. Where ranks have made different calls,
+in contexts that are parts of the job, their numbers differ, and no more waits are shown.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class Done(NamedTuple):
-    """What one rank did: its operations, and by their numbers what explains the plans they made."""
+    """What one rank did: its operations, and by their numbers the explanations of plans."""
 
     operations: list[Operation]
     plans: dict[int, str]
 
 
 class Summary(NamedTuple):
-    """Calls that look alike: their number on all ranks, the median of their seconds, that without
-    waits for another rank, and the seconds that their plan predicts, if it does.
+    """Calls that look alike: their number on all ranks, their median time in seconds, the median
+    without waits for another rank, and the time that their plan predicts, if it does.
     """
 
     name: str
@@ -64,8 +63,9 @@ class Summary(NamedTuple):
 def trace(program: Program, size: int, *, threads: int | None, output: Path, kept: int) -> int:
     """Run `program` on `size` ranks, write `output` and a picture beside it, and print a summary.
 
-    The exit status of the program; 1 where `output` cannot be written. In a rank, which returns
-    from here as well, nothing is written. Nothing is either where no rank has called anything.
+    The result is the exit status: the program's, or 1 where `output` cannot be written. The ranks
+    return from here as well, and write nothing; nor is anything written if no rank has called
+    shardmath.
     """
     if not os.access(output.parent, os.W_OK):
         print(f"shardmath trace: {output.parent} is no folder to write to", file=sys.stderr)
@@ -94,7 +94,7 @@ def trace(program: Program, size: int, *, threads: int | None, output: Path, kep
 
 
 class _Traced(Program):
-    """The program, in a rank whose operations are recorded in memory of the starter's."""
+    """The program, in a rank that records its operations in memory of the starter's."""
 
     records: Sequence[tuple[int, mmap.mmap]] = ()
     notes: Sequence[int] = ()
@@ -112,22 +112,22 @@ class _Traced(Program):
 
 
 def touch(memory: mmap.mmap) -> None:
-    """Have the system give all pages now: a call that is the first to write to one takes longer.
+    """Have the system provide all pages now, as the first write to a page would delay a call.
 
-    Where the system cannot, or has no room, they come when they are written to.
+    Where the system cannot, or has no room, pages are provided when they are written.
     """
     with suppress(OSError):
         memory.madvise(_POPULATE_WRITE)
 
 
 def _append(descriptor: int, number: int, plan: str) -> None:
-    """Write it down at once: a rank may be killed at any time. What has no room is left out."""
+    """Write it at once, since a rank may be killed at any time. What does not fit is left out."""
     with suppress(OSError):
         os.write(descriptor, json.dumps([number, plan]).encode() + b"\n")
 
 
 def _plans_in(descriptor: int) -> dict[int, str]:
-    """What a rank has written down."""
+    """The plans that a rank has written."""
     *lines, _ = os.pread(descriptor, os.fstat(descriptor).st_size, 0).split(b"\n")
     return dict(json.loads(line) for line in lines)
 
@@ -138,7 +138,7 @@ def _plans_in(descriptor: int) -> dict[int, str]:
 def waits(ranks: Sequence[Done]) -> dict[tuple[int, int], tuple[int, int]]:
     """By rank and number of an operation: the rank that came last, and when, in nanoseconds.
 
-    Only of meetings of all ranks, and of ranks that came before the last.
+    Only for meetings of all ranks, and for ranks that came before the last.
     """
     alike: dict[tuple[int, str], dict[int, Operation]] = defaultdict(dict)
     for rank, done in enumerate(ranks):
@@ -157,11 +157,11 @@ def waits(ranks: Sequence[Done]) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def events(ranks: Sequence[Done]) -> dict[str, Any]:
-    """The trace as Chrome's trace viewer and Perfetto read it: a process for each rank, and times
-    in microseconds from the first operation on.
+    """The trace in the format of Chrome's trace viewer and Perfetto: a process for each rank, with
+    times in microseconds from the first operation on.
 
-    Process r + 1 is rank r: they take 0 for the system's idle process. Threads have numbers that no
-    other process uses; those of forked ranks have the same addresses.
+    Process r + 1 is rank r, as 0 is taken for the system's idle process. Threads are numbered,
+    since those of forked ranks have the same addresses.
     """
     start = min((each.begun for done in ranks for each in done.operations), default=0)
     waiting, found = waits(ranks), []
@@ -197,7 +197,7 @@ def events(ranks: Sequence[Done]) -> dict[str, Any]:
 
 
 def summaries(ranks: Sequence[Done]) -> list[Summary]:
-    """Of calls that look alike, those that took longest in all first."""
+    """Calls that look alike, those with the longest total time first."""
     waiting = waits(ranks)
     groups: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     predicted: dict[tuple[str, str, str], float] = {}
@@ -221,13 +221,13 @@ def summaries(ranks: Sequence[Done]) -> list[Summary]:
 
 
 def seconds_predicted(text: str) -> float | None:
-    """The seconds that `explain()` predicts, if it does."""
+    """The seconds that a plan's `explain()` predicts, None if it does not."""
     found = _PREDICTED.search(text)
     return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 def bars(ranks: Sequence[Done]) -> list[Bar]:
-    """What a picture shows: a line for each rank, and waits upon the calls that they are in."""
+    """What a picture shows: a line for each rank, with waits drawn upon the calls."""
     start = min((each.begun for done in ranks for each in done.operations), default=0)
     waiting, found = waits(ranks), []
     for rank, done in enumerate(ranks):
@@ -281,6 +281,6 @@ def _row(each: Summary) -> tuple[str, ...]:
 
 
 def in_units(seconds: float) -> str:
-    """Three digits, in the unit that suits them."""
+    """Three digits in a suitable unit."""
     unit = next((unit for unit in ("s", "ms", "us") if seconds >= _UNITS[unit]), "ns")
     return f"{seconds / _UNITS[unit]:.3g} {unit}"
