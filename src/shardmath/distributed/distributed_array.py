@@ -29,8 +29,7 @@ from shardmath.distributed import (
     searching,
 )
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand
-from shardmath.distributed.layouts import indices, unbound
-from shardmath.distributed.layouts import rearranged as with_axes
+from shardmath.distributed.layouts import indices, of_axes, unbound
 from shardmath.distributed.movement import (
     agreed_layout,
     described,
@@ -213,7 +212,7 @@ class DistributedArray(Distributed):
         if len(numbers) != self.ndim:
             raise ValueError(f"axes {order} are not a permutation of {self.ndim} axes")
         order = tuple(operator.index(axis) % self.ndim for axis in order)
-        made = with_axes(self, parts.permuted(self.local, order), order)
+        made = of_axes(self, parts.permuted(self.local, order), order)
         assert made is not None, "every distribution has a transposed one"
         return made  # type: ignore[return-value]
 

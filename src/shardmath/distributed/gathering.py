@@ -24,7 +24,7 @@ from shardmath.collectives import all_to_all
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import indices, layout_of, rearranged_distribution, unbound
+from shardmath.distributed.layouts import distribution_of_axes, indices, layout_of, unbound
 from shardmath.distributed.movement import in_slabs, permit, settled
 from shardmath.geometry import Layout, Slab, Spans
 
@@ -63,7 +63,7 @@ def gathered(x: Any, numbers: Sequence[HostArray], place: int, purpose: str) -> 
         *(place if number == 0 else None for number in range(len(shape))),
         *range(axes.stop, x.ndim),
     )
-    like = rearranged_distribution(unbound(x.distribution), names)
+    like = distribution_of_axes(unbound(x.distribution), names)
     local = parts.picked(x.local, [line.reshape(-1) for line in numbers], place)
     return settled(x, local.reshape(layout.local_shape(x.context.rank)), layout, like)
 

@@ -29,11 +29,11 @@ from shardmath.distributed.layouts import (
     Axes,
     Indices,
     distribution_of,
+    distribution_of_axes,
     indices,
     interned,
     layout_of,
-    rearranged_distribution,
-    rearranged_layout,
+    layout_of_axes,
     selector,
 )
 from shardmath.distributed.movement import brought, explanation, settled, whole_everywhere
@@ -114,8 +114,8 @@ def _reading(layout: Layout, distribution: Distribution, index: Index, rank: int
     everywhere = None
     if not index.axes and not selected.is_replicated:
         everywhere = Layout.replicated(selected.global_shape, selected.size)
-    result = rearranged_layout(everywhere or selected, index.axes)
-    like = rearranged_distribution(distribution, index.axes)
+    result = layout_of_axes(everywhere or selected, index.axes)
+    like = distribution_of_axes(distribution, index.axes)
     shape, named = result.local_shape(rank), distribution_of(result, rank, like)
     return Reading(where, selected, everywhere, result, shape, like, named)
 
@@ -290,7 +290,7 @@ def _values(x: Distributed, index: Index, picks: Sequence[Picked], value: Any) -
     else:
         layout = selected_layout(x.layout, index.ranges)
         if layout is not None:
-            needed = needed_layout(rearranged_layout(layout, index.axes), value.shape)
+            needed = needed_layout(layout_of_axes(layout, index.axes), value.shape)
             part = brought(value, needed, "what is assigned")
             return _aligned(x, index, part) if all(len(p.selected) for p in picks) else part
         whole = whole_everywhere(value, "what is assigned").local

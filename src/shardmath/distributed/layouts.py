@@ -110,7 +110,7 @@ def with_new_axis(
     shape = (*held.global_shape[:axis], extent, *held.global_shape[axis:])
     layout = Layout.product(shape, [*columns[:axis], None, *columns[axis:]], size=held.size)
     names = (*range(axis), None, *range(axis, held.ndim))
-    distribution = distribution_of(layout, rank, rearranged_distribution(unbound(like), names))
+    distribution = distribution_of(layout, rank, distribution_of_axes(unbound(like), names))
     return None if distribution is None else (distribution, interned(layout))
 
 
@@ -130,7 +130,7 @@ Axes = tuple[int | None, ...]  # for each axis of a result that of the operand, 
 
 
 @lru_cache(maxsize=4096)
-def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
+def layout_of_axes(layout: Layout, axes: Axes) -> Layout:
     """The layout with the axes `axes` of the operand; None stands for a new axis of extent 1.
 
     A rank whose part is empty along a dropped axis has an empty part.
@@ -146,17 +146,17 @@ def rearranged_layout(layout: Layout, axes: Axes) -> Layout:
     return interned(Layout(shape, tuple(parts)))
 
 
-def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribution | None:
+def distribution_of_axes(distribution: Distribution, axes: Axes) -> Distribution | None:
     """The distribution with the axes `axes` of the operand; None where it splits a dropped one."""
     match distribution:
         case Slab(partition_dim=dim):
             return Slab(axes.index(dim)) if dim in axes else None
         case BlockNonCyclic(process_grid=grid, first_process=first):
-            wide = _rearranged_grid(grid, axes)
+            wide = _grid_of_axes(grid, axes)
             if wide is not None:
                 return BlockNonCyclic(wide, first_process=_picked(first, axes, 0))
         case BlockCyclic(process_grid=grid, block_sizes=blocks, first_process=first):
-            wide = _rearranged_grid(grid, axes)
+            wide = _grid_of_axes(grid, axes)
             if wide is not None:
                 sizes, first = _picked(blocks, axes, 1), _picked(first, axes, 0)
                 return BlockCyclic(wide, sizes, first_process=first)
@@ -165,22 +165,22 @@ def rearranged_distribution(distribution: Distribution, axes: Axes) -> Distribut
     return None
 
 
-def rearranged(x: Distributed, part: Any, axes: Axes) -> Distributed | None:
+def of_axes(x: Distributed, part: Any, axes: Axes) -> Distributed | None:
     """The array whose part is `part`, with the axes `axes` of `x`; None if no distribution fits."""
-    found = _rearranged(x.layout, x.distribution, axes, x.context.rank)
+    found = _of_axes(x.layout, x.distribution, axes, x.context.rank)
     return None if found is None else x.like(part, *found)
 
 
 @lru_cache(maxsize=1024)
-def _rearranged(
+def _of_axes(
     held: Layout, like: Distribution, axes: Axes, rank: int
 ) -> tuple[Distribution, Layout] | None:
-    layout = rearranged_layout(held, axes)
-    distribution = distribution_of(layout, rank, rearranged_distribution(like, axes))
+    layout = layout_of_axes(held, axes)
+    distribution = distribution_of(layout, rank, distribution_of_axes(like, axes))
     return None if distribution is None else (distribution, layout)
 
 
-def _rearranged_grid(grid: ProcessGrid, axes: Axes) -> ProcessGrid | None:
+def _grid_of_axes(grid: ProcessGrid, axes: Axes) -> ProcessGrid | None:
     gone = tuple(axis for axis in range(grid.ndim) if axis not in axes)
     if not axes or any(grid.shape[axis] != 1 for axis in gone):
         return None

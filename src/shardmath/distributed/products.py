@@ -23,7 +23,7 @@ from shardmath.arrays import array_of, dtypes
 from shardmath.base import current
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import applied, needed_layout, whole
-from shardmath.distributed.layouts import distribution_of, layout_of, rearranged, unbound
+from shardmath.distributed.layouts import distribution_of, layout_of, of_axes, unbound
 from shardmath.distributed.manipulation import (
     first_of,
     of_one_type,
@@ -84,7 +84,7 @@ def matmul(x: Any, y: Any) -> Distributed:
     gone = [place for place, z in ((made.ndim - 2, x), (made.ndim - 1, y)) if z.ndim == 1]
     kept = tuple(axis for axis in range(made.ndim) if axis not in gone)
     shape = [made.local.shape[axis] for axis in kept]
-    result = rearranged(made, made.local.reshape(shape), kept)
+    result = of_axes(made, made.local.reshape(shape), kept)
     assert result is not None, "the axis that goes is not split"
     return result
 
@@ -196,7 +196,7 @@ def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
     if x.ndim > 1:
         return x
     key = tuple(slice(None) if axis == 0 else None for axis in axes)
-    widened = rearranged(x, x.local[key], axes)
+    widened = of_axes(x, x.local[key], axes)
     assert widened is not None, "a new axis leaves a distribution what it is"
     return widened
 

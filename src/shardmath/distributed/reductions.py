@@ -25,7 +25,7 @@ from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce
 from shardmath.distributed import parts
 from shardmath.distributed.elementwise import needed_layout
-from shardmath.distributed.layouts import indices, layout_of, placed_part, rearranged, selector
+from shardmath.distributed.layouts import indices, layout_of, of_axes, placed_part, selector
 from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Replicated
@@ -221,7 +221,7 @@ def _together(
     kept, everywhere = _kept(x.layout, axes)
     made = None
     if everywhere is None and set(axes).isdisjoint(x.layout.partitioned_axes):
-        made = rearranged(x, part, kept)
+        made = of_axes(x, part, kept)
     if made is None:
         if everywhere is None:
             part, everywhere = _spread(x, part, name, kept)
@@ -231,7 +231,7 @@ def _together(
     number = {axis: place for place, axis in enumerate(kept)}
     wide = tuple(number.get(axis) for axis in range(x.ndim))
     local = made.local[tuple(None if axis is None else slice(None) for axis in wide)]
-    result = rearranged(made, array_of(local), wide)
+    result = of_axes(made, array_of(local), wide)
     assert result is not None, "new axes leave a distribution what it is"
     return result
 

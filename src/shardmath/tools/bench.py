@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmath.base import config
-from shardmath.errors import BackendUnavailable
-from shardmath.tools.drawing import below, columns, save
+from shardmath.tools.drawing import below, columns, save_beside
 from shardmath.tools.tables import show
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -115,13 +114,7 @@ def _written(folder: Path) -> dict[Path, int]:
 def _tell(path: Path, *, plot: bool) -> None:
     rows: Rows = json.loads(path.read_text())["rows"]
     show(path.stem, *table(rows))
-    files = [str(path)]
-    if plot:
-        try:
-            save(picture(rows), path.with_suffix(".png"))
-            files.append(str(path.with_suffix(".png")))
-        except BackendUnavailable as error:
-            print(f"shardmath bench: no picture: {error}", file=sys.stderr)
+    files = save_beside(path, lambda: picture(rows), "bench") if plot else [str(path)]
     print(f"written: {', '.join(files)}")
 
 

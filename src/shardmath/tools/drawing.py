@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +88,17 @@ def below(images: Sequence[Any]) -> Any:
     return whole
 
 
-def save(image: Any, path: Path) -> None:
-    """Write a picture as PNG, whatever the path's suffix."""
-    image.save(path, "PNG")
+def save_beside(path: Path, draw: Callable[[], Any], command: str) -> list[str]:
+    """Draw a picture, and write it as PNG beside the file of a command. The names of both files;
+    without Pillow that of the file alone, and the command says why.
+    """
+    picture = path.with_suffix(".png")
+    try:
+        draw().save(picture, "PNG")
+    except BackendUnavailable as error:
+        print(f"shardmath {command}: no picture: {error}", file=sys.stderr)
+        return [str(path)]
+    return [str(path), str(picture)]
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 from shardmath.base.config import Settings
 from shardmath.base.recorder import RAISED, Operation, operations, this_process
-from shardmath.errors import BackendUnavailable
 from shardmath.inspection.job import new_record, start_in
 from shardmath.launch.program import Program, run
-from shardmath.tools.drawing import Bar, save, timeline
+from shardmath.tools.drawing import Bar, save_beside, timeline
 from shardmath.tools.tables import show
 
 KEPT = 1 << 17  # operations of each rank
@@ -259,13 +258,8 @@ def _line(each: Operation) -> str:
 def _write(ranks: Sequence[Done], output: Path) -> None:
     with output.open("w") as file:
         json.dump(events(ranks), file)
-    picture = output.with_suffix(".png")
-    written = [str(output)]
-    try:
-        save(timeline(bars(ranks), [f"rank {rank}" for rank in range(len(ranks))]), picture)
-        written.append(str(picture))
-    except BackendUnavailable as error:
-        print(f"shardmath trace: no picture: {error}", file=sys.stderr)
+    lines = [f"rank {rank}" for rank in range(len(ranks))]
+    written = save_beside(output, lambda: timeline(bars(ranks), lines), "trace")
     header = ("operation", "on", "at", "calls", "takes", "without waits", "predicted")
     show("Longest in all", header, [_row(each) for each in summaries(ranks)[:20]])
     for rank, done in enumerate(ranks):
