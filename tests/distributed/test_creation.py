@@ -164,11 +164,11 @@ def mistakes(context):
             shardmath.array(part, Slab.X)
         with pytest.raises(ValueError, match="the dtype of the part must be equal"):
             shardmath.array(np.zeros(2, "f4" if context.rank else "f8"), Slab.X)
-        with pytest.raises(TypeError, match=r"distribution is one such as Slab\.X"):
+        with pytest.raises(TypeError, match=r"distribution must be one such as Slab\.X"):
             shardmath.array(np.zeros(2), "rows")
         with pytest.raises(ValueError, match=r"rank 1: x: expected an array"):
             shardmath.from_global(None if context.rank else np.zeros(2), Slab.X)
-        with pytest.raises(ValueError, match="root is None or a rank below 2"):
+        with pytest.raises(ValueError, match="root must be None or a rank below 2"):
             shardmath.from_global(np.zeros(2), Slab.X, root=2)
         with pytest.raises(ValueError, match="ndim 2 or more"):
             shardmath.zeros(4, distribution=Slab.Y)

@@ -240,6 +240,8 @@ def unwritable(context, folder, closed):
             shardmath.save(f"{folder}/x.npy", x if context.rank else x[1:])
         with refused(folder, ValueError, "an array by itself has the suffix"):
             shardmath.save(f"{folder}/x", x)
+        with refused(folder, ValueError, "ranks write no .npz"):
+            shardmath.save(f"{folder}/x.npz", {"x": x})
         if closed:
             with refused(closed, PermissionError, "rank 0: .*Permission denied", []):
                 os.seteuid(65534)

@@ -227,6 +227,9 @@ def given_otherwise(context):
             x[key] = 2 * x[key] + 1
             a[same] = 2 * a[same] + 1
             agree(x, a)
+        for key, same in (([5, 0], [5, 0]), (x[:, 0] > 9, a[:, 0] > 9)):
+            x[key] = a[same] = [1, 2, 3, 4]  # which become floating numbers
+            agree(x, a)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -82,7 +82,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
     def described() -> tuple[Any, ...]:
         require_distribution(distribution)
         if root is not None and not (type(root) is int and 0 <= root < context.size):
-            raise ValueError(f"root is None or a rank below {context.size}, not {root!r}")
+            raise ValueError(f"root must be None or a rank below {context.size}, not {root!r}")
         has = root is None or root == context.rank
         facts = None
         if has:
@@ -359,4 +359,4 @@ def device_of(context: DistributedContext, library: Library) -> str:
 def require_distribution(distribution: Any) -> None:
     """Raise TypeError where `distribution` is none."""
     if not isinstance(distribution, Distribution):
-        raise TypeError(f"distribution is one such as Slab.X or a Box, not {distribution!r}")
+        raise TypeError(f"distribution must be one such as Slab.X or a Box, not {distribution!r}")

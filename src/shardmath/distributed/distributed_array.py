@@ -138,7 +138,7 @@ class DistributedArray(Distributed):
         """
         size = self.context.size
         if root is not None and not (type(root) is int and 0 <= root < size):
-            wrong = ValueError(f"root is None or a rank from 0 to {size - 1}, not {root!r}")
+            wrong = ValueError(f"root must be None or a rank below {size}, not {root!r}")
             raise_on_all_ranks(self.context, "numpy", wrong)
         part = whole_on(self, root)
         if root not in (None, self.context.rank):
@@ -425,10 +425,10 @@ class DistributedArray(Distributed):
         return products.matmul(other, self) if is_operand(other) else NotImplemented
 
     def __divmod__(self, other: Any) -> Any:
-        return np.divmod(self, other) if is_operand(other) else NotImplemented
+        return (self // other, self % other) if is_operand(other) else NotImplemented
 
     def __rdivmod__(self, other: Any) -> Any:
-        return np.divmod(other, self) if is_operand(other) else NotImplemented
+        return (other // self, other % self) if is_operand(other) else NotImplemented
 
     def __neg__(self) -> Self:
         return self.with_part(-self.local)

@@ -235,4 +235,8 @@ def _place(path: Any, x: Any) -> Path:
         raise ValueError(f"{place}: an array by itself has the suffix {_NPY} or .zarr")
     if isinstance(x, Mapping) and place.suffix == _NPY:
         raise ValueError(f"{place}: a file {_NPY} has one array; a checkpoint is a folder")
+    if place.suffix == ".npz":
+        raise ValueError(
+            f"{place}: ranks write no .npz: save a checkpoint, {place.with_suffix('')}"
+        )
     return place

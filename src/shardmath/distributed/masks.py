@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.collectives import all_gather
+from shardmath.distributed import parts
 from shardmath.distributed.elementwise import local_part, needed_layout
 from shardmath.distributed.indexing import require_value
 from shardmath.distributed.layouts import distribution_of
@@ -72,7 +73,7 @@ def put(x: Any, mask: Any, value: Any) -> None:
         part = brought(value, needed_layout(chosen.layout, value.shape), "what is assigned")
     else:
         part = local_part(value, chosen.layout, x)
-    held.local[where] = part
+    held.local[where] = parts.cast(part, x.element_type)  # torch wants the same type
     if held.local is not x.local:
         x.local[...] = brought(held, x.layout, "what is assigned")
 
