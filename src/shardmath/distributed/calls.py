@@ -17,8 +17,8 @@ from typing import Any
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from shardmath.distributed import parts, products, systems, transforms
-from shardmath.distributed.layouts import layout_of, unbound
-from shardmath.distributed.movement import agreed_layout, end_explanation, within
+from shardmath.distributed.layouts import layout_of
+from shardmath.distributed.movement import end_explanation, redistributed
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
 from shardmath.operators.fft import (
@@ -58,17 +58,7 @@ def _redistribute(x: Any, distribution: Any = None, *more: Any, **words: Any) ->
         distribution = words.pop("output_distribution", None)
     if more or "input_distribution" in words or "output_distribution" in words:
         raise TypeError("this array knows its distribution: redistribute(x, Slab.Y)")
-    out = words.pop("out", None)
-    if not words and out is None:
-        return x.to(distribution)
-    end_explanation(lambda: f"redistribute: {x.layout} to {distribution}")
-    into = None if out is None else out.local
-    local = within(
-        x.context,
-        lambda: redistribute(x.local, x.distribution, distribution, out=into, **words),
-    )
-    layout = agreed_layout(distribution, x.shape, x.context)
-    return x.like(local, unbound(distribution), layout) if out is None else out
+    return redistributed(x, distribution, **words)
 
 
 def _of_parts(function: Function) -> Function:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from shardmath.distributed import index_arrays, reductions
-from shardmath.distributed.elementwise import whole
-from shardmath.distributed.manipulation import first_of, of_one_type, permute_dims, reshape, squeeze
+from shardmath.distributed.elementwise import all_distributed
+from shardmath.distributed.manipulation import of_one_type, permute_dims, reshape, squeeze
 from shardmath.distributed.products import matmul, tensordot
 
 Letters = tuple[str, ...]  # one for each axis; those of an ellipsis are numbers, from the right
@@ -42,8 +42,7 @@ def einsum(subscripts: str, *operands: Any, optimize: Any = True) -> Any:
     """
     if not isinstance(subscripts, str):
         raise NotImplementedError("einsum with lists of axes: name them, einsum('ij,jk->ik', x, y)")
-    first = first_of(operands)
-    arrays = of_one_type([whole(x, first) for x in operands])
+    arrays = of_one_type(all_distributed(operands))
     terms, result = _read(subscripts, [x.ndim for x in arrays])
     extents = _extents(terms, [x.shape for x in arrays])
     left: list[Term] = []

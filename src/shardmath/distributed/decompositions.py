@@ -23,9 +23,9 @@ from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
-from shardmath.distributed.elementwise import whole
+from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
-from shardmath.distributed.manipulation import first_of, of_one_type
+from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
 from shardmath.factorisations.cores import is_finite
@@ -225,9 +225,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     otherwise split by rows as the columns of A are. One of A and b may be an array that is the same
     on all ranks. Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
-    first = first_of((a, b))
-    given = [whole(x, first) for x in (a, b)]
-    a, b = described("lstsq", given, words=(rcond,), fit=require_equations)
+    a, b = described("lstsq", all_distributed((a, b)), words=(rcond,), fit=require_equations)
     kind = native_type(a)
     vector = b.ndim == 1
     if vector:

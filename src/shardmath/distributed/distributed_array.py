@@ -29,20 +29,15 @@ from shardmath.distributed import (
     searching,
 )
 from shardmath.distributed.elementwise import alike, applied, combined, is_operand
-from shardmath.distributed.layouts import indices, of_axes, unbound
+from shardmath.distributed.layouts import indices, of_axes
 from shardmath.distributed.movement import (
-    agreed_layout,
-    described,
-    end_explanation,
     explanation,
-    in_place_of,
+    redistributed,
     whole_everywhere,
     whole_on,
-    within,
 )
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution
-from shardmath.operators.redistribute import redistribute
 
 _CALL = "__call__"
 
@@ -110,23 +105,7 @@ class DistributedArray(Distributed):
         Raises the same on all ranks: BindDistributionError, a ValueError, where the distribution
         does not fit, TypeError where it is none.
         """
-        if not isinstance(distribution, Distribution):
-            wrong = TypeError(f"to takes a distribution such as Slab.X, not {distribution!r}")
-            raise_on_all_ranks(self.context, "redistribute", wrong)
-        if not distribution.per_rank and distribution == self.distribution:
-            return self
-        if distribution.per_rank:
-            end_explanation(lambda: f"to: {self.layout} becomes {distribution}, of each rank")
-        if explanation.get() is not None:
-            target = agreed_layout(distribution, self.shape, self.context)
-            zeros = in_place_of(lambda: f"to: {described(self, target)}", self, target)
-            return self.like(zeros, unbound(distribution), target)
-        local = within(  # raises on all ranks what is wrong on one
-            self.context,
-            lambda: redistribute(self.local, self.distribution, distribution),
-        )
-        target = agreed_layout(distribution, self.shape, self.context)
-        return self.like(local, unbound(distribution), target)
+        return redistributed(self, distribution)
 
     @collective_call
     def numpy(self, root: int | None = None) -> HostArray | None:

@@ -188,6 +188,16 @@ def whole(x: Any, first: D) -> D:
     return first.everywhere(parts.converted(x, first.local))
 
 
+def all_distributed(arrays: Sequence[Any]) -> list[Any]:
+    """The operands as distributed arrays: those that are not are the same on all ranks. Raises
+    ValueError if none is distributed.
+    """
+    for first in arrays:
+        if isinstance(first, Distributed):
+            return [whole(x, first) for x in arrays]
+    raise ValueError("none of the arrays is a DistributedArray: one must be")
+
+
 def explain(function: Any, *operands: Any, **words: Any) -> str:
     """What a call of `function` would move, where to, and how many bytes. Local.
 

@@ -24,7 +24,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.distributed import gathering, indexing, parts
-from shardmath.distributed.elementwise import applied, broadcast_shape, broadcasts, whole
+from shardmath.distributed.elementwise import all_distributed, applied, broadcast_shape, broadcasts
 from shardmath.distributed.layouts import (
     distribution_of,
     indices,
@@ -136,8 +136,7 @@ def broadcast_to(x: Any, shape: int | Sequence[int]) -> Any:
 def broadcast_arrays(*arrays: Any) -> tuple[Any, ...]:
     """The arrays, broadcast to their common shape, as numpy.broadcast_arrays."""
     shape = broadcast_shape(arrays)
-    first = first_of(arrays)
-    return tuple(broadcast_to(whole(x, first), shape) for x in arrays)
+    return tuple(broadcast_to(x, shape) for x in all_distributed(arrays))
 
 
 def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Any, ...]:
@@ -146,8 +145,7 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> tuple[Any, ...]:
     """
     if indexing not in ("xy", "ij"):
         raise ValueError(f"indexing is 'xy' or 'ij', not {indexing!r}")
-    first = first_of(arrays)
-    lines = [whole(x, first) for x in arrays]
+    lines = all_distributed(arrays)
     if any(x.ndim > 1 for x in lines):
         raise ValueError("meshgrid takes arrays of one axis")
     order = list(range(len(lines)))
@@ -264,17 +262,16 @@ def concat(arrays: Sequence[Any], axis: int | None = 0) -> Any:
     Part by part where the axis is not split; otherwise each piece moves to its place. Raises
     ValueError where other extents differ.
     """
-    first = first_of(arrays)
-    operands = [whole(x, first) for x in arrays]
+    operands = all_distributed(arrays)
     if axis is None:
         return concat([reshape(x, (-1,)) for x in operands], 0)
-    return _joined(operands, one_axis(axis, first.ndim), None)
+    return _joined(operands, one_axis(axis, operands[0].ndim), None)
 
 
 def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     """The arrays joined along a new axis, as numpy.stack."""
-    first = first_of(arrays)
-    operands = [whole(x, first) for x in arrays]
+    operands = all_distributed(arrays)
+    first = operands[0]
     if any(x.shape != first.shape for x in operands):
         raise ValueError(
             f"stack takes arrays of one shape, not {', '.join(str(x.shape) for x in operands)}"
@@ -587,14 +584,6 @@ def in_matrices(x: Any, holds: Callable[[HostArray, HostArray], Any]) -> Any:
     """Where a condition on rows and columns holds in this rank's part of matrices."""
     rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
     return parts.converted(holds(rows[:, None], columns), x.local)
-
-
-def first_of(arrays: Sequence[Any]) -> Any:
-    """The first of the arrays that is distributed. Raises ValueError if none is."""
-    for x in arrays:
-        if isinstance(x, Distributed):
-            return x
-    raise ValueError("none of the arrays is a DistributedArray: one must be")
 
 
 def one_axis(axis: int, ndim: int) -> int:

@@ -20,6 +20,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.base import current
 from shardmath.base.caller import caller_place
 from shardmath.base.collective_call import collective_call
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
@@ -29,10 +30,12 @@ from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import Distribution, Layout, Pattern, Slab, Spans, bytes_received, classify
 from shardmath.operators.layouts import bind_layout
+from shardmath.operators.redistribute import redistribute
 from shardmath.operators.redistribute.operation import Redistribution
 from shardmath.program.performing import Arguments, Names
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Distributed)
 
 _MODES = ("forbid", "warn", "allow")
 # The lines of the explanation, while a call is only explained; None while calls are made.
@@ -242,6 +245,32 @@ def agreed_layout(
         return bind_layout("distribution", [encoded for encoded, _ in specs], shape)
 
     return context.agree("boxes", described, bound)
+
+
+def redistributed(x: D, distribution: Distribution, *, out: Any = None, **words: Any) -> D:
+    """`x` in another distribution: `out`, or itself if it is already split so, or a new array;
+    `words` are those of `redistribute`. Collective.
+    """
+    if not isinstance(distribution, Distribution):
+        wrong = TypeError(f"to takes a distribution such as Slab.X, not {distribution!r}")
+        raise_on_all_ranks(x.context, "redistribute", wrong)
+    if out is None and not distribution.per_rank and distribution == x.distribution:
+        return x
+    if distribution.per_rank:
+        end_explanation(lambda: f"to: {x.layout} becomes {distribution}, of each rank")
+    if explanation.get() is not None:
+        target = agreed_layout(distribution, x.shape, x.context)
+        zeros = in_place_of(lambda: f"to: {described(x, target)}", x, target)
+        return x.like(zeros, unbound(distribution), target)
+    into = None if out is None else out.local
+    local = within(  # raises on all ranks what is wrong on one
+        x.context, lambda: redistribute(x.local, x.distribution, distribution, out=into, **words)
+    )
+    if out is not None:
+        made: D = out
+        return made
+    target = agreed_layout(distribution, x.shape, x.context)
+    return x.like(local, unbound(distribution), target)
 
 
 def within(context: DistributedContext, function: Callable[[], T]) -> T:

@@ -18,7 +18,6 @@ from shardmath.distributed.decompositions import native_type
 from shardmath.distributed.manipulation import (
     broadcast_to,
     expand_dims,
-    first_of,
     in_matrices,
     matrix_transpose,
     moveaxis,
@@ -227,8 +226,7 @@ def outer(x1: Any, x2: Any, /) -> Any:
     """The products of all pairs of elements of two vectors, as numpy.linalg.outer, split by rows as
     x1 is. Collective. Raises ValueError for arrays that are no vectors.
     """
-    first = first_of((x1, x2))
-    x1, x2 = (elementwise.whole(x, first) for x in (x1, x2))
+    x1, x2 = elementwise.all_distributed((x1, x2))
     if x1.ndim != 1 or x2.ndim != 1:
         raise ValueError(f"outer takes vectors, not arrays of {x1.ndim} and {x2.ndim} axes")
     column = expand_dims(x1, 1)
@@ -242,8 +240,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     Collective where the axis is split: both arrays are brought to parts that have it whole. Raises
     ValueError where its extent is not 3, and where the arrays do not broadcast; TypeError for bool.
     """
-    first = first_of((x1, x2))
-    pair = [elementwise.whole(x, first) for x in (x1, x2)]
+    pair = elementwise.all_distributed((x1, x2))
     for x in pair:
         if not x.ndim or x.shape[one_axis(axis, x.ndim)] != 3:
             raise ValueError(

@@ -22,10 +22,9 @@ import numpy as np
 from shardmath.arrays import array_of, dtypes
 from shardmath.base import current
 from shardmath.distributed import parts, reductions
-from shardmath.distributed.elementwise import applied, needed_layout, whole
+from shardmath.distributed.elementwise import all_distributed, applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, of_axes, unbound
 from shardmath.distributed.manipulation import (
-    first_of,
     of_one_type,
     one_axis,
     permute_dims,
@@ -95,8 +94,7 @@ def tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
     `axes` is the number of last axes of x and first axes of y, or a pair of lists. Both are
     reshaped to matrices, and multiplied by `matmul`.
     """
-    first = first_of((x, y))
-    x, y = (whole(z, first) for z in (x, y))
+    x, y = all_distributed((x, y))
     if isinstance(axes, int):
         axes = range(x.ndim - axes, x.ndim), range(axes)
     pair = [(one,) if isinstance(one, int) else tuple(one) for one in axes]

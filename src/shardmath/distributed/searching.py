@@ -19,12 +19,11 @@ import numpy as np
 
 from shardmath.collectives import all_gather, all_to_all
 from shardmath.distributed import masks, parts, reductions
-from shardmath.distributed.elementwise import applied, whole
+from shardmath.distributed.elementwise import all_distributed, applied
 from shardmath.distributed.layouts import indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
     concat,
-    first_of,
     flip,
     one_axis,
     reshape,
@@ -133,8 +132,7 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     Collective: both arrays are brought to parts that have the axis whole. Lines are taken from by
     `take`. Raises IndexError for an index out of range.
     """
-    first = first_of((x, indices))
-    x, numbers = whole(x, first), whole(indices, first)
+    x, numbers = all_distributed((x, indices))
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
     axis = one_axis(axis, x.ndim)
@@ -189,14 +187,14 @@ def searchsorted(x1: Any, x2: Any, side: str = "left", sorter: Any = None) -> An
     """
     if side not in ("left", "right"):
         raise ValueError(f"side is 'left' or 'right', not {side!r}")
-    first = first_of((x1, x2))
-    known = on_all_ranks(x1 if sorter is None else take(whole(x1, first), sorter))
+    x1, x2 = all_distributed((x1, x2))
+    known = on_all_ranks(x1 if sorter is None else take(x1, sorter))
 
     def placed(part: Any) -> Any:
         places = np.searchsorted(known, parts.on_host(part), side=side)  # type: ignore[call-overload]
         return parts.converted(np.asarray(places), part)
 
-    return applied(placed, (whole(x2, first),))
+    return applied(placed, (x2,))
 
 
 # -- sets ------------------------------------------------------------------------------------------

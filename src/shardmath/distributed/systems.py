@@ -15,9 +15,9 @@ import numpy as np
 
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.distributed.decompositions import of_square_stacks, replicated
-from shardmath.distributed.elementwise import whole
+from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.layouts import unbound
-from shardmath.distributed.manipulation import broadcast_to, first_of, of_one_type
+from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -40,8 +40,7 @@ def solve(x1: Any, x2: Any, /) -> Any:
 
     One of the operands may be an array that is the same on all ranks.
     """
-    first = first_of((x1, x2))
-    x1, x2 = (whole(x, first) for x in (x1, x2))
+    x1, x2 = all_distributed((x1, x2))
     if max(x1.ndim, x2.ndim) <= 2:
         return _like_last(api.solve, x1, x2)
     is_vector = x2.ndim == 1
