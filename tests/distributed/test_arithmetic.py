@@ -187,6 +187,7 @@ def moves(context):
         assert lines[1].startswith("operand 0 stays") and "192 bytes" in lines[2]
         whole = shardmath.ones((8, 6), distribution=Replicated())
         assert "takes its part" in shardmath.explain(np.add, x, whole)
+        assert "is 2 x 8 x 6 on 2 ranks" in shardmath.explain(np.add, x, [[[1]], [[2]]])
         with pytest.raises(ValueError, match="one of forbid, warn, allow"):
             shardmath.communication("never")
 

@@ -112,7 +112,7 @@ def applied(
     the same on all ranks. With `out` the result is in its layout, and `write(part of out, parts)`
     writes it. Raises ValueError where shapes do not broadcast.
     """
-    operands = [np.asarray(x) if isinstance(x, list | tuple) else x for x in operands]
+    operands = _without_lists(operands)
     arrays = [x for x in operands if isinstance(x, Distributed)]
     first = out if out is not None else arrays[0]
     for x in arrays:
@@ -154,6 +154,11 @@ def _results(x: Distributed, made: Any, distribution: Distribution, layout: Layo
     if isinstance(made, tuple):
         return tuple(x.like(array_of(one), distribution, layout) for one in made)
     return x.like(array_of(made), distribution, layout)
+
+
+def _without_lists(operands: Sequence[Any]) -> list[Any]:
+    """The operands, with lists and tuples as NumPy's arrays."""
+    return [np.asarray(x) if isinstance(x, list | tuple) else x for x in operands]
 
 
 def broadcast_shape(operands: Sequence[Any]) -> Shape:
@@ -211,8 +216,8 @@ def explain(function: Any, *operands: Any, **words: Any) -> str:
         return _explained_call(function, operands, words)
     arrays = [(n, x) for n, x in enumerate(operands) if isinstance(x, Distributed)]
     if not arrays:
-        raise TypeError("explain says what becomes of distributed arrays, and none was given")
-    shape = broadcast_shape(operands)
+        raise TypeError(f"none of the operands of {function.__name__} is distributed: one must be")
+    shape = broadcast_shape(_without_lists(operands))
     layout, _, needed = _arrangement(shape, _described(shape, [x for _, x in arrays]))
     name = getattr(function, "__name__", str(function))
     lines = [f"{name}: the result is {layout}"]
