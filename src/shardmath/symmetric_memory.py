@@ -12,6 +12,7 @@ Source: torch.distributed._symmetric_memory.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -26,7 +27,7 @@ from shardmath.base.untraced import untraced
 from shardmath.context.context import DistributedContext, get_context, require_context
 from shardmath.context.startup import initialize
 from shardmath.errors import BackendUnavailable
-from shardmath.geometry.integers import index, integers
+from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
 from shardmath.handles.allocation import (
     block_of,
@@ -103,9 +104,7 @@ def empty(
     shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
     library = _library(package, dtype, device)
     wanted = library.default_dtype() if dtype is None else dtype_of(dtype)
-    return observed(
-        context, empty_on_heap(context, library, integers(shape, "size", least=0), wanted)
-    )
+    return observed(context, empty_on_heap(context, library, _integers("size", shape), wanted))
 
 
 @untraced
@@ -130,8 +129,7 @@ def empty_strided_p2p(
         device, group_name = None, device
     context = _begun(device)
     library, wanted = _library(None, dtype, device), dtype_of(dtype)
-    shape = integers(size, "size", least=0)
-    strides = integers(stride, "stride", least=0)
+    shape, strides = _integers("size", size), _integers("stride", stride)
     if len(shape) != len(strides):
         raise ValueError(f"size {shape} and stride {strides} must have the same length")
     if alloc_id is not None:
@@ -442,6 +440,16 @@ class _SymmetricMemory(SymmetricMemory):
     set_backend = staticmethod(set_backend)
     set_group_info = staticmethod(set_group_info)
     stream_write_value32 = staticmethod(stream_write_value32)
+
+
+def _integers(what: str, values: Any) -> tuple[int, ...]:
+    try:
+        integers = tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{what} is a sequence of integers, not {values!r}") from None
+    if any(value < 0 for value in integers):
+        raise ValueError(f"{what} must not be negative: {integers}")
+    return integers
 
 
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:

@@ -379,7 +379,8 @@ def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
         together = dtypes.of(np.result_type(*map(dtypes.to_numpy, types)))
     if inexact and together.kind in "iub":
         together = dtypes.of("float64")
-    return [x.astype(together, copy=False) for x in operands]
+    pairs = zip(operands, types, strict=True)
+    return [x if own == together else x.astype(together) for x, own in pairs]
 
 
 # -- other shapes ----------------------------------------------------------------------------------

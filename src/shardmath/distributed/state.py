@@ -50,7 +50,10 @@ class Distributed:
 
     def with_part(self, local: Any) -> Self:
         """An array that is split alike, with another part: an array or a number. Local."""
-        return self.like(array_of(local), self.distribution, self.layout)
+        made = object.__new__(type(self))  # as `like`, without the call
+        made.local, made.distribution, made.layout = array_of(local), self.distribution, self.layout
+        made.context = self.context
+        return made
 
     def everywhere(self, local: Any) -> Self:
         """The array that every rank has whole in `local`. Local."""
