@@ -196,9 +196,7 @@ def _put(x: Any, selection: Selection, value: Any) -> None:
     held = [x.layout.spans(x.context.rank)[axis] for axis in indexed]
     places = gathering.local_places(held, [line[mine] for line in lines])
     local = parts.permuted(x.local, [*indexed, *kept])
-    if not is_number:
-        value = parts.cast(value, x.element_type)  # torch wants the same type
-    local[_places(places, [pick.where for pick in picks_kept])] = value
+    parts.assign(local, _places(places, [pick.where for pick in picks_kept]), value)
 
 
 def _last_of_each(lines: Sequence[HostArray], extents: Sequence[int]) -> HostArray:

@@ -137,7 +137,7 @@ def put(x: Distributed, key: Any, value: Any) -> None:
     # the type cannot hold it.
     is_written = not getattr(part, "ndim", 0) or all(len(pick.selected) for pick in picks)
     if explanation.get() is None and is_written:
-        x.local[selector([pick.where for pick in picks])] = part
+        parts.assign(x.local, selector([pick.where for pick in picks]), part)
 
 
 def require_value(value: Any, shape: Shape) -> None:

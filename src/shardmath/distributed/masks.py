@@ -55,7 +55,7 @@ def put_one(x: Any, mask: Any, value: Any) -> None:
     if isinstance(value, Distributed):
         value = whole_everywhere(value, "the value").local
     if explanation.get() is None:
-        x.local[where] = value
+        parts.assign(x.local, where, value)
 
 
 def put(x: Any, mask: Any, value: Any) -> None:
@@ -73,7 +73,7 @@ def put(x: Any, mask: Any, value: Any) -> None:
         part = brought(value, needed_layout(chosen.layout, value.shape), "what is assigned")
     else:
         part = local_part(value, chosen.layout, x)
-    held.local[where] = parts.cast(part, x.element_type)  # torch wants the same type
+    parts.assign(held.local, where, part)
     if held.local is not x.local:
         x.local[...] = brought(held, x.layout, "what is assigned")
 

@@ -151,6 +151,13 @@ def cast(x: Any, dtype: DType) -> Any:
     return x if library.spec(x).dtype == dtype.name else library.cast(x, dtype)
 
 
+def assign(x: Any, key: Any, value: Any) -> None:
+    """`x[key] = value`, in the type of `x`: torch takes no tensor of another type for some keys."""
+    if hasattr(value, "shape"):
+        value = cast(value, dtypes.of(library_of(x).spec(x).dtype))
+    x[key] = value
+
+
 # -- elements, and where they lie ------------------------------------------------------------------
 
 
