@@ -6,12 +6,12 @@ import pytest
 
 from ranks import Pool
 from shardmath.context.startup import new_context
-from shardmath.program import arithmetic, panels
+from shardmath.program import binding, factors
 
 
 def with_thin_panels(group):
-    panels._THIN = 3
-    arithmetic._PANEL_ELEMENTS = 40
+    factors._THIN = 3
+    binding._PANEL_ELEMENTS = 40
     return new_context("cpu", group)
 
 

@@ -28,7 +28,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu import performing, product_program
 from shardmath.operators.matmul.gpu.product_program import ProductProgram
 from shardmath.program import gpu_performing, gpu_steps
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 from shardmath.program.gpu_performing import GPUPerformer
 from shardmath.program.gpu_steps import Memories
 from shardmath.program.steps import Await, Memory, On, Record, Synchronise

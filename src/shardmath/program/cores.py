@@ -26,13 +26,18 @@ from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
-from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_readers
 from shardmath.program import two_shots
-from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
-from shardmath.program.blocks import Blocks
-from shardmath.program.cores_blocks import Calls, Pass, run
+from shardmath.program.analysis import (
+    agreed_at,
+    buffers_of,
+    fused,
+    overwritten,
+    staged,
+    waits_at_end,
+)
+from shardmath.program.binding import Binding
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.offers import (
     LENT,
@@ -47,23 +52,12 @@ from shardmath.program.offers import (
     offer,
     raw_note,
     room_for,
-    window_at,
 )
+from shardmath.program.passes import Blocks
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
-from shardmath.program.steps import (
-    Arrive,
-    Combine,
-    Convert,
-    Move,
-    OwnStep,
-    Program,
-    SplitArray,
-    Step,
-    Synchronise,
-    Transform,
-)
-from shardmath.redistribution import StridedCopy, Transfer, Window
-from shardmath.redistribution.bound_copies import bind
+from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
+from shardmath.redistribution import Transfer
+from shardmath.redistribution.bound_copies import Calls, run
 from shardmath.symmetric.heap import Block, Buffer
 
 _KEPT = 128  # calls of which the copies stay bound
@@ -73,7 +67,6 @@ _COPIED_BYTES = 32 << 10  # of new results, which are sooner copied than steps b
 _TAG = 8  # bytes, of a plan
 _HEAD = struct.Struct("<I")  # bytes of a note that a payload follows
 _UNPREPARED = bytes(_TAG)
-_SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
 Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # what binds a step to buffers
@@ -131,8 +124,6 @@ class _Bound(Immutable, eq=False):
     ones are copied from `homes`: those of a program that keeps its results lie nowhere twice.
     """
 
-    arrays: dict[str, Operand]
-    offers: Offers
     binding: Binding
     parts: list[tuple[int, Calls]]
     lasting: bool
@@ -154,7 +145,7 @@ class Cores:
     """
 
     repeat = None
-    performers: ClassVar[Mapping[type[OwnStep], Performing]] = {}  # of an operator's own steps
+    performers: ClassVar[Mapping[type[Step], Performing]] = {}  # of an operator's own steps
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -167,7 +158,7 @@ class Cores:
         self._arrive = partial(context.board.arrive, names.operation)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
-        self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
+        self._blocks: LRUCache[Plan, dict[int, Blocks]] = LRUCache(_KEPT)
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -284,12 +275,10 @@ class Cores:
                 note.append(offered.notes.get(name) or note_of(LENT, None))
         arrays |= {**workspace, **offered.replaced}
         copies, library = offered.copies, _library(turn, program)
-        hosts = {name: array_at(array) for name, array in arrays.items()}
-        for number, step in enumerate(program.steps[: _agreed_at(program)]):
-            if isinstance(step, Move | Transform):
-                copies += self._bind_pass(plan, number, arrays, None, library)
-            else:
-                copies += bind_arithmetic(step, hosts, turn.known.numbers)
+        nothing = Offers(context, (), (), 0)  # before the ranks agree
+        binding = self._binding(turn, plan, library, arrays, nothing)
+        for number in range(agreed_at(program)):
+            copies += binding.bind(number)
         return _Prepared(
             plan,
             library,
@@ -393,9 +382,9 @@ class Cores:
                 self._bound.keep((turn.prepared, agreement), bound)
             steps = bound.by_place.keep(_pointers(turn.prepared.library, made), bound.calls())
         else:
-            steps = self._steps(turn, plan, bound)
-        if bound.offers.landing is not None:
-            bound.offers.landing.data[:] = b"".join(turn.payloads)
+            steps = self._steps(turn, bound)
+        if bound.binding.offers.landing is not None:
+            bound.binding.offers.landing.data[:] = b"".join(turn.payloads)
         run(steps)
         given = turn.arguments.results
         if not made:
@@ -409,20 +398,20 @@ class Cores:
         bound, makes = self._bound.find((prepared, agreement)), prepared.makes
         if bound is None or len(makes) > 1 or any(result.in_place for result in makes):
             return None
-        plan, barrier, library = agreement.plan, self._barrier, prepared.library
+        barrier, library, program = self._barrier, prepared.library, bound.binding.program
 
         def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
             return into({result.name: new for result in makes})
 
         def into(made: Mapping[str, Any]) -> tuple[Callable[[], object] | None, ...]:
-            steps = self._steps_into(made, plan, bound, library)
+            steps = self._steps_into(made, bound)
             return tuple(None if call is barrier else call for call in steps)
 
-        landing, steps = bound.offers.landing, self._fused(plan).steps
+        landing = bound.binding.offers.landing
         homes = [library.host_view(x, writable=True) for x in bound.homes.values()]
         summed = None
-        if landing is not None and len(bound.parts) == len(plan.program.published) == 1:
-            summed = bound.binding.payload_sum(steps[bound.parts[0][0]])
+        if landing is not None and len(bound.parts) == len(program.published) == 1:
+            summed = bound.binding.payload_sum(program.steps[bound.parts[0][0]])
         return Direct(
             before=tuple(prepared.copies),
             memory=(self._workspace, self._workspace.version) if prepared.memory else None,
@@ -459,8 +448,8 @@ class Cores:
 
         It is not to be kept with large scratch, which it holds.
         """
-        program = self._fused(plan)
-        made = _made(turn.prepared.library, turn.made, program.transposed)
+        program, library = self._fused(plan), turn.prepared.library
+        made = _made(library, turn.made, program.transposed)
         arrays = {**self._operands(turn, program), **made}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
         skip = numbers_bytes(self._names.numbers) + _TAG
@@ -474,101 +463,63 @@ class Cores:
             host = np.empty_like(like, dtype)
             arrays[name] = replace(_operand(host, None), keep=host)
             room += host.nbytes
-        hosts = {name: array_at(array) for name, array in arrays.items()}
-        binding = Binding(self._context, hosts, offers, turn.known)
-        bound = _Bound(arrays, offers, binding, [], room <= _KEPT_SCRATCH, _homes(turn.prepared))
-        first, last = _agreed_at(program), len(program.steps)
+        binding = self._binding(turn, plan, library, arrays, offers)
+        first, last = agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
         if isinstance(program.steps[-1], Synchronise) and not waits_at_end(program, offers):
             last -= 1  # no peer reads anything any more that is written next
-        for number in range(first, last):
-            calls = self._bind_step(plan, number, bound, turn.prepared.library)
-            bound.parts.append((number, calls))
-        return bound
+        parts = [(number, self._bind_step(number, binding)) for number in range(first, last)]
+        return _Bound(binding, parts, room <= _KEPT_SCRATCH, _homes(turn.prepared))
 
-    def _steps(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
+    def _binding(
+        self,
+        turn: Turn,
+        plan: Plan,
+        library: Library,
+        arrays: Mapping[str, Operand],
+        offers: Offers,
+    ) -> Binding:
+        hosts = {name: array_at(array) for name, array in arrays.items()}
+        program, blocks = self._fused(plan), self._blocks.made(plan, dict)
+        return Binding(self._context, program, library, turn.known.numbers, hosts, offers, blocks)
+
+    def _steps(self, turn: Turn, bound: _Bound) -> Calls:
         """The calls that follow the exchange, for the new results of this call."""
-        made, homes, library = turn.made, bound.homes, turn.prepared.library
+        made, homes, library = turn.made, bound.homes, bound.binding.library
         if not homes or _pointers(library, made) in bound.by_place:
-            return self._steps_into(made, plan, bound, library)
+            return self._steps_into(made, bound)
         copies = [
             partial(
                 np.copyto, library.host_view(made[name], writable=True), library.host_view(home)
             )
             for name, home in homes.items()
         ]
-        return [*self._steps_into(homes, plan, bound, library), *copies]
+        return [*self._steps_into(homes, bound), *copies]
 
-    def _steps_into(
-        self, made: Mapping[str, Any], plan: Plan, bound: _Bound, library: Library
-    ) -> Calls:
+    def _steps_into(self, made: Mapping[str, Any], bound: _Bound) -> Calls:
         """The calls that leave new results there, of which only those that reach them are bound."""
-        places, by_place = _pointers(library, made), bound.by_place
-        known = by_place.find(places)
+        library, program = bound.binding.library, bound.binding.program
+        places = _pointers(library, made)
+        known = bound.by_place.find(places)
         if known is not None:
             return known
-        program = self._fused(plan)
-        arrays, steps = _made(library, made, program.transposed), program.steps
-        binding = bound.binding.between({name: array_at(x) for name, x in arrays.items()})
-        other = replace(bound, arrays={**bound.arrays, **arrays}, binding=binding)
+        results = _made(library, made, program.transposed)
+        binding = bound.binding.between({name: array_at(x) for name, x in results.items()})
         rebound: Calls = []
         for number, calls in bound.parts:
-            reaches = not buffers_of(steps[number]).isdisjoint(made)
-            rebound += self._bind_step(plan, number, other, library) if reaches else calls
-        return by_place.keep(places, rebound)
+            reaches = not buffers_of(program.steps[number]).isdisjoint(made)
+            rebound += self._bind_step(number, binding) if reaches else calls
+        return bound.by_place.keep(places, rebound)
 
-    def _bind_step(self, plan: Plan, number: int, bound: _Bound, library: Library) -> Calls:
-        step = self._fused(plan).steps[number]
+    def _bind_step(self, number: int, binding: Binding) -> Calls:
+        step = binding.program.steps[number]
         if isinstance(step, Synchronise):
             return [self._barrier]
         if isinstance(step, Arrive):
             return [self._arrive]
-        if isinstance(step, OwnStep):
-            return self.performers[type(step)](step, bound.binding.hosts)
-        if isinstance(step, Move | Transform):
-            return self._bind_pass(plan, number, bound.arrays, bound.offers, library)
-        return bound.binding.bind(step)
-
-    def _bind_pass(
-        self,
-        plan: Plan,
-        number: int,
-        arrays: Mapping[str, Operand],
-        offers: Offers | None,
-        library: Library,
-    ) -> Calls:
-        """A move or a transform, with what it brings from peers, of what they offer."""
-        context, step = self._context, self._fused(plan).steps[number]
-        assert isinstance(step, Move | Transform), "these only"
-        transfer, source, target = step.transfer, arrays.get(step.source), arrays[step.target]
-        if isinstance(step, Move) and (context.threads == 1 or target.nbytes < _SHARED_BYTES):
-            perform_now = partial(_copies, context, step, source, offers, target)
-        else:
-            blocks = self._blocks.made(
-                (plan, number), lambda: self._cut(self._fused(plan), step, arrays)
-            )
-            perform_now = partial(_pass, context, step, blocks, source, offers, target, library)
-        peers = [src for src in transfer.sources(context.rank) if src != context.rank]
-        if offers is None or all(offers.has_address(step.source, src) for src in peers):
-            return perform_now()
-        return [lambda: run(perform_now())]  # what is elsewhere is copied here when it can be read
-
-    def _cut(
-        self, program: Program, step: Move | Transform, arrays: Mapping[str, Operand]
-    ) -> Blocks:
-        target = program.workspace.get(step.target) or program.results[step.target]
-        rank, order = self._context.rank, target.order
-        if step.target in program.transposed:
-            order = "C" if order == "F" else "F"
-        if isinstance(step, Move):
-            return Blocks(step.transfer, rank, order=order, itemsize=step.transfer.itemsize)
-        itemsize = arrays[step.source].itemsize
-        if step.kind == "R2C":
-            itemsize = arrays[step.target].itemsize
-        return Blocks(
-            step.transfer, rank, axes=step.axes, kind=step.kind, order=order, itemsize=itemsize
-        )
+        perform = self.performers.get(type(step))
+        return binding.bind(number) if perform is None else perform(step, binding.hosts)
 
     # -- workspace ---------------------------------------------------------------------------------
 
@@ -590,7 +541,7 @@ class Cores:
             operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
             sizes[memory] = max(sizes.get(memory, 0), operands[name].nbytes)
-        stays = {self._name(name) for name in _staged(program)}
+        stays = {self._name(name) for name in staged(program)}
         stays = {name for name in stays if sizes[name] <= STAGED_BYTES}
         blocks = {
             name: kept_for_readers(self._context, name, room_for(nbytes)).block
@@ -647,34 +598,6 @@ def _bytes(array: HostArray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _agreed_at(program: Program) -> int:
-    """How many steps come before the ranks agree, which is the first synchronisation."""
-    kinds = [isinstance(step, Synchronise) for step in program.steps]
-    return kinds.index(True) if True in kinds else 0
-
-
-def _staged(program: Program) -> set[str]:
-    """The memory of workspace that peers read, and that is written only when the ranks agree."""
-    memory = {name: array.memory or name for name, array in program.workspace.items()}
-    early = {name for step in program.steps[: _agreed_at(program)] for name in buffers_of(step)}
-    read = {memory[name] for name in program.published if name in memory}
-    return read - {memory[name] for name in early if name in memory}
-
-
-def waits_at_end(program: Program, offers: Offers) -> bool:
-    """Whether a rank waits at the end: for the readers of what peers read behind the last other
-    synchronisation, or behind where they said that they had come to it; or since it has said that
-    it would.
-    """
-    steps = program.steps[:-1]
-    places = [n for n, step in enumerate(steps) if isinstance(step, Synchronise | Arrive)]
-    arrived = [isinstance(steps[place], Arrive) for place in places]
-    if arrived[-1:] == [True]:
-        return True
-    behind = steps[places[-2] if arrived[-2:-1] == [True] else places[-1] :] if places else steps
-    return offers.wait(replace(program, steps=behind).published)
-
-
 def _ranges(
     array: Operand, transfers: Sequence[Transfer | None], context: Context
 ) -> Ranges | None:
@@ -689,134 +612,7 @@ def _ranges(
     )
 
 
-def _windows(
-    context: Context, step: Move | Transform, source: Operand | None, offers: Offers | None
-) -> dict[int, Window]:
-    """Where this rank reads what a step brings it, by the rank that it comes from."""
-    windows = {}
-    for src in step.transfer.sources(context.rank):
-        if src == context.rank:
-            assert source is not None, "what this rank has stays"
-            windows[src] = window_at(source)
-        else:
-            assert offers is not None, "ranks have agreed"
-            windows[src] = offers.window(step.source, src, step.transfer)
-    return windows
-
-
-def _copies(
-    context: Context, step: Move, source: Operand | None, offers: Offers | None, target: Operand
-) -> Calls:
-    """The calls that perform a move as copies of whole parts."""
-    windows = _windows(context, step, source, offers)
-    strides = {src: window.strides for src, window in windows.items()}
-    copies = [
-        copy
-        for copy in step.transfer.copies(context.rank, strides, target.strides)
-        if not _is_there(copy, windows[copy.src], target)
-    ]
-    return bind(copies, windows, window_at(target))
-
-
-def _is_there(copy: StridedCopy, window: Window, target: Operand) -> bool:
-    """Whether what is to be copied lies where it goes."""
-    ends = window.address + copy.src_offset, target.address + copy.dst_offset
-    return ends[0] == ends[1] and copy.src_strides == copy.dst_strides
-
-
-def _pass(
-    context: Context,
-    step: Move | Transform,
-    blocks: Blocks,
-    source: Operand | None,
-    offers: Offers | None,
-    target: Operand,
-    library: Library,
-) -> Calls:
-    """The calls that perform a step block by block."""
-    windows = {} if blocks.stays else _windows(context, step, source, offers)
-    arrays = array_at(source or target), array_at(target)
-    if isinstance(step, Move):
-        return Pass(context, blocks, *arrays, windows).bound()
-    engine = engine_for(library.name, step.kind)
-    return Pass(context, blocks, *arrays, windows, engine, step.forward, step.norm).bound()
-
-
 def _operand(host: HostArray, block: Block | None) -> Operand:
     """Where an array lies, whose memory somebody else keeps."""
     address = int(host.__array_interface__["data"][0])
     return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block)
-
-
-def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> list[str]:
-    """The operands that a result may overwrite before all that is read of them has been read.
-
-    One that is read by the first step only, element by element of the result or before there is
-    one, and by no peer, is none.
-    """
-    steps = [step for step in program.steps if not isinstance(step, Synchronise)]
-    names = []
-    for name, operand in arrays.items():
-        if name in program.results or not _is_read(name, steps, rank):
-            continue
-        for result, array in program.results.items():
-            target = arrays.get(result)
-            taken = target is None and program.in_place.get(result) == name
-            if not taken and (target is None or not operand.overlaps(target)):
-                continue
-            looks = array.local_shape(rank), array.dtype
-            same = looks == (operand.shape, operand.dtype)
-            if target is not None:
-                same = _lie_alike(operand, target)
-            if not _read_at_once(name, steps, result, rank, in_place=same):
-                names.append(name)
-                break
-    return names
-
-
-def _lie_alike(one: Operand, other: Operand) -> bool:
-    facts = ("address", "shape", "strides", "dtype")
-    return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
-
-
-def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:
-    """Whether anything that `rank` has in an operand is read, by itself or by a peer."""
-    return any(
-        name in buffers_of(step)
-        for step in steps
-        if not (isinstance(step, Move) and step.source == name and not step.transfer.out_of(rank))
-    )
-
-
-def _stays_in_place(step: Move, rank: int) -> bool:
-    """Whether all that moves to `rank` is its own, and goes where it was."""
-    return all(
-        move.src == rank
-        and all(run.count == 1 and run.src_start == run.dst_start for run in move.runs)
-        for move in step.transfer.into(rank)
-    )
-
-
-def _read_at_once(
-    name: str, steps: Sequence[Step], result: str, rank: int, *, in_place: bool
-) -> bool:
-    """Whether only the first step reads an operand, and writes nothing that is still to be read."""
-    first, *others = steps
-    if isinstance(first, Combine) and first.reduction and first.held.size == 1 and in_place:
-        return not others
-    if not isinstance(first, Move | Transform | Convert) or name in _read_by(others):
-        return False
-    stays = isinstance(first, Move) and _stays_in_place(first, rank)
-    if stays and in_place and (first.source, first.target) == (name, result):
-        return True
-    if not isinstance(first, Convert) and first.transfer.crosses:
-        return False
-    return first.target != result or in_place
-
-
-def _read_by(steps: Sequence[Step]) -> set[str]:
-    names: set[str] = set()
-    for step in steps:
-        for what in ("source", "left", "right"):
-            names.add(getattr(step, what, ""))
-    return names

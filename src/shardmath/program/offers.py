@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.workspace import kept_for_readers
 from shardmath.redistribution import Transfer, Window
-from shardmath.redistribution.bound_copies import bind
+from shardmath.redistribution.bound_copies import Calls, bind, part_of
 from shardmath.redistribution.copies import whole
 from shardmath.symmetric.heap import Buffer, Location
 
@@ -44,7 +43,6 @@ _NOWHERE = Location(0, 0)  # of what is sent: it lies where it lands
 _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
 Ranges = tuple[tuple[int, int], ...]  # of each axis
-Calls = list[Callable[[], object]]
 Payload = memoryview | Callable[[], bytes]  # where it lies, or what packs it
 
 
@@ -110,45 +108,46 @@ def offer(
     the double buffer; `lends`: the call waits for readers anyway. Must be followed by an exchange.
     Raises HeapExhausted.
     """
-    offered = Offered()
     ranges = {name: cut for name, cut in read.items() if cut is not None}
-    whole = {name: _whole(arrays[name]) for name in {*ranges, *overwritten}}
-    part = sum(_bytes_of(arrays[name], cut) for name, cut in ranges.items())
-    if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
-        sent = {name: whole[name] for name in ranges}
-    elif part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten):
-        sent = ranges
-    else:
-        sent = {}
-    if sent:
-        offered.payload = _packing([_part(arrays[name], cut) for name, cut in sent.items()])
-    staged = {name: whole[name] for name in overwritten if name not in sent}
-    kept = {name: cut for name, cut in ranges.items() if name not in {*sent, *staged}}
+    sent = _sent(arrays, ranges, overwritten)
+    rest = {name: cut for name, cut in ranges.items() if name not in sent}
+    rest |= {name: _whole(arrays[name]) for name in overwritten if name not in sent}
     lent = {
         name
-        for name in kept
+        for name in rest.keys() - set(overwritten)
         if arrays[name].block is not None
         and (name not in combined or arrays[name].order in ("C", "both"))
     }
-    staged |= {name: cut for name, cut in kept.items() if name not in lent}
-    together = {**kept, **staged}
-    room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in together.items())
+    room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in rest.items())
     small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
-    if together and small and not lends and room <= STAGED_BYTES:
-        half = DoubleBuffer.of(context).buffer(room)
-        staged, lent, offered.halved = together, set(), True
+    offered = Offered(halved=bool(rest) and small and not lends and room <= STAGED_BYTES)
+    if offered.halved:
+        half, lent = DoubleBuffer.of(context).buffer(room), set()
         buffer = partial(_same, half)
-    _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
-    for name in staged:
-        if name not in overwritten:
-            del offered.replaced[name]
-        if name not in ranges:
-            del offered.notes[name]
+    staged = {name: cut for name, cut in rest.items() if name not in lent}
+    places = _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
+    for name, (copy, exposed) in places.items():
+        if name in ranges:
+            offered.notes[name] = note_of(STAGED if offered.halved else LENT, exposed)
+        if name in overwritten:
+            offered.replaced[name] = copy
     for name in lent:
         offered.notes[name] = note_of(LENT, announced(context, arrays[name]))
     for name, cut in sent.items():
         offered.notes[name] = note_of(_SENT, _dense(arrays[name], cut, _NOWHERE, in_c_order=True))
+    if sent:
+        offered.payload = _packing(arrays, sent)
     return offered
+
+
+def _sent(
+    arrays: Mapping[str, Operand], ranges: Mapping[str, Ranges], overwritten: Collection[str]
+) -> Mapping[str, Ranges]:
+    """What is sent along: whole arrays, or else what peers read of them, where either is little."""
+    if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
+        return {name: _whole(arrays[name]) for name in ranges}
+    part = sum(_bytes_of(arrays[name], cut) for name, cut in ranges.items())
+    return ranges if part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten) else {}
 
 
 def _same(buffer: Buffer, name: str, nbytes: int) -> Buffer:
@@ -163,12 +162,13 @@ def _stage(
     *,
     ordered: Collection[str],
     buffer: Callable[[str, int], Buffer],
-) -> None:
-    """Add to `offered` the copies of ranges of arrays, the notes on them and where they lie then.
+) -> dict[str, tuple[Operand, Exposed]]:
+    """Where copies of these ranges of arrays lie, for this rank and for its peers; what makes the
+    copies is added to `offered`.
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, start = STAGED if offered.halved else LENT, 0
+    places, start = {}, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         block = buffer(name, nbytes).block
@@ -176,11 +176,10 @@ def _stage(
         exposed = _dense(array, ranges, block.location.behind(start), in_c_order=name in ordered)
         target = Window(block.address + start, exposed.strides, None)
         offered.copies += _bind_copy(array, ranges, target)
-        offered.notes[name] = note_of(kind, exposed)
-        offered.replaced[name] = Operand(
-            target.address, array.shape, target.strides, array.dtype, block
-        )
+        copy = Operand(target.address, array.shape, target.strides, array.dtype, block)
+        places[name] = copy, exposed
         start += _padded(nbytes) if offered.halved else 0
+    return places
 
 
 def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
@@ -299,15 +298,6 @@ class Offers:
         return Window(int(view.__array_interface__["data"][0]) + origin, strides, view)
 
 
-def _part(array: Operand, ranges: Ranges) -> HostArray:
-    """A view of the elements in these ranges; without the ellipsis, NumPy would copy the element of
-    an array that has no axes, and calls that come again would send what it was at first.
-    """
-    index: tuple[Any, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
-    part: HostArray = array_at(array)[index]
-    return part
-
-
 def _whole(array: Operand) -> Ranges:
     return tuple((0, extent) for extent in array.shape)
 
@@ -331,8 +321,12 @@ def _dense(array: Operand, ranges: Ranges, place: Location, *, in_c_order: bool)
     return Exposed(place, _bytes_of(array, ranges), origin, strides)
 
 
-def _packing(parts: Sequence[HostArray]) -> Payload:
-    """Where these arrays lie as they are sent, or a function that packs them each time."""
+def _packing(arrays: Mapping[str, Operand], sent: Mapping[str, Ranges]) -> Payload:
+    """Where these parts of arrays lie as they are sent, or a function that packs them each time."""
+    parts = [
+        part_of(array_at(arrays[name]), [slice(lo, hi) for lo, hi in ranges])
+        for name, ranges in sent.items()
+    ]
     pads = [bytes(_padded(part.nbytes) - part.nbytes) for part in parts]
     if len(parts) == 1 and not pads[0]:
         only = parts[0]

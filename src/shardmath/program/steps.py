@@ -33,7 +33,15 @@ class Reason(Enum):
     BEFORE_REUSING = "before reusing what a peer may still read"
 
 
-class Synchronise(Immutable):
+class Step(Immutable):
+    """One step of a program.
+
+    A step of an operator's own changes nothing but this rank's buffers, and a table of the operator
+    says what performs it: `Cores.performers`, and `GPUProgram.PERFORMERS`.
+    """
+
+
+class Synchronise(Step):
     """All ranks have come here, and all that they wrote before can be read."""
 
     reasons: tuple[Reason, ...]
@@ -42,7 +50,7 @@ class Synchronise(Immutable):
         return f"synchronise {', and '.join(reason.value for reason in self.reasons)}"
 
 
-class Arrive(Immutable, words="arrive"):
+class Arrive(Step, words="arrive"):
     """This rank has come to the next `Synchronise`, where it waits later.
 
     What it has done so far can be read where that ends on a peer. What it does until it gets there
@@ -55,7 +63,7 @@ TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 
-class Move(Immutable, words="move {source} to {target}: {transfer.kind}"):
+class Move(Step, words="move {source} to {target}: {transfer.kind}"):
     """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
     Between the `Synchronise` before it and the one behind it peers may read the source and write
@@ -67,7 +75,7 @@ class Move(Immutable, words="move {source} to {target}: {transfer.kind}"):
     target: str
 
 
-class Multiply(Immutable, words="multiply {left} by {right} into {target}"):
+class Multiply(Step, words="multiply {left} by {right} into {target}"):
     """The matrix product of two of this rank's buffers, summed in the type of `target`.
 
     `conjugate` says of each factor whether its complex conjugate is multiplied.
@@ -79,7 +87,7 @@ class Multiply(Immutable, words="multiply {left} by {right} into {target}"):
     conjugate: tuple[bool, bool] = (False, False)
 
 
-class Product(Immutable):
+class Product(Step):
     """A `Multiply` that takes its factors from where `moves` do, without the buffers in between.
 
     `rounding` are the steps that make a result of the sums, if nothing but rounding is left to do:
@@ -95,7 +103,7 @@ class Product(Immutable):
         return f"{self.multiply}{''.join(moved)}"
 
 
-class Combine(Immutable):
+class Combine(Step):
     """What all ranks have in `source`, each its part of layout `held`, added up in rank order.
 
     `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
@@ -122,7 +130,7 @@ class Combine(Immutable):
         return (rank,) if self.alone else tuple(range(self.held.size))
 
 
-class Axpby(Immutable):
+class Axpby(Step):
     """`target` times the number `alpha`, plus buffer `addend` times the number `beta`.
 
     Without an `addend` nothing is added; one whose number is 0 is not read, as in BLAS.
@@ -138,7 +146,7 @@ class Axpby(Immutable):
         return f"{self.target} becomes {self.alpha} {self.target}{plus}"
 
 
-class Finish(Immutable):
+class Finish(Step):
     """The epilog of a product: sums in `source` to elements of `target`, rounded once.
 
     `inputs` are the buffers that the epilog reads, which have their names. `outputs` are pairs of
@@ -156,7 +164,7 @@ class Finish(Immutable):
         return f"finish {self.source} as {self.target}: {self.epilog.name.lower()}"
 
 
-class SumLines(Immutable):
+class SumLines(Step):
     """The sums of the rows of matrix `source`, or of its columns, in the type of `target`."""
 
     source: str
@@ -168,14 +176,14 @@ class SumLines(Immutable):
         return f"sum the {'columns' if self.columns else 'rows'} of {self.source} in {self.target}"
 
 
-class Convert(Immutable, words="convert {source} to {target}"):
+class Convert(Step, words="convert {source} to {target}"):
     """The values of `source` in the type of `target`."""
 
     source: str
     target: str
 
 
-class Dequantize(Immutable, words="dequantize {source} by {scale} to {target}"):
+class Dequantize(Step, words="dequantize {source} by {scale} to {target}"):
     """The numbers that the eight-bit elements of `source` stand for.
 
     `scale` is a buffer with a scale for each of the `blocks`, or a number for the whole matrix.
@@ -187,7 +195,7 @@ class Dequantize(Immutable, words="dequantize {source} by {scale} to {target}"):
     target: str
 
 
-class Quantize(Immutable, words="quantize {source} by {scale} to {target}"):
+class Quantize(Step, words="quantize {source} by {scale} to {target}"):
     """`source` times the number `scale`, rounded to the eight-bit type of `target`.
 
     On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
@@ -200,7 +208,7 @@ class Quantize(Immutable, words="quantize {source} by {scale} to {target}"):
     largest: str = ""
 
 
-class Largest(Immutable, words="the largest of {source} to {target}"):
+class Largest(Step, words="the largest of {source} to {target}"):
     """The greatest absolute value in `source`, 0 where that is empty, to the one element of
     `target`.
     """
@@ -209,7 +217,7 @@ class Largest(Immutable, words="the largest of {source} to {target}"):
     target: str
 
 
-class Transform(Immutable):
+class Transform(Step):
     """The transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
 
     Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
@@ -232,7 +240,7 @@ class Transform(Immutable):
         return f"{taken}{self.kind} along {axes}, {self.source} to {self.target}"
 
 
-class Fused(Immutable):
+class Fused(Step):
     """Steps that a performer of the operator's own does together: how, its `plan` says. Where
     it cannot, and in the tests, the steps that it `replaces` are performed.
     """
@@ -244,14 +252,7 @@ class Fused(Immutable):
         return str(self.plan)
 
 
-class OwnStep(Immutable):
-    """The base of an operator's own steps, which change nothing but this rank's buffers.
-
-    What performs them on cores is in the operator's table: see `Cores.performers`.
-    """
-
-
-class Pack(Immutable, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
+class Pack(Step, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
     """What peers take of `source`, copied into this rank's `outbox`."""
 
     delivery: Delivery
@@ -259,7 +260,7 @@ class Pack(Immutable, words="pack {source} into {outbox}: {delivery.outbox.nbyte
     outbox: str
 
 
-class Get(Immutable, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
+class Get(Step, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
     """This rank's parcels in the outboxes of ranks on other hosts, fetched into `target`."""
 
     delivery: Delivery
@@ -267,7 +268,7 @@ class Get(Immutable, words="get {delivery.room:,} bytes from the {outbox} of oth
     target: str
 
 
-class Unpack(Immutable, words="unpack into {target}"):
+class Unpack(Step, words="unpack into {target}"):
     """Parcels to where they belong in `target`: from `fetched`, and from outboxes on this host.
 
     What stays on this rank comes from `source`.
@@ -290,20 +291,20 @@ class Memory(NamedTuple):
     shared: bool = False
 
 
-class On(Immutable, words="beside, on {stream}: {step}"):
+class On(Step, words="beside, on {stream}: {step}"):
     """A step on a stream of the lane's, by name, in place of the user's."""
 
     stream: str
     step: Any
 
 
-class Record(Immutable, words="record {event!r}"):
+class Record(Step, words="record {event!r}"):
     """All that is on the stream so far is known by the name of an event."""
 
     event: str
 
 
-class Await(Immutable):
+class Await(Step):
     """Make the stream wait for all that the event was last recorded behind: on this rank, or
     `everywhere`, on all.
 
@@ -330,28 +331,6 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 # -- programs --------------------------------------------------------------------------------------
-
-Step = (
-    Synchronise
-    | Arrive
-    | Move
-    | Multiply
-    | Product
-    | Combine
-    | Axpby
-    | Finish
-    | SumLines
-    | Convert
-    | Dequantize
-    | Quantize
-    | Largest
-    | Transform
-    | Fused
-    | OwnStep
-    | Pack
-    | Get
-    | Unpack
-)
 
 
 class SplitArray(Immutable):

@@ -19,7 +19,7 @@ may still read. Where everything is on the heap there is one block.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -36,6 +36,7 @@ from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.operators.workspace import kept_for_readers
 from shardmath.program.steps import Combine
 from shardmath.redistribution import Window
+from shardmath.redistribution.bound_copies import Calls
 from shardmath.symmetric.heap import Location
 
 # One shot reads every operand on every rank, and takes one exchange; two shots read each operand
@@ -158,7 +159,7 @@ def needs_copy(operand: Operand, result: Operand | None) -> bool:
 
 def offer(
     context: Context, step: Combine, operand: Operand, result: Operand | None
-) -> tuple[bytes, list[Callable[[], object]]]:
+) -> tuple[bytes, Calls]:
     """Make the operand, or its first block, readable for the peers: a note, and copies. Local.
 
     Must be followed by an exchange of the notes. Raises HeapExhausted when there is no room.
@@ -166,7 +167,7 @@ def offer(
     assert step.reduction is not None, "taken"
     layout = StagingLayout.of(step.reduction, context.size)
     staging = kept_for_readers(context, _STAGING, layout.nbytes)
-    copies: list[Callable[[], object]] = []
+    copies: Calls = []
     if operand.block is None:
         stages, _ = layout.views(np.asarray(staging))
         first = _flat(operand, layout.source)[: layout.block]
@@ -179,7 +180,7 @@ def offer(
 
 def bind(
     context: Context, step: Combine, operand: HostArray, result: HostArray, notes: Sequence[bytes]
-) -> list[Callable[[], object]]:
+) -> Calls:
     """The calls that combine all ranks' operands, this rank's being `operand`, into `result`."""
     reduction = step.reduction
     assert reduction is not None, "taken"

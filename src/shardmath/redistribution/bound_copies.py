@@ -34,6 +34,24 @@ _NAME = "shardmath.redistribution._box"  # of the module that box.c makes
 _SHORT, _LONG_UNITS, _PAST_CACHES = range(3)  # ways of box.c
 
 
+Calls = list[Callable[[], object]]  # what was bound, to be called in order, any number of times
+
+
+def run(calls: Iterable[Callable[[], object]]) -> None:
+    """Make what was bound, in order."""
+    for call in calls:
+        call()
+
+
+def part_of(array: HostArray, cuts: Iterable[slice]) -> HostArray:
+    """A view of these indices of each axis, also of an array that has no axes: without the ellipsis
+    NumPy would copy its element.
+    """
+    index: tuple[Any, ...] = (*cuts, ...)
+    part: HostArray = array[index]
+    return part
+
+
 class Window:
     """Where a local array lies in this process: the address of its element 0, and its strides.
 
@@ -68,7 +86,7 @@ def bind_moves(
     destination: HostArray,
     *,
     rank: int = 0,
-) -> list[Callable[[], object]]:
+) -> Calls:
     """Calls that execute `moves` into `destination`, a local array of `rank`.
 
     `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
@@ -110,7 +128,7 @@ def _lowered(
     return copies, windows
 
 
-def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
+def bind_array(src: HostArray, dst: HostArray) -> Calls:
     """Calls that copy the bits of `src` to `dst`, of the same shape and itemsize, any strides."""
     if not src.size:
         return []
@@ -120,12 +138,18 @@ def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
 
 def bind(
     copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
-) -> list[Callable[[], object]]:
+) -> Calls:
     """Calls that perform `copies`, in order, each time that they are made.
 
-    `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
+    `sources[r]` is the window on rank r's local array. The calls keep what the windows keep. What
+    lies where it goes is not copied.
     """
-    copies, boxes = [copy for copy in copies if copy.nbytes], _boxes()
+    boxes = _boxes()
+    copies = [
+        copy
+        for copy in copies
+        if copy.nbytes and not _is_there(copy, sources[copy.src], destination)
+    ]
     is_small = sum(copy.nbytes for copy in copies) <= _CACHED
     in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _LONG)
     way = _SHORT if is_small else _PAST_CACHES if in_rows >= _STREAMED else _LONG_UNITS
@@ -134,7 +158,7 @@ def bind(
         in_any_order = is_small or copy.unit >= _LINE
         return boxes is not None and in_any_order and len(copy.shape) <= _MOST_AXES
 
-    bound: list[Callable[[], object]] = []
+    bound: Calls = []
     for compiled, group in groupby(copies, is_compiled):
         if compiled:
             held = [(copy, sources[copy.src]) for copy in group]
@@ -143,6 +167,12 @@ def bind(
         else:
             bound += [_bind(copy, sources[copy.src], destination) for copy in group]
     return bound
+
+
+def _is_there(copy: StridedCopy, source: Window, destination: Window) -> bool:
+    """Whether what is to be copied lies where it goes."""
+    ends = source.address + copy.src_offset, destination.address + copy.dst_offset
+    return ends[0] == ends[1] and copy.src_strides == copy.dst_strides
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,8 @@ from math import prod
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.geometry import Move
 
+Strides = tuple[int, ...]  # in bytes
+
 _PIECE = 32 << 10  # bytes that a network carries in about the time that one more piece takes
 
 

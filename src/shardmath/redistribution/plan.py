@@ -7,7 +7,7 @@ moves into itself, and reads the others' local arrays in place. A rank on a GPU 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import accumulate
@@ -29,12 +29,11 @@ from shardmath.geometry import (
     shared_part,
 )
 from shardmath.machine import Rates
-from shardmath.redistribution.copies import StridedCopy, lowered, own_first, pieces_of
+from shardmath.redistribution.copies import Strides, lowered, pieces_of
 
 T = TypeVar("T")
 
 Ranges = tuple[tuple[int, int], ...]
-Strides = tuple[int, ...]
 
 
 class Transfer:
@@ -81,21 +80,6 @@ class Transfer:
     def out_of(self, rank: int) -> tuple[Move, ...]:
         """The moves that begin in the array of `rank`, to the next rank first, itself last."""
         raise NotImplementedError
-
-    def copies(
-        self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
-    ) -> list[StridedCopy]:
-        """The moves into `rank` as copies between arrays of these strides in bytes, own part first.
-
-        `src_strides` has those of every rank that a move comes from. The answer is kept until
-        strides change.
-        """
-        key, last = (rank, tuple(src_strides.items()), dst_strides), self._kept.get("copies")
-        if last is None or last[0] != key:
-            copies = own_first(self.into(rank), rank, self.itemsize, src_strides, dst_strides)
-            last = self._kept["copies"] = key, copies
-        made: list[StridedCopy] = last[1]
-        return made
 
     def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
         """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
