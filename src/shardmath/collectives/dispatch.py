@@ -93,6 +93,14 @@ class Collective(Generic[P]):
 
         return CollectivePerformer(context, names, self.gpus)
 
+    def driver(self, context: Context) -> type[Driver]:
+        """See Operation."""
+        if context.team is None:
+            return Driver
+        from shardmath.collectives.gpu_calls import GPUCalls
+
+        return GPUCalls
+
 
 def perform(
     context: Context, collective: Collective[Any], words: tuple[Any, ...], x: Any, out: Any
@@ -100,7 +108,7 @@ def perform(
     """The result of a call. Collective."""
     driver: Driver | None = None if context.derivatives else context.caches.get(collective)
     if driver is None:
-        driver = driver_of(context, collective, _kind_of_driver)
+        driver = driver_of(context, collective)
     size, rank = context.size, context.rank
     return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
 
@@ -110,11 +118,3 @@ def in_background(function: Callable[..., Any], context: Any, x: Any, **words: A
     from shardmath.collectives.background import start
 
     return start(function, context, x, **words)
-
-
-def _kind_of_driver(context: Context) -> type[Driver]:
-    if context.team is None:
-        return Driver
-    from shardmath.collectives.gpu_calls import GPUCalls
-
-    return GPUCalls

@@ -31,7 +31,7 @@ _PLAIN = frozenset([int, str, tuple, type(None)])  # words by which calls are fo
 class CollectivePerformer:
     """Performs one collective on GPUs: the driver's performer."""
 
-    number, repeat, direct = 0, None, None
+    number, direct = 0, None
 
     def __init__(self, context: Context, names: Names, collective: OnGPUs) -> None:
         self.collective = collective

@@ -202,7 +202,8 @@ class Binding(Immutable, eq=False):
     def _blocks_of(self, step: Move | Transform) -> Blocks:
         """The blocks of a pass. A move is one, unless the threads of the rank share it."""
         program, rank = self.program, self.context.rank
-        order = (program.workspace.get(step.target) or program.results[step.target]).order
+        buffer = program.workspace.get(step.target) or program.results.get(step.target)
+        order = "C" if buffer is None else buffer.order  # scratch has none of its own
         if step.target in program.transposed:
             order = "C" if order == "F" else "F"
         if isinstance(step, Move):

@@ -144,7 +144,6 @@ class Cores:
     what is large is given back after each call.
     """
 
-    repeat = None
     performers: ClassVar[Mapping[type[Step], Performing]] = {}  # of an operator's own steps
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:

@@ -343,15 +343,16 @@ class GPUPerformer(ABC):
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def repeat(self, turn: Turn) -> Replay | None:
-        """See Performer."""
+    def _replay(self, turn: Turn, plan: Plan | None) -> Replay | None:
+        """The launch that makes this call again, into new results if there are any; None where the
+        call takes more than a launch. Local. Raises HeapExhausted.
+        """
         known = turn.known
         replays: Replays | None = known.repeats
-        if replays is None:
+        if replays is None or plan is None:
             return None
-        plan = known.expected
         stream = stream_of(self._context, known.arrays.spec, turn.arguments.stream)
-        if plan is None or not replays.hold((plan, stream), stream):
+        if not replays.hold((plan, stream), stream):
             return None
         place = None
         if replays.results:
@@ -359,10 +360,7 @@ class GPUPerformer(ABC):
             results = self._new(replays.results, replays.lane, stream, into=into)
             place = _place(results)
             turn.held = self._execution(turn, plan, stream, replays.lane, results)
-        replay = replays.places.find(place)
-        if replay is not None:
-            turn.note = replay.note
-        return replay
+        return replays.places.find(place)
 
     def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
         """See Performer."""
@@ -379,10 +377,13 @@ class GPUPerformer(ABC):
         return replays.direct(turn, agreement, place, templates.get(name), library)
 
     def _resume(self, turn: Turn, launch: Replay) -> None:
-        """Take a turn up that compiled code has begun, and which is no launch after all."""
+        """Prepare a turn that was to be a launch, and is not: peers' arrays are others now. Where
+        compiled code has begun it, no execution is held yet.
+        """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
-        results = self._new(self._new_like(turn, plan), lane, stream, turn.made)
-        turn.held = self._execution(turn, plan, stream, lane, results)
+        if turn.held is None:
+            results = self._new(self._new_like(turn, plan), lane, stream, turn.made)
+            turn.held = self._execution(turn, plan, stream, lane, results)
         self._prepare(turn, plan, stream, launch.prepared.decision, allocate=False)
 
     def _execution(
@@ -404,6 +405,10 @@ class GPUPerformer(ABC):
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
+        replay = self._replay(turn, plan)
+        if replay is not None:
+            turn.prepared, turn.note, turn.last = replay, replay.note, replay.agreement
+            return
         stream = stream_of(self._context, turn.known.arrays.spec, turn.arguments.stream)
         if plan is not None:
             try:
@@ -535,9 +540,11 @@ class GPUPerformer(ABC):
         """See Performer. Returns when all is launched; for an operand in host memory, or where the
         program blocks, when all is done.
         """
-        context = self._context
-        if isinstance(turn.prepared, Replay):
-            self._resume(turn, turn.prepared)
+        context, replay = self._context, turn.prepared
+        if isinstance(replay, Replay):
+            if replay.agreement is agreement:
+                return replay.launch(turn)
+            self._resume(turn, replay)
         launch = self._launches.find((turn.prepared, agreement))
         notes: list[bytes] = []
         if launch is None:

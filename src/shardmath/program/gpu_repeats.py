@@ -51,7 +51,9 @@ class Replay(Immutable, eq=False):
     check: Callable[[], None] | None = None
 
     def launch(self, turn: Turn) -> tuple[Any, ...]:
-        """See Repeat. An error here ends the wait of the peers at once."""
+        """The results of the call, on which all ranks have agreed once more. An error here ends the
+        wait of the peers at once.
+        """
         try:
             if self.check is not None:
                 self.check()

@@ -1,7 +1,6 @@
 """What the driver and the performers of programs say to each other: a call, in four stages.
 
 read       the arrays of a call, in full: once for all calls whose arrays look and lie alike
-repeat     new results alone, where all else of an earlier call holds
 prepare    results, workspace and what peers are told, before the ranks agree
 complete   the same once more, where a rank had expected another plan
 perform    the steps, when nothing may fail any more on one rank only
@@ -94,7 +93,7 @@ class Turn:
 
     __slots__ = (
         *("arguments", "held", "known", "last", "made", "note", "payload", "payloads"),
-        *("prepared", "repeat", "spec"),
+        *("prepared", "spec"),
     )
 
     def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
@@ -104,7 +103,6 @@ class Turn:
         self.made: dict[str, Any] = {}
         self.held: Any = None
         self.prepared: Any = None  # the performer's
-        self.repeat: Repeat | None = None
 
 
 class Direct(NamedTuple):
@@ -133,19 +131,6 @@ class Direct(NamedTuple):
     receive: memoryview | tuple[int, int, int] | None = None
 
 
-class Repeat(Protocol):
-    """A call that can be made again as it was, if all ranks agree on it as in `agreement`."""
-
-    @property
-    def agreement(self) -> Agreement[Any]:
-        """The plan that all ranks agreed on."""
-        ...
-
-    def launch(self, turn: Turn) -> tuple[Any, ...]:
-        """The results, when all ranks have agreed once more. Nothing may fail on one rank only."""
-        ...
-
-
 class Performer(Protocol):
     """Cores or GPUs: what performs the programs of one operation, or of one object.
 
@@ -153,14 +138,6 @@ class Performer(Protocol):
     """
 
     number: int
-
-    @property
-    def repeat(self) -> Callable[[Turn], Repeat | None] | None:
-        """What finds the earlier call that a turn may repeat, and adds new results and the note;
-        None where that takes more. Local. It raises as `prepare`, which can follow, and finds the
-        same note.
-        """
-        ...
 
     def inspect(self, arguments: Arguments) -> None:
         """Raise what is wrong with this rank's operands. Local. Nothing is copied."""
