@@ -31,7 +31,7 @@ from shardmath.redistribution import TransferPlan
 
 
 def fused(program: Program) -> Program:
-    """The program with moves that bring nothing but factors of products as parts of these."""
+    """The program, in which moves that bring nothing but factors of products are parts of these."""
     products = [step for step in program.steps if isinstance(step, Multiply)]
     factors = {name for product in products for name in (product.left, product.right)}
     used = Counter(name for step in program.steps for name in buffers_of(step))
@@ -60,13 +60,13 @@ def fused(program: Program) -> Program:
 
 
 def _is_factor(move: Move, program: Program) -> bool:
-    """Whether a move brings a matrix of the program's own."""
+    """Whether a move brings a matrix into workspace."""
     is_matrix = isinstance(move.transfer, TransferPlan) and move.transfer.dst.ndim == 2
     return is_matrix and move.target in program.workspace
 
 
 def buffers_of(step: object) -> set[str]:
-    """The names of all buffers that a step reads or writes, among other words."""
+    """The names of all buffers that a step reads or writes, among other strings."""
     if isinstance(step, str):
         return {step}
     if isinstance(step, Step):
@@ -77,7 +77,7 @@ def buffers_of(step: object) -> set[str]:
 
 
 def _rounds(sums: str, steps: Sequence[Step]) -> bool:
-    """Whether all that these do to the sums is to multiply by a number, and to round."""
+    """Whether these two steps only multiply the sums by a number, and round them."""
     if len(steps) != 2:
         return False
     scaled, finished = steps
@@ -93,13 +93,13 @@ def _rounds(sums: str, steps: Sequence[Step]) -> bool:
 
 
 def agreed_at(program: Program) -> int:
-    """How many steps come before the ranks agree, which is the first synchronisation."""
+    """The number of steps before the ranks agree, which is the first synchronisation."""
     kinds = [isinstance(step, Synchronise) for step in program.steps]
     return kinds.index(True) if True in kinds else 0
 
 
 def staged(program: Program) -> set[str]:
-    """The memory of workspace that peers read, and that is written only when the ranks agree."""
+    """The memory of workspace that peers read, and that is written only once the ranks agree."""
     memory = {name: array.memory or name for name, array in program.workspace.items()}
     early = {name for step in program.steps[: agreed_at(program)] for name in buffers_of(step)}
     read = {memory[name] for name in program.published if name in memory}
@@ -107,9 +107,10 @@ def staged(program: Program) -> set[str]:
 
 
 def waits_at_end(program: Program, offers: Offers) -> bool:
-    """Whether a rank waits at the end: for the readers of what peers read behind the last other
-    synchronisation, or behind where they said that they had come to it; or since it has said that
-    it would.
+    """Whether a rank waits for its peers at the end of a program that ends with a synchronisation.
+
+    It does if it has arrived there before, as an `Arrive` says; or if peers may still read what
+    they read since the synchronisation before: since its `Arrive`, if there was one.
     """
     steps = program.steps[:-1]
     places = [n for n, step in enumerate(steps) if isinstance(step, Synchronise | Arrive)]
@@ -124,10 +125,10 @@ def waits_at_end(program: Program, offers: Offers) -> bool:
 
 
 def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> list[str]:
-    """The operands that a result may overwrite before all that is read of them has been read.
+    """The operands that a result may overwrite before they have been read.
 
-    One that is read by the first step only, element by element of the result or before there is
-    one, and by no peer, is none.
+    An operand is safe if only the first step reads it, and no peer does: element by element of the
+    result, or before there is a result.
     """
     steps = [step for step in program.steps if not isinstance(step, Synchronise)]
     names = []
@@ -155,7 +156,7 @@ def _lie_alike(one: Operand, other: Operand) -> bool:
 
 
 def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:
-    """Whether anything that `rank` has in an operand is read, by itself or by a peer."""
+    """Whether this rank or a peer reads anything of the operand of `rank`."""
     return any(
         name in buffers_of(step)
         for step in steps
@@ -164,7 +165,7 @@ def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:
 
 
 def _stays_in_place(step: Move, rank: int) -> bool:
-    """Whether all that moves to `rank` is its own, and goes where it was."""
+    """Whether all that moves to `rank` is its own, and stays where it is."""
     return all(
         move.src == rank
         and all(run.count == 1 and run.src_start == run.dst_start for run in move.runs)
@@ -175,7 +176,7 @@ def _stays_in_place(step: Move, rank: int) -> bool:
 def _read_at_once(
     name: str, steps: Sequence[Step], result: str, rank: int, *, in_place: bool
 ) -> bool:
-    """Whether only the first step reads an operand, and writes nothing that is still to be read."""
+    """Whether only the first step reads an operand, and overwrites nothing that is still read."""
     first, *others = steps
     if isinstance(first, Combine) and first.reduction and first.held.size == 1 and in_place:
         return not others

@@ -125,10 +125,10 @@ def _largest(source: HostArray, target: HostArray) -> None:
 
 
 def round_into(source: HostArray, target: HostArray) -> None:
-    """Write the numbers of `source` to `target`, of another width, each rounded once: of half
-    precision, in which no library computes. An array of complex32 is a NumPy array of pairs.
+    """Write the numbers of `source` to `target`, which has another precision, each rounded once.
 
-    What is too large becomes infinite, as on GPUs.
+    Numbers that are too large become infinite, as on GPUs. An array of complex32 is a NumPy array
+    of pairs.
     """
     with np.errstate(over="ignore"):
         if target.dtype.names is not None:
@@ -143,11 +143,11 @@ def round_into(source: HostArray, target: HostArray) -> None:
 
 
 class Binding(Immutable, eq=False):
-    """Binds the steps of a program to the arrays of one call: `hosts`, this rank's buffers by name,
-    and `offers` of all ranks.
+    """Binds the steps of a program to the arrays of one call: this rank's buffers by name, `hosts`,
+    and the `offers` of all ranks.
 
-    `blocks` are those of the program's passes, by the number of the step, as far as they are known;
-    `factors`, those of its products that lie in memory with an address here.
+    `blocks` caches the blocks of passes, by the number of the step, and `factors` the factors of
+    products that lie in memory with an address here.
     """
 
     context: Context
@@ -190,8 +190,8 @@ class Binding(Immutable, eq=False):
         return bind_arithmetic(step, self.hosts, self.numbers)
 
     def _when_reached(self, read: Sequence[tuple[str, int]], made: Callable[[], Calls]) -> Calls:
-        """Calls bound now, or at each run where a peer's array has no address: it is copied here
-        when it may be read.
+        """The calls of `made()`, bound now. If a peer's array has no address they are bound in each
+        run, in which the array is copied here once it may be read.
         """
         if all(self.offers.has_address(name, rank) for name, rank in read):
             return made()
@@ -235,7 +235,7 @@ class Binding(Immutable, eq=False):
     def _reached(
         self, name: str, shape: Callable[[int], tuple[int, ...]], transfer: Transfer | None = None
     ) -> ArrayOf:
-        """Every rank's array in a buffer, of which `shape` says each one's shape."""
+        """Every rank's array in a buffer; `shape(rank)` is its shape."""
         own = self.hosts[name]
         hosts = {self.context.rank: own}
 
@@ -248,15 +248,15 @@ class Binding(Immutable, eq=False):
         return array
 
     def _reduce(self, step: Combine) -> Calls:
-        """The calls that combine in one shot, where a rank needs it, what every rank has whole."""
+        """The calls that combine in one shot: the part that this rank needs of what all have."""
         assert step.reduction is not None, "one shot"
         return [bind_reduction(step.reduction, self._inputs(step), self.hosts[step.target])]
 
     def payload_sum(self, step: Step) -> tuple[int, int, int] | None:
-        """How compiled code adds up what all ranks have sent along, if this step alone reads that.
+        """How compiled code adds up the payloads of all ranks, if this step alone reads them.
 
-        The address of a function, bytes of the result, and where they begin in each payload; see
-        direct.c. None where NumPy adds, from where the payloads are put.
+        (the address of a function, bytes of the result, where they begin in each payload), see
+        direct.c. None if NumPy adds them, from where they are received.
         """
         if not isinstance(step, Combine) or step.reduction is None:
             return None
@@ -277,7 +277,7 @@ class Binding(Immutable, eq=False):
         return None if address is None else (address, target.nbytes, begins.pop())
 
     def _inputs(self, step: Combine) -> list[HostArray]:
-        """The parts of all ranks' arrays that one shot combines."""
+        """The parts of all ranks' arrays that this rank combines."""
         array, rank = self._reached(step.source, step.held.local_shape), self.context.rank
         cuts = [slice(x.start, x.start + x.length) for x in step.needed.spans(rank)]
         return [part_of(array(src), cuts) for src in step.sources(rank)]
@@ -306,7 +306,7 @@ class Binding(Immutable, eq=False):
     # -- products ----------------------------------------------------------------------------------
 
     def _read_by(self, step: Product) -> list[tuple[str, int]]:
-        """The buffers that its moves read, and of which ranks."""
+        """(buffer, rank) of all that the moves of a product read."""
         rank = self.context.rank
         moves = [move for move in step.moves if move]
         return [(move.source, src) for move in moves for src in move.transfer.sources(rank)]
@@ -336,7 +336,7 @@ class Binding(Immutable, eq=False):
         return factors
 
     def _product(self, step: Product) -> Calls:
-        """The calls that multiply, in panels gathered each time, and round if that is all."""
+        """The calls that multiply, and also round if nothing else is left to do."""
         multiply, out = step.multiply, _matrix(self.hosts[step.multiply.target])
         left, right = self._factors_of(step)
         numbers = self.numbers
@@ -362,7 +362,9 @@ class Binding(Immutable, eq=False):
         return [*gathered, multiplied]
 
     def _rounded(self, step: Product, left: Factor, right: Factor) -> HostArray | None:
-        """Where a product of the user's library may go that rounds; None if it would not do."""
+        """The buffer for a product of the user's library that rounds; None if that cannot
+        be used.
+        """
         if not step.rounding or left.copied + right.copied > _WHOLE_ELEMENTS:
             return None
         scaled, finished = step.rounding
@@ -373,7 +375,7 @@ class Binding(Immutable, eq=False):
 
 
 def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Calls:
-    """The calls that set `out` to the product of two factors. Panels are gathered each time."""
+    """The calls that set `out` to the product of two factors. They gather panels in each run."""
     cuts = intervals(left.source, right.source)
     conj_a, conj_b = multiply.conjugate
 

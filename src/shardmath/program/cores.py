@@ -1,15 +1,15 @@
 """Programs on cores: each rank pulls what it needs from where its peers hold it.
 
-What peers read has to be on the heap. Operands there are read where they lie; of others, what peers
-read is staged there before the ranks agree, so that the exchange in which they agree is also the
-synchronisation before reading. A call that comes again finds its copies bound: nothing is worked
+What peers read has to be on the heap. Operands on the heap are read where they lie; of others, the
+part that peers read is copied there before the ranks agree. So the exchange in which they agree is
+also the synchronisation before reading. A repeated call finds its copies bound: nothing is worked
 out between that exchange and the first byte.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from math import prod
@@ -44,8 +44,8 @@ from shardmath.program.offers import (
     STAGED,
     STAGED_BYTES,
     DoubleBuffer,
+    Offered,
     Offers,
-    Payload,
     announced,
     array_at,
     note_of,
@@ -58,24 +58,25 @@ from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
 from shardmath.redistribution import Transfer
 from shardmath.redistribution.bound_copies import Calls, run
+from shardmath.redistribution.plan import Ranges
 from shardmath.symmetric.heap import Block, Buffer
 
 _KEPT = 128  # calls of which the copies stay bound
-_KEPT_PLACES = 16  # of new results, of each such call
-_KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
-_COPIED_BYTES = 32 << 10  # of new results, which are sooner copied than steps bound to them
-_TAG = 8  # bytes, of a plan
-_HEAD = struct.Struct("<I")  # bytes of a note that a payload follows
+_KEPT_PLACES = 16  # places of new results, for each such call
+_KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
+_COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
+_TAG = 8  # bytes of a plan's tag
+_HEAD = struct.Struct("<I")  # the length of a note, where a payload follows it
 _UNPREPARED = bytes(_TAG)
 
-Ranges = tuple[tuple[int, int], ...]  # of each axis
-Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # what binds a step to buffers
+Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
 
 
 class HostArrays(Immutable):
-    """One rank's arrays: operands, and results that were given. New ones are of `library`.
+    """One rank's arrays: its operands, and the results that it gave.
 
-    `held` keeps their memory. There is no `library` where all operands were left out.
+    New results are of `library`, which is None if all operands were left out. `held` keeps the
+    memory of the arrays.
     """
 
     library: Library | None
@@ -98,30 +99,25 @@ class _Result(NamedTuple):
 
 
 class _Prepared(Immutable, eq=False):
-    """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
-    the steps before the first synchronisation.
+    """What a rank does before the ranks agree on `plan`: it makes results, and offers its arrays.
 
-    It holds while the workspace's buffers, by name and bytes, are in these blocks; `halved`, for
-    the calls in which a half of the double buffer has its turn. `replaced` are operands of which
-    copies take the place. `payload` is what is sent along.
+    The copies of `offered` include the steps before the first synchronisation. All this can be
+    repeated while `memory`, the buffers of the workspace by name and bytes, lies in these blocks.
     """
 
     plan: Plan
     library: Library  # of the arrays
     note: bytes
     makes: tuple[_Result, ...]
-    copies: Calls
-    replaced: Mapping[str, Operand]
+    offered: Offered
     memory: tuple[tuple[str, int, Block], ...]
-    halved: bool
-    payload: Payload | None
 
 
 class _Bound(Immutable, eq=False):
-    """What performs a program between the same arrays, by the number of each step: `parts`.
+    """The calls that perform a program between the same arrays, step by step in `parts`.
 
-    `by_place` is all of it, in order, by where new results lie. Where none have lain before, small
-    ones are copied from `homes`: those of a program that keeps its results lie nowhere twice.
+    `by_place` has all calls in order, by where new results lie. In a user's program that keeps its
+    results no two lie in the same place: at a new place, small results are copied from `homes`.
     """
 
     binding: Binding
@@ -133,15 +129,15 @@ class _Bound(Immutable, eq=False):
     )
 
     def calls(self) -> Calls:
-        """All, for the results that they were bound to."""
+        """All calls, for the results that they were bound to first."""
         return [call for _, calls in self.parts for call in calls]
 
 
 class Cores:
     """Performs programs on cores.
 
-    `kept`: for an object, whose workspace stays until it is released. Else it is the context's, and
-    what is large is given back after each call.
+    With `kept`, those of one object, whose workspace stays until it is released. Otherwise the
+    workspace is the context's, and large buffers are given back after each call.
     """
 
     performers: ClassVar[Mapping[type[Step], Performing]] = {}  # of an operator's own steps
@@ -166,8 +162,8 @@ class Cores:
         self.read(arguments)
 
     def read(self, arguments: Arguments) -> HostArrays:
-        """See Performer. Raises ValueError when a result cannot be written to, or overlaps an
-        operand that it has to be separate from; UseAfterFree.
+        """See Performer. Raises ValueError if a result cannot be written to, or overlaps an operand
+        from which it has to be separate; UseAfterFree.
         """
         context, names = self._context, self._names
         operands: dict[str, Operand] = {}
@@ -181,7 +177,7 @@ class Cores:
             on_heap = on_heap and (place is not None or name in names.beside)
             if host is not x and host.size:  # a lazily conjugated tensor has its values elsewhere
                 place = block_of(context, host)
-            operands[name] = _operand(host, None if place is None else place[0])
+            operands[name] = _operand(host, place and place[0])
             hosts[id(x)] = host
         for name, x in zip(names.results, arguments.results, strict=True):
             if x is None:
@@ -194,7 +190,7 @@ class Cores:
             others = [host for key, host in hosts.items() if key != reused]
             if names.separate and any(share_memory(host, target) for host in others):
                 raise ValueError(f"{name_given} overlaps {names.separate}")
-            operands[name] = _operand(target, None if place is None else place[0])
+            operands[name] = _operand(target, place and place[0])
             hosts[id(x)] = target
         first, left_out = arguments.operands[0], names.operands[0] in names.optional
         library = None if first is None and left_out else library_of(first)
@@ -202,7 +198,7 @@ class Cores:
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
         """See Performer."""
-        return HostArrays(arrays.library, arrays.arrays, arrays.on_heap, ())
+        return replace(arrays, held=())
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -218,14 +214,13 @@ class Cores:
             prepared = self._prepare(turn, plan)
             if known.lasting and turn.held is None:
                 by_half[half] = prepared
-                known.prepared = by_half if prepared.halved else [prepared] * 2
-        turn.prepared = prepared
-        for copy in prepared.copies:
+                known.prepared = by_half if prepared.offered.halved else [prepared] * 2
+        turn.prepared, turn.note = prepared, prepared.note
+        for copy in prepared.offered.copies:
             copy()
-        turn.note = prepared.note
-        payload = prepared.payload
+        payload = prepared.offered.payload
         if payload is None:
-            turn.payload = b""  # not what was sent along in expectation of another plan
+            turn.payload = b""  # not the one that was sent when another plan was expected
         else:
             turn.payload = bytes(payload) if isinstance(payload, memoryview) else payload()
         if prepared.makes:
@@ -238,7 +233,7 @@ class Cores:
 
     def _prepare(self, turn: Turn, plan: Plan) -> _Prepared:
         context, program = self._context, self._fused(plan)
-        arrays = self._operands(turn, program)
+        arrays = _transposed(turn.known.arrays.arrays, program)
         makes = tuple(
             self._result(turn, program, name) for name in program.results if name not in arrays
         )
@@ -253,7 +248,10 @@ class Cores:
         lends = not workspace.keys().isdisjoint(program.published)
 
         def buffer(name: str, nbytes: int) -> Buffer:
-            staging = self._staging(turn, name, nbytes)
+            large = not self._kept and nbytes > KEPT_STAGING
+            if large and turn.held is None:
+                turn.held = Workspace(context)
+            staging = (turn.held if large else self._workspace).buffer(self._name(name), nbytes)
             memory.append((self._name(name), staging.block.nbytes, staging.block))
             return staging
 
@@ -273,27 +271,17 @@ class Cores:
             else:
                 note.append(offered.notes.get(name) or note_of(LENT, None))
         arrays |= {**workspace, **offered.replaced}
-        copies, library = offered.copies, _library(turn, program)
+        library = turn.known.arrays.library or library_named(program.library)
         nothing = Offers(context, (), (), 0)  # before the ranks agree
         binding = self._binding(turn, plan, library, arrays, nothing)
         for number in range(agreed_at(program)):
-            copies += binding.bind(number)
-        return _Prepared(
-            plan,
-            library,
-            b"".join(note),
-            makes,
-            copies,
-            offered.replaced,
-            tuple(memory),
-            offered.halved,
-            offered.payload,
-        )
+            offered.copies += binding.bind(number)
+        return _Prepared(plan, library, b"".join(note), makes, offered, tuple(memory))
 
     def _combined_by_parts(
         self, program: Program, arrays: Mapping[str, Operand]
     ) -> tuple[dict[str, Combine], set[str]]:
-        """The operands that are combined in two shots, and those that have to be copied before."""
+        """The operands that are combined in two shots, and those that have to be copied first."""
         by_parts = {
             step.source: step
             for step in program.steps
@@ -314,30 +302,13 @@ class Cores:
         """The program of a plan as cores perform it."""
         return self._programs.made(plan, lambda: fused(plan.program))
 
-    def _operands(self, turn: Turn, program: Program) -> dict[str, Operand]:
-        """Operands, and results that were given, as the steps see them."""
-        arrays: dict[str, Operand] = dict(turn.known.arrays.arrays)
-        for name in program.transposed:
-            if name in arrays:
-                arrays[name] = arrays[name].transposed()
-        return arrays
-
     def _result(self, turn: Turn, program: Program, name: str) -> _Result:
         arrays, result = turn.known.arrays, program.results[name]
         order = result.order_among(arrays.arrays)
         on_heap = arrays.on_heap and isinstance(result, SplitArray)
         shape, place = result.local_shape(self._context.rank), program.in_place.get(name, "")
-        strides, nbytes = (
-            packed_strides(shape, axes=order),
-            prod(shape) * dtypes.of(result.dtype).itemsize,
-        )
+        strides, nbytes = packed_strides(shape, axes=order), _bytes_of(shape, result.dtype)
         return _Result(name, shape, result.dtype, order, strides, nbytes, on_heap, place)
-
-    def _staging(self, turn: Turn, name: str, nbytes: int) -> Buffer:
-        workspace = self._workspace
-        if not self._kept and nbytes > KEPT_STAGING:
-            workspace = turn.held = turn.held or Workspace(self._context)
-        return workspace.buffer(self._name(name), nbytes)
 
     def _name(self, name: str) -> str:
         """The name of a buffer of the program in the workspace, which operations share."""
@@ -412,10 +383,10 @@ class Cores:
         if landing is not None and len(bound.parts) == len(program.published) == 1:
             summed = bound.binding.payload_sum(program.steps[bound.parts[0][0]])
         return Direct(
-            before=tuple(prepared.copies),
+            before=tuple(prepared.offered.copies),
             memory=(self._workspace, self._workspace.version) if prepared.memory else None,
-            half=self._halves.half if prepared.halved else None,
-            payload=prepared.payload,
+            half=self._halves.half if prepared.offered.halved else None,
+            payload=prepared.offered.payload,
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
             bind=bind if summed is None else None,
@@ -426,7 +397,7 @@ class Cores:
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for this plan. Collective.
 
-        They tell each other once more where some have not.
+        If some have not, they do, and all exchange their notes once more.
         """
         start = numbers_bytes(self._names.numbers)
         if all(note.startswith(plan.tag, start) for note in notes):
@@ -443,14 +414,14 @@ class Cores:
         return [text[_HEAD.size : end] for text, end in zip(texts, ends, strict=True)]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
-        """The calls that perform the program, each time that it is run between the same arrays.
+        """The calls that perform the program, each time that it runs between the same arrays.
 
-        It is not to be kept with large scratch, which it holds.
+        They hold scratch, and are not kept where that is large.
         """
         program, library = self._fused(plan), turn.prepared.library
-        made = _made(library, turn.made, program.transposed)
-        arrays = {**self._operands(turn, program), **made}
-        arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
+        made = _made(library, turn.made, program)
+        arrays = {**_transposed(turn.known.arrays.arrays, program), **made}
+        arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.offered.replaced}
         skip = numbers_bytes(self._names.numbers) + _TAG
         offers = Offers(self._context, tuple(program.published), notes, skip)
         arrays |= {
@@ -467,7 +438,7 @@ class Cores:
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
         if isinstance(program.steps[-1], Synchronise) and not waits_at_end(program, offers):
-            last -= 1  # no peer reads anything any more that is written next
+            last -= 1  # no peer is still reading what is written next
         parts = [(number, self._bind_step(number, binding)) for number in range(first, last)]
         return _Bound(binding, parts, room <= _KEPT_SCRATCH, _homes(turn.prepared))
 
@@ -497,13 +468,13 @@ class Cores:
         return [*self._steps_into(homes, bound), *copies]
 
     def _steps_into(self, made: Mapping[str, Any], bound: _Bound) -> Calls:
-        """The calls that leave new results there, of which only those that reach them are bound."""
+        """The calls that write these new results: steps that reach them are bound anew."""
         library, program = bound.binding.library, bound.binding.program
         places = _pointers(library, made)
         known = bound.by_place.find(places)
         if known is not None:
             return known
-        results = _made(library, made, program.transposed)
+        results = _made(library, made, program)
         binding = bound.binding.between({name: array_at(x) for name, x in results.items()})
         rebound: Calls = []
         for number, calls in bound.parts:
@@ -525,17 +496,13 @@ class Cores:
     def _workspace_arrays(
         self, program: Program, arrays: Mapping[str, Operand]
     ) -> tuple[dict[str, Operand], list[tuple[str, int, Block]]]:
-        """This rank's parts of the buffers of a program, in the workspace, shown to its peers; and
-        the memory that they lie in, where that may be given back: its name, its bytes and its
-        block.
+        """This rank's parts of a program's workspace, announced to its peers; and the memory that
+        they lie in, if it may be given back: (name, bytes, block).
         """
         operands: dict[str, Operand] = {}
         sizes: dict[str, int] = {}
         for name, array in program.workspace.items():
-            shape, itemsize = (
-                array.local_shape(self._context.rank),
-                dtypes.of(array.dtype).itemsize,
-            )
+            shape, itemsize = array.local_shape(self._context.rank), dtypes.of(array.dtype).itemsize
             strides = packed_strides(shape, itemsize, array.order_among(arrays))
             operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
@@ -561,35 +528,34 @@ class Cores:
             self._bound.clear()
 
 
-def _library(turn: Turn, program: Program) -> Library:
-    """The library of a call's arrays."""
-    library: Library | None = turn.known.arrays.library
-    return library or library_named(program.library)
-
-
 def _pointers(library: Library, made: Mapping[str, Any]) -> tuple[int, ...]:
     """Where new results begin."""
     return tuple([library.pointer(x) for x in made.values()]) if made else ()
 
 
-def _made(
-    library: Library, made: Mapping[str, Any], transposed: Collection[str]
-) -> dict[str, Operand]:
-    """Where new results lie, whose memory nothing that is bound keeps, as the steps see them."""
-    operands = {
-        name: _operand(library.host_view(x, writable=True), None) for name, x in made.items()
-    }
-    return operands | {name: operands[name].transposed() for name in transposed if name in made}
+def _transposed(arrays: Mapping[str, Operand], program: Program) -> dict[str, Operand]:
+    """Arrays as the steps of a program see them."""
+    turned = program.transposed
+    return {name: x.transposed() if name in turned else x for name, x in arrays.items()}
+
+
+def _made(library: Library, made: Mapping[str, Any], program: Program) -> dict[str, Operand]:
+    """Where new results lie, as the steps see them. It does not keep their memory."""
+    hosts = {name: library.host_view(x, writable=True) for name, x in made.items()}
+    return _transposed({name: _operand(host, None) for name, host in hosts.items()}, program)
 
 
 def _homes(prepared: _Prepared) -> dict[str, Any]:
     """Arrays for new results to be copied from, if those are small and lie in C order."""
     makes, library = prepared.makes, prepared.library
-    if not 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES or any(
-        result.in_place or result.order != "C" for result in makes
-    ):
+    small = 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES
+    if not small or any(result.in_place or result.order != "C" for result in makes):
         return {}
     return {x.name: library.maker(x.shape, x.dtype, x.order)() for x in makes}
+
+
+def _bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * dtypes.of(dtype).itemsize
 
 
 def _bytes(array: HostArray) -> memoryview:
@@ -600,7 +566,7 @@ def _bytes(array: HostArray) -> memoryview:
 def _ranges(
     array: Operand, transfers: Sequence[Transfer | None], context: Context
 ) -> Ranges | None:
-    """For each axis of this rank's part the range in which peers read; None where they do not."""
+    """For each axis of this rank's part, the range in which peers read; None if they do not."""
     whole = tuple((0, extent) for extent in array.shape)
     read = [whole if move is None else move.read_by_peers(context.rank) for move in transfers]
     parts = [ranges for ranges in read if ranges is not None]
@@ -612,6 +578,6 @@ def _ranges(
 
 
 def _operand(host: HostArray, block: Block | None) -> Operand:
-    """Where an array lies, whose memory somebody else keeps."""
+    """Where an array lies. It does not keep the array's memory."""
     address = int(host.__array_interface__["data"][0])
     return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block)

@@ -40,9 +40,10 @@ class Piece(Immutable):
 
 
 class Source(Immutable):
-    """One rank's reading of one operand, whose k axis is `axis`.
+    """How one rank reads one operand, whose k axis is `axis`. Pure.
 
-    Either `pieces`, which cover k in order, or `moves` to gather, `panel` indices of k at a time.
+    There are either `pieces`, which cover k in order, or `moves` to gather, `panel` indices of k at
+    a time.
     """
 
     axis: int
@@ -95,7 +96,7 @@ class Factor:
         self._array = array
         self._filled = (0, 0)
         self._panel = np.empty((0, 0), dtype)
-        self.copies: Calls = []  # what fills the one panel that stays
+        self.copies: Calls = []  # they fill the one panel that stays
 
     @property
     def copied(self) -> int:
@@ -103,7 +104,7 @@ class Factor:
         return 0 if len(self.source.bounds) <= 1 else self.source.extent * self.source.width
 
     def whole(self) -> HostArray:
-        """All of k: where it lies, if it is one matrix there, or in one panel; else copied."""
+        """All of k: where it lies if that is one matrix, or in one panel, or else in a copy."""
         ends = sorted(self.source.bounds)
         first = self.matrix(0, ends[0])
         if len(ends) == 1:
@@ -128,11 +129,13 @@ class Factor:
 
     @property
     def gathers(self) -> bool:
-        """Whether panels are gathered anew each time, into memory of that time."""
+        """Whether panels are gathered anew in each call, into memory of that call."""
         return bool(self.source.panel) and not self.copies
 
     def keep_small(self) -> None:
-        """Bind what gathers a factor that is one small panel; `copies` are to be run each time."""
+        """Keep the panel of a factor that is one small panel; `copies` are to be run in
+        each call.
+        """
         source = self.source
         nbytes = source.extent * source.width * self.dtype.itemsize
         if self.gathers and source.panel >= source.extent and nbytes <= _KEPT_PANEL:

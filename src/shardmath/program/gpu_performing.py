@@ -1,13 +1,14 @@
-"""How GPUs perform programs: what the ranks tell each other of one, and what goes on the stream.
+"""How GPUs perform programs: what ranks tell each other about their arrays, and what they launch.
 
     read ──► prepare ──► agree ──► launch            a call like the last of its plan
                            └─► decide, prepare ──┘   any other
 
-After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
-takes memory is made before, so want of it on one rank is an error on all before an element is
-touched. How a program is performed may depend on how all ranks' arrays lie. So a rank tells that,
-and for which decision it has prepared: that of the last call like this. From what all have told
-all decide alike; those that had prepared for another prepare once more, and tell each other.
+After the ranks have agreed no process waits for another: GPUs do, by barriers on the stream. Memory
+is allocated before, so that a lack of it on one rank is an error on all, before an element is
+written. How a program is performed may depend on how all ranks' arrays lie: that is the `decision`.
+Each rank's note has the facts about its arrays, and the decision for which it has prepared, which
+is that of the last such call. From all facts all ranks derive the same decision. If any rank has
+prepared for another, all prepare once more, and exchange their notes again.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ from shardmath.program.steps import SplitArray
 
 
 class GPUArrays(Immutable):
-    """The user's arrays by name, `spec` being the first operand's:
-    `operands`, and as `targets` the results that were given.
+    """The user's arrays by name: `operands`, and the results that were given, as `targets`.
 
-    `places` are those of targets that are not to be found anew in each call.
+    `spec` is the first operand's. `places` are the targets as results, in the call that read them.
     """
 
     spec: ArraySpec
@@ -72,11 +72,11 @@ class GPUArrays(Immutable):
 
 
 def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArrays:
-    """Read the user's arrays, a copy of those in host memory. Local.
+    """Read the user's arrays; those in host memory are copied. Local.
 
-    Raises ValueError when one lies on another GPU, or a result cannot be written to or overlaps an
-    operand from which it has to be `separate`; UseAfterFree; HeapExhausted when there is no room
-    for an operand in host memory.
+    Raises ValueError if one lies on another GPU, or a result cannot be written to or overlaps an
+    operand from which it has to be `separate`; UseAfterFree; HeapExhausted if there is no room for
+    the copy of an operand.
     """
     given = {n: x for n, x in zip(names.operands, arguments.operands, strict=True) if x is not None}
     operands: dict[str, Operand] = {}
@@ -85,7 +85,7 @@ def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArra
         library = library_of(x, name)
         array = operands[name] = read(context, x, name, spec=library.spec(x))
         if name not in names.beside and array.block is None:
-            lazy = library.is_lazy(x)  # it was read into a copy
+            lazy = library.is_lazy(x)  # if so, it was read into a copy
             on_heap = on_heap and lazy and block_of(context, x) is not None
     places = {}
     for name, out in zip(names.results, arguments.results, strict=True):
@@ -104,7 +104,7 @@ def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArra
 
 
 def _share_memory(operand: Any, out: Any) -> bool:
-    """Whether two arrays of the user's, one of them to be written to, share memory."""
+    """Whether an operand and a result that the user gave share memory."""
     library, other = library_of(operand), library_of(out, "out")
     specs = library.spec(operand), other.spec(out)
     if specs[0].space != specs[1].space:
@@ -115,28 +115,29 @@ def _share_memory(operand: Any, out: Any) -> bool:
 
 
 def _address_range(library: Library, x: Any) -> HostArray:
-    """An array of NumPy at the same addresses, which nobody may read."""
+    """A NumPy array at the same addresses, whose elements nobody may read."""
     spec = library.spec(x)
     strides = [stride * spec.itemsize for stride in spec.strides]
     return host_array(library.pointer(x), spec.shape, strides, f"|V{spec.itemsize}", None)
 
 
-_KEPT = 128  # executions that are launched as before
+_KEPT = 128  # executions whose launches are kept
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
-_PLACES = 32  # of results of one call, for which all is prepared
-_TAG = 8  # bytes, of a plan
+_PLACES = 32  # places of the results of one call, for which all is prepared
+_TAG = 8  # bytes of a plan's tag
 _UNPREPARED = bytes(_TAG)
-# Whether peers reach the operand, and the result; whether this is packed; its order; the lane; the
-# decision for which the places at the end have been prepared, or 0; how long the form before is.
+# In the order of `Facts`: operand, result, packed, order, lane; then the decision for which the
+# rank has prepared, or 0; and the length of the form, which follows, before the places.
 _HEAD = struct.Struct("<???cBBB")
 _LENGTH = struct.Struct("<H")
 
 
 class Facts(NamedTuple):
-    """A rank's description of its arrays in one execution: whether peers reach operand and result,
-    and whether the result is packed, from an address on that is aligned, and in which order: the
-    first letter of C, F or both. `lane` is the number of its stream's lane, `form` what else the
-    operation's performer says of the arrays.
+    """The facts about a rank's arrays in one execution, from which the ranks decide.
+
+    Whether peers reach `operand` and `result`; whether the result is `packed`, from an aligned
+    address on, and in which `order`: the first letter of C, F or both. `lane` is the number of the
+    stream's lane, and `form` is whatever else the operation's performer adds.
     """
 
     operand: bool
@@ -148,16 +149,16 @@ class Facts(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A rank's facts in one execution, and where its arrays lie that peers reach."""
+    """A rank's facts in one execution, and the places of its arrays that peers reach."""
 
     facts: Facts
     places: tuple[Exposed | None, ...]
 
 
 class Given(NamedTuple):
-    """One rank's arrays in one execution, and its numbers, by the names that programs have.
+    """One rank's arrays and numbers in one execution, by their names in programs.
 
-    `lasting`: it can be launched again, since no array was copied for this execution alone.
+    If it is `lasting` it can be launched again: no array was copied for this execution alone.
     """
 
     arrays: Mapping[str, Operand]
@@ -166,9 +167,9 @@ class Given(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """One rank's arrays in one execution of a plan, by name, and its numbers, on a stream.
+    """One rank's arrays and numbers in one execution of a plan on a stream, by the user's names.
 
-    `new`: its first result is an array that the call makes.
+    With `new`, the call makes the first result.
     """
 
     plan: Plan
@@ -191,9 +192,11 @@ class Execution(NamedTuple):
 
 
 class Ready(Immutable, eq=False):
-    """One rank's side of an execution: where peers find what they reach, packed, and what binds the
-    launches to what all ranks have told. These keep their tables, and no array. `check` raises,
-    before each launch, where nothing more can be launched. `lasting`: it can be launched again.
+    """One rank's side of an execution.
+
+    `places`, packed, tell peers where they find what they reach. `bind` makes the launches from
+    what all ranks have told; these keep their tables, and no array. `check`, before each launch,
+    raises if nothing more can be launched. If it is `lasting` it can be launched again.
     """
 
     places: tuple[bytes, ...]
@@ -203,8 +206,10 @@ class Ready(Immutable, eq=False):
 
 
 class _Prepared(Immutable, eq=False):
-    """The note and the launches of executions with arrays in the same places, as long as the lane's
-    buffers are this `memory`. `ready` is None where that needs memory which is not there.
+    """The note and the launches of executions with arrays in the same places.
+
+    It holds as long as the lane's buffers are this `memory`. `ready` is None if that takes memory
+    which is not there yet.
     """
 
     lane: Lane
@@ -215,10 +220,7 @@ class _Prepared(Immutable, eq=False):
 
 
 class GPUPerformer(ABC):
-    """Performs the programs of an operation on GPUs.
-
-    `kept`: for an object, whose `number` is the same on all ranks.
-    """
+    """Performs the programs of an operation on GPUs; with `kept`, those of one object."""
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -235,35 +237,39 @@ class GPUPerformer(ABC):
 
     @property
     def replays(self) -> bool:
-        """Whether an execution that comes again is launched as it was, as one graph."""
+        """Whether a repeated execution is launched as one graph."""
         return True
 
     @abstractmethod
     def _lane(self, stream: int, decision: int) -> Lane:
-        """The lane of an execution: the same on all ranks that have decided so. 0: not decided."""
+        """The lane of an execution, the same on all ranks with this decision; 0: not
+        decided yet.
+        """
 
     @abstractmethod
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
-        """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
+        """How all ranks perform the plan, given all ranks' facts: a number from 1 to 255. Pure."""
 
     @abstractmethod
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
-        """This rank's program where its arrays lie so, kept in `_programs`. It holds no array."""
+        """This rank's program for arrays that lie so. It holds no array, and `_programs`
+        keeps it.
+        """
 
     def _given(self, execution: Execution) -> Given:
-        """What the program is performed on. Local. Raises HeapExhausted."""
+        """The arrays and numbers that the program works on. Local. Raises HeapExhausted."""
         return Given({"operand": execution.operand, "out": execution.result.array})
 
     def release(self) -> None:  # noqa: B027
         """See Performer. By default all workspace is the lanes', which other operations share."""
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
-        """Prepare an execution. Local. None where it would have to `allocate`, and may not.
+        """Prepare an execution. Local. None if that takes memory, and it may not `allocate`.
 
         Raises HeapExhausted.
         """
         lane, stream, result = execution.lane, execution.stream, execution.result.array
-        with beside_captures():  # memory and plans are no part of what is captured
+        with beside_captures():  # what the user captures has no part in memory and plans
             given = self._given(execution)
             gpu_program = self._program(execution, given, decision)
             own = {
@@ -287,7 +293,9 @@ class GPUPerformer(ABC):
         return Ready(places, bind, gpu_program.check, given.lasting)
 
     def _told(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
-        """Where peers find what is shared under a name, packed; b"" for ordinary memory."""
+        """Where peers find the memory shared under this name, packed; b"" if they cannot
+        reach it.
+        """
         told = gpu_program.program.told
         view = told.get(name)
         if name in told and view is None:
@@ -303,13 +311,13 @@ class GPUPerformer(ABC):
         return array.told
 
     def _facts(self, execution: Execution) -> Facts:
-        """This rank's description of its arrays."""
+        """The facts about this rank's arrays."""
         array = execution.result.array
         packed = array.address % 16 == 0 and array.order != "strided"
         return Facts(_is_reached(execution.operand), _is_reached(array), packed, array.order[0])
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
-        """The facts of a call of which the plan is not known: a new result is packed."""
+        """The facts of a call whose plan is not known yet: new results are taken to be packed."""
         arrays: GPUArrays = turn.known.arrays
         on_heap = arrays.on_heap or arrays.spec.device == "cpu"
         for target in arrays.targets.values():
@@ -317,10 +325,12 @@ class GPUPerformer(ABC):
         return Facts(_is_reached(next(iter(arrays.operands.values()))), on_heap, True, "b")
 
     def _meet(self, lane: Lane, decision: int) -> None:  # noqa: B027
-        """Make what all ranks make together before. Collective. Raises HeapExhausted on all."""
+        """Make what all ranks make together before a launch. Collective. Raises HeapExhausted on
+        all.
+        """
 
     def _end(self, execution: Execution) -> None:  # noqa: B027
-        """Give back what is not to be kept, after an execution."""
+        """Give back what is not kept, after an execution."""
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -389,7 +399,7 @@ class GPUPerformer(ABC):
     def _execution(
         self, turn: Turn, plan: Plan, stream: int, lane: Lane, new: Mapping[str, Result]
     ) -> Execution:
-        """The execution of a call with these new results, and those that were given."""
+        """The execution of a call with these new results, and with the given ones."""
         known, given = turn.known, {}
         for name, target in known.arrays.targets.items():
             out = turn.arguments.results[self._names.results.index(name)]
@@ -397,14 +407,14 @@ class GPUPerformer(ABC):
             given[name] = place or Result(target.address, target, out)
         results, is_new = {**given, **new}, self._names.results[0] in new
         operands = known.arrays.operands
-        # What was prepared is found by places: there may be other blocks now, of which peers know.
+        # Preparations are found by places, where other blocks may lie by now: tell the peers.
         for array in (*operands.values(), *[result.array for result in results.values()]):
             if array.block is not None:
                 self._context.announce(array.block)
         return Execution(plan, stream, lane, operands, results, known.numbers, is_new)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
-        """See Performer. Only memory that is there is used for what is but expected."""
+        """See Performer. What is only expected may use memory that is there, and allocates none."""
         replay = self._replay(turn, plan)
         if replay is not None:
             turn.prepared, turn.note, turn.last = replay, replay.note, replay.agreement
@@ -424,7 +434,7 @@ class GPUPerformer(ABC):
     def _prepare(
         self, turn: Turn, plan: Plan, stream: int, decision: int | None, *, allocate: bool
     ) -> None:
-        """Prepare for a decision; with None, for that of the last call like this."""
+        """Prepare for a decision: None is that of the last such call."""
         known = turn.known
         if decision is None:
             of_call = self._decisions.find((known, plan, stream))
@@ -454,12 +464,12 @@ class GPUPerformer(ABC):
         places = () if ready is None else ready.places
         note = _pack(plan.tag, facts, 0 if ready is None else decision, places)
         memory = lane.memory()
-        memory.pop(NEW_RESULT, None)  # executions are found by its address
+        memory.pop(NEW_RESULT, None)  # its address is part of the key that finds executions
         return _Prepared(lane, decision, note, ready, memory)
 
     def _held(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
         """The execution of a call, with places for its results. Raises HeapExhausted; RuntimeError
-        when one is to take the memory of an operand that is too small for it.
+        if a result is to take the memory of an operand that is too small for it.
         """
         held: Execution | None = turn.held
         if held is not None and held.plan is plan and held.lane is lane:
@@ -489,10 +499,12 @@ class GPUPerformer(ABC):
         made: Mapping[str, Any] = MappingProxyType({}),
         into: Callable[[int], Any] = lambda address: None,
     ) -> dict[str, Result]:
-        """New results. The first is written to memory of the lane, and copied, where that is
-        better, and there is nothing that writes `into` its place; to an array that has been made
-        for it, if there is one. Others begin as zeros. Those on the heap that are captured stay as
-        long as the lane: a graph writes them again after their last user has dropped them.
+        """New results; all but the first are filled with zeros.
+
+        The first is the array in `made`, if there is one. It is written to memory of the lane and
+        copied from there where that is better, unless `into(address)` knows a launch that writes to
+        its place. Results on the heap that a stream captures stay as long as the lane: a graph
+        writes them again after their last user has dropped them.
         """
         results: dict[str, Result] = {}
         captured = streams.capturing(stream)
@@ -507,12 +519,12 @@ class GPUPerformer(ABC):
             if captured and template.on_heap:
                 lane.keep(result.user)
             if not is_first and result.array.nbytes:
-                lane.team.device.activate()  # a thread's first call may be one that comes again
+                lane.team.device.activate()  # this may be the first call of a thread
                 call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
         return results
 
     def _new_like(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
-        """How the new results of a call like this look, by name."""
+        """Templates of the new results of such a call, by name."""
         context, arrays, operand = self._context, turn.known.arrays, turn.arguments.operands[0]
         looks = {
             name: (look, look.order_among(arrays.operands))
@@ -537,8 +549,8 @@ class GPUPerformer(ABC):
     # -- perform -----------------------------------------------------------------------------------
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
-        """See Performer. Returns when all is launched; for an operand in host memory, or where the
-        program blocks, when all is done.
+        """See Performer. Returns when all is launched; for operands in host memory, and if the
+        program is `blocking`, when all is done.
         """
         context, replay = self._context, turn.prepared
         if isinstance(replay, Replay):
@@ -569,7 +581,7 @@ class GPUPerformer(ABC):
         return tuple([given.get(name) for name in self._names.results])
 
     def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
-        """Let the next such call be a launch of the graph, where there is one by now."""
+        """Let the next such call be a launch of the graph, if there is one by now."""
         execution, known, ready = turn.held, turn.known, turn.prepared.ready
         plan, lane, stream = execution.plan, execution.lane, execution.stream
         if not (known.lasting and ready.lasting) or plan.program.blocking or plan.program.in_place:
@@ -599,8 +611,8 @@ class GPUPerformer(ABC):
         launch: Replay,
         address: int,
     ) -> Replay | None:
-        """A launch like that one, for a new result at another address. Local. None where peers are
-        told of it, or where that needs memory which is not there.
+        """A launch like that one, for a new result at another address. Local. None if peers have to
+        be told of the address, or if that takes memory which is not there.
         """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
         results = {self._names.results[0]: template.at(address)}
@@ -618,15 +630,17 @@ class GPUPerformer(ABC):
         return replace(launch, prepared=prepared, graph=graph, check=ready.check)
 
     def _new_ones(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-        """The results of a repeat, of which some are new, and the copy that the first one takes."""
+        """The results of a repeated call, some of them new, and the copy that fills the
+        first one.
+        """
         results = turn.held.results
         given = [results[name].user if name in results else None for name in self._names.results]
         return tuple(given), results[self._names.results[0]].copy
 
     def complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
-        """All ranks' notes, when all have prepared for one decision. Collective.
+        """All ranks' notes, once all have prepared for the same decision. Collective.
 
-        What had to be allocated for a call that is refused goes again.
+        If a rank cannot prepare, what the lane allocated for the call is freed again.
         """
         context, names, known = self._context, self._names, turn.known
         agree_on_numbers(context.board, names.numbers, plan.program.equal, notes)
@@ -637,7 +651,7 @@ class GPUPerformer(ABC):
             self._decisions.keep(plan, decision)
             if known.lasting and self._decisions.find((known, plan, stream)) != decision:
                 self._decisions.keep((known, plan, stream), decision)
-                known.repeats = None  # they tell of another one
+                known.repeats = None  # their notes tell of another decision
             if all((tag, prepared) == (plan.tag, decision) for tag, prepared, _ in heads):
                 self._meet(turn.held.lane, decision)
                 return notes
@@ -655,7 +669,7 @@ class GPUPerformer(ABC):
                 raise
 
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
-        """The launches of an execution, as one graph when it comes again."""
+        """The launches of an execution, which become one graph when it is repeated."""
         run = turn.prepared.ready.bind(self._told_by(notes))
         return Launching(turn.held.lane, run, replays=self.replays)
 
@@ -665,18 +679,18 @@ class GPUPerformer(ABC):
 
 
 class Launching:
-    """One execution, put on a stream: as one CUDA graph from the second time on, if it `replays`.
+    """One execution on a stream; with `replays` one CUDA graph, from the second time on.
 
-    The ranks have agreed that all of them do what they did before.
+    It may be called only when the ranks have agreed that all repeat what they did before.
     """
 
     def __init__(self, lane: Lane, run: Launch, *, replays: bool) -> None:
         self.lane, self.run, self.replays = lane, run, replays
         self.graph: Graph | None = None
-        self._launched = False  # and not captured into a graph of the user's
+        self._launched = False  # on a stream that was not being captured
 
     def __call__(self, stream: int, copy: Copy | None) -> bool:
-        """Launch on the stream, `copy` of a result behind it; whether the user captures it."""
+        """Launch on the stream, then `copy` a result; whether the user captures the stream."""
         lane = self.lane
         lane.team.check()
         with lane.section(stream) as section:
@@ -693,7 +707,7 @@ class Launching:
 
 
 def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-    """The user's array for the result, which is written where it lies."""
+    """The results that the user gave, which are written where they lie."""
     return turn.arguments.results, None
 
 
@@ -703,7 +717,7 @@ def _place(results: Mapping[str, Result]) -> tuple[int, ...]:
 
 
 def _is_reached(array: Operand) -> bool:
-    """Whether peers reach an array."""
+    """Whether peers reach an array; trivially if it is empty."""
     return array.block is not None or not array.size
 
 
@@ -715,7 +729,9 @@ def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> b
 
 
 def _unpack(text: bytes) -> tuple[bytes, int, Told]:
-    """The tag of the plan, the decision that a rank has prepared for, and what it has told."""
+    """From a rank's note: the tag of the plan, the decision it has prepared for, and what
+    it told.
+    """
     operand, result, packed, order, *numbers = _HEAD.unpack_from(text, _TAG)
     lane, decision, length = numbers
     start = _TAG + _HEAD.size

@@ -1,7 +1,7 @@
-"""The numbers of a call: values that may differ from one call to the next, and not between ranks.
+"""The numbers of a call, such as alpha and beta: they may differ from one call to the next.
 
-They are no part of a plan. Each rank sends its own with the note of every call, and all ranks
-compare those that a program takes from all alike.
+They are no part of a plan. The note of every call begins with the rank's numbers, and the ranks
+compare those that a program needs to be equal on all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN = frozenset([float, complex, type(None)])  # types that need no conversion
 
 
 def number(name: str, value: Any) -> Number:
-    """`value` as a number of Python's, None for None. Raises ValueError for what is none."""
+    """`value` as a Python number, None for None. Raises ValueError if it is not a number."""
     if value is None:
         return None
     is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
@@ -34,19 +34,19 @@ def number(name: str, value: Any) -> Number:
 
 
 def real(numbers: Numbers, name: str) -> float:
-    """A number that is known and has no imaginary part."""
+    """The real number of that name, which is known to the host."""
     number = numbers[name]
     assert isinstance(number, float), name
     return number
 
 
 def numbers_bytes(names: Sequence[str]) -> int:
-    """How long the packed numbers of these names are."""
+    """The bytes of the packed numbers of these names."""
     return len(names) * _NUMBER.size
 
 
 def pack_numbers(numbers: Numbers) -> bytes:
-    """The numbers, in order, as a note begins with them."""
+    """The numbers in order, packed for the beginning of a note."""
     return b"".join(
         _NUMBER.pack(False, 0, 0) if x is None else _NUMBER.pack(True, x.real, x.imag)
         for x in numbers.values()
@@ -56,10 +56,10 @@ def pack_numbers(numbers: Numbers) -> bytes:
 def agree_on_numbers(
     board: Board, names: Sequence[str], equal: Sequence[str], notes: Sequence[bytes]
 ) -> None:
-    """Raise CollectiveMismatch on all ranks where they differ in a number that is to be `equal`.
+    """Raise CollectiveMismatch on all ranks if they differ in a number that has to be `equal`.
 
-    `notes`, of all ranks, begin with their numbers of these `names`. One that is not known to the
-    host on some rank is compared on the others.
+    All ranks' `notes` begin with their numbers of these `names`. If the host of a rank does not
+    know a number, it is compared on the other ranks.
     """
     length = numbers_bytes(names)
     if not equal or all(note[:length] == notes[0][:length] for note in notes):
@@ -78,5 +78,5 @@ def agree_on_numbers(
 
 
 def _plain(real: float, imaginary: float) -> complex:
-    """A number as it is best shown."""
+    """A number as messages show it."""
     return complex(real, imaginary) if imaginary else real

@@ -1,15 +1,15 @@
-"""How peers find what a rank lets them read of its arrays, during one call on cores.
+"""Where peers read a rank's arrays during one call on cores.
 
-A rank's note says of each buffer that its program publishes where peers read it:
+A rank's note says, of each buffer that its program publishes, where peers read it:
 
     sent     few bytes are the payload of the exchange that carries the note
     staged   more are copied to the heap, to one half of a double buffer
     lent     many are read where they lie on the heap, or from a copy there
 
-A half is written again only in the second call after, before whose exchange every peer has entered
-that of the call between, and so has read what was there. Workspace is staged, too, where it is
-small and written only after the exchange of each call. Nobody waits at the end of a call for the
-readers of what was staged; an owner waits for those of what it has lent.
+At the end of a call an owner waits for the readers of what it has lent, and for no others. A half
+of the double buffer is written again two calls later: before the exchange of that call, every peer
+has entered the exchange of the call between, and so has read the half. Small workspace that is
+written only after the exchange of each call is staged, too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from shardmath.operators.workspace import kept_for_readers
 from shardmath.redistribution import Transfer, Window
 from shardmath.redistribution.bound_copies import Calls, bind, part_of
 from shardmath.redistribution.copies import whole
+from shardmath.redistribution.plan import Ranges
 from shardmath.symmetric.heap import Buffer, Location
 
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
-STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
-_LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
+STAGED_BYTES = 1 << 20  # of a half; of more, a rank waits for its readers
+_LENT_IN_PLACE_BYTES = 64 << 10  # of an array: a copy of less takes less time than its readers
 _SENT, STAGED, LENT = b"e", b"s", b"l"
 
 _LENGTH = struct.Struct("<H")
-_NOWHERE = Location(0, 0)  # of what is sent: it lies where it lands
+_NOWHERE = Location(0, 0)  # of what is sent: it lies where it is received
 _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
-Ranges = tuple[tuple[int, int], ...]  # of each axis
-Payload = memoryview | Callable[[], bytes]  # where it lies, or what packs it
+Payload = memoryview | Callable[[], bytes]  # memory, or a function that packs
 
 
 class DoubleBuffer:
-    """The halves of one context, used by turns."""
+    """Two buffers of one context, used by turns."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._board = context, context.board
@@ -55,11 +55,13 @@ class DoubleBuffer:
 
     @classmethod
     def of(cls, context: Context) -> DoubleBuffer:
-        """The one of a context."""
+        """The context's double buffer."""
         return context.cache("double buffer", lambda: cls(context))
 
     def turn(self) -> int:
-        """The half of the call that begins, the other one if ranks have met since the last."""
+        """The half for the call that begins: the other one if ranks have met since the last
+        call.
+        """
         rounds = self._board.rounds
         if rounds != self._rounds:
             self._rounds = rounds
@@ -67,21 +69,21 @@ class DoubleBuffer:
         return self.half
 
     def buffer(self, nbytes: int) -> Buffer:
-        """At least so many bytes of the half whose turn it is. Local. Raises HeapExhausted."""
+        """At least `nbytes` of the half whose turn it is. Local. Raises HeapExhausted."""
         return kept_for_readers(self._context, f"half {self.half}", room_for(nbytes))
 
 
 def room_for(nbytes: int) -> int:
-    """At least so many bytes, of which there are few: memory of growing sizes grows seldom."""
+    """A power of two of at least `nbytes`, and of 64 KiB: memory that grows does so seldom."""
     return 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
 
 
 @dataclass
 class Offered:
-    """One rank's offers: a note on each buffer, the `payload`, and staging copies.
+    """One rank's offers: a note on each buffer, the `payload`, and the calls that make copies.
 
-    `replaced` are operands of which staged copies take the place. `halved`: they lie in a half of
-    the double buffer.
+    Where an operand is `replaced`, its copy takes its place on this rank, too. With `halved`,
+    copies lie in a half of the double buffer.
     """
 
     notes: dict[str, bytes] = field(default_factory=dict)
@@ -101,12 +103,12 @@ def offer(
     *,
     lends: bool,
 ) -> Offered:
-    """Offer what peers `read` of operands: the range of each axis, None where it is nothing. Local.
+    """Offer what peers `read` of operands: a range of each axis, or None for nothing. Local.
 
-    Results may overwrite those `overwritten`, which are copied; what is `combined` with other
-    ranks' lies in C order. `buffer(name, nbytes)` is memory on the heap for what is too long for
-    the double buffer; `lends`: the call waits for readers anyway. Must be followed by an exchange.
-    Raises HeapExhausted.
+    Operands that results may overwrite (`overwritten`) are copied. Those that are `combined` with
+    other ranks' have to lie in C order. `buffer(name, nbytes)` is heap memory for copies that are
+    too long for the double buffer. With `lends`, the call waits for readers anyway. An exchange has
+    to follow. Raises HeapExhausted.
     """
     ranges = {name: cut for name, cut in read.items() if cut is not None}
     sent = _sent(arrays, ranges, overwritten)
@@ -216,14 +218,14 @@ def note_of(kind: bytes, exposed: Exposed | None) -> bytes:
 
 
 def raw_note(place: bytes) -> bytes:
-    """The part of a note that is for one buffer, as a lowering of its own has it."""
+    """The part of a note that is for one buffer, in the words of whoever combines it."""
     return _LENGTH.pack(len(place)) + place
 
 
 class Offers:
-    """All ranks' offers of the buffers of these names, read from their notes, byte `start` on.
+    """All ranks' offers of the buffers of these names, read from byte `start` of their notes.
 
-    `landing` is memory of this rank for all ranks' payloads, one after the other; None if nothing
+    `landing` is memory on this rank for all ranks' payloads, one after the other; None if nothing
     was sent.
     """
 
@@ -259,7 +261,7 @@ class Offers:
         return place is not None and place[0] == _SENT
 
     def own(self, name: str, array: Operand) -> Operand:
-        """This rank's buffer: where its elements landed if all were sent, else `array`."""
+        """This rank's buffer: in `landing` if all of it was sent, else `array`."""
         rank = self._context.rank
         if not self.sent(name, rank):
             return array
@@ -269,7 +271,7 @@ class Offers:
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
-        """The parts of all ranks' notes that are for a buffer, for a lowering of its own."""
+        """The parts of all ranks' notes that are for a buffer, see `raw_note`."""
         return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:
@@ -277,12 +279,12 @@ class Offers:
         return self.sent(name, rank) or self._context.same_host(rank)
 
     def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
-        """The window through which this rank reads the buffer of another: in place, or a copy where
-        that has no address.
+        """The window through which this rank reads the buffer of another: in place, or in a copy if
+        the buffer has no address here.
 
-        A copy is made now: when the exchange or barrier has passed after which peers may read. With
-        `transfer` it has what that plan moves here from `rank`, else all. Raises CollectiveMismatch
-        when the rank has no such memory.
+        A copy is made now, so the exchange or barrier after which peers may read has to be over. It
+        has what `transfer` moves here from `rank`, or all. Raises CollectiveMismatch if the rank
+        has no such memory.
         """
         kind, place, offset = self._places[name, rank]
         context, exposed = self._context, Exposed.unpack(place)

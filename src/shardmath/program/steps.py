@@ -26,7 +26,7 @@ from shardmath.redistribution.plan import Transfer, TransferPlan
 
 
 class Reason(Enum):
-    """Why ranks wait for each other. There is no other reason."""
+    """Why ranks wait for each other. There are no other reasons."""
 
     BEFORE_READING = "before reading what a peer wrote"
     AFTER_WRITING = "after writing what a peer will read"
@@ -42,7 +42,7 @@ class Step(Immutable):
 
 
 class Synchronise(Step):
-    """All ranks have come here, and all that they wrote before can be read."""
+    """Wait until all ranks have come here: what they wrote before can be read after."""
 
     reasons: tuple[Reason, ...]
 
@@ -51,10 +51,10 @@ class Synchronise(Step):
 
 
 class Arrive(Step, words="arrive"):
-    """This rank has come to the next `Synchronise`, where it waits later.
+    """Tell the peers that this rank has come to the next `Synchronise`, at which it waits later.
 
-    What it has done so far can be read where that ends on a peer. What it does until it gets there
-    itself need not have been done then: so peers begin what they wait for while it goes on.
+    A peer that waits there may go on, and read what this rank has done so far; it does not wait for
+    what this rank does between here and there.
     """
 
 
@@ -66,8 +66,8 @@ REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 class Move(Step, words="move {source} to {target}: {transfer.kind}"):
     """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
-    Between the `Synchronise` before it and the one behind it peers may read the source and write
-    the target: whether they push or pull is for the lowering to say.
+    Between the `Synchronise` before it and the one after it, peers may read the source and write
+    the target. The lowering decides whether ranks push or pull.
     """
 
     transfer: Transfer
@@ -88,10 +88,10 @@ class Multiply(Step, words="multiply {left} by {right} into {target}"):
 
 
 class Product(Step):
-    """A `Multiply` that takes its factors from where `moves` do, without the buffers in between.
+    """A `Multiply` that reads its factors where the `moves` would read them: nothing moves first.
 
-    `rounding` are the steps that make a result of the sums, if nothing but rounding is left to do:
-    a library of the user's may have a product that rounds.
+    `rounding` are the steps that turn the sums into the result, if they do nothing but round: the
+    user's library may have a product that rounds.
     """
 
     multiply: Multiply
@@ -104,13 +104,13 @@ class Product(Step):
 
 
 class Combine(Step):
-    """What all ranks have in `source`, each its part of layout `held`, added up in rank order.
+    """Add up what all ranks have in `source`, each its part of layout `held`, in rank order.
 
-    `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
-    Parts that overlap are added, unless only this rank's part is taken (`alone`): then replicas
-    count once. With `weight`, the name of a number, each part times that number is added to what
-    `target` has, and nothing where the number is 0. A `reduction` is done in place of the sum: of
-    arrays that all ranks have whole, element by element.
+    Each rank gets its part of layout `needed` in `target`, rounded once to the type of that. Parts
+    that overlap are added. If only this rank's part is taken (`alone`), replicas count once. With
+    `weight`, the name of a number, each part times that number is added to what `target` has, and
+    nothing is if the number is 0. A `reduction` takes the place of the sum, for arrays that all
+    ranks have whole, element by element.
     """
 
     held: Layout
@@ -133,7 +133,7 @@ class Combine(Step):
 class Axpby(Step):
     """`target` times the number `alpha`, plus buffer `addend` times the number `beta`.
 
-    Without an `addend` nothing is added; one whose number is 0 is not read, as in BLAS.
+    Without an `addend` nothing is added. If `beta` is 0 the addend is not read, as in BLAS.
     """
 
     target: str
@@ -147,10 +147,10 @@ class Axpby(Step):
 
 
 class Finish(Step):
-    """The epilog of a product: sums in `source` to elements of `target`, rounded once.
+    """The epilog of a product: it turns sums in `source` into elements of `target`, rounded once.
 
-    `inputs` are the buffers that the epilog reads, which have their names. `outputs` are pairs of
-    an output's name and the buffer where it goes. `extras` is the type of what is beside D.
+    `inputs` are the names of the epilog's inputs, and of the buffers that they are in. `outputs`
+    are pairs (name of the output, its buffer), and `extras` is the dtype of these buffers.
     """
 
     source: str
@@ -198,8 +198,8 @@ class Dequantize(Step, words="dequantize {source} by {scale} to {target}"):
 class Quantize(Step, words="quantize {source} by {scale} to {target}"):
     """`source` times the number `scale`, rounded to the eight-bit type of `target`.
 
-    On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
-    greater than what it has.
+    On GPUs, buffer `largest`, if there is one, becomes the greatest absolute value in `source` if
+    that is greater than what it holds.
     """
 
     source: str
@@ -209,7 +209,7 @@ class Quantize(Step, words="quantize {source} by {scale} to {target}"):
 
 
 class Largest(Step, words="the largest of {source} to {target}"):
-    """The greatest absolute value in `source`, 0 where that is empty, to the one element of
+    """Write the greatest absolute value in `source`, 0 if that is empty, to the one element of
     `target`.
     """
 
@@ -218,11 +218,11 @@ class Largest(Step, words="the largest of {source} to {target}"):
 
 
 class Transform(Step):
-    """The transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
+    """Transform each rank's part of `transfer.dst` along `axes`, which are whole in the part.
 
-    Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
-    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R
-    change the length of the last of `axes`.
+    The part comes from all ranks' `source`, as in a `Move`, and each piece of it is transformed as
+    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R change
+    the length of the last of `axes`.
     """
 
     transfer: TransferPlan
@@ -241,8 +241,8 @@ class Transform(Step):
 
 
 class Fused(Step):
-    """Steps that a performer of the operator's own does together: how, its `plan` says. Where
-    it cannot, and in the tests, the steps that it `replaces` are performed.
+    """Steps that a performer of the operator's own does together, as its `plan` says. If it cannot,
+    and in the tests, the steps that it `replaces` are performed.
     """
 
     plan: Any
@@ -253,7 +253,7 @@ class Fused(Step):
 
 
 class Pack(Step, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
-    """What peers take of `source`, copied into this rank's `outbox`."""
+    """Copy what peers take of `source` into this rank's `outbox`."""
 
     delivery: Delivery
     source: str
@@ -261,7 +261,7 @@ class Pack(Step, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} 
 
 
 class Get(Step, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
-    """This rank's parcels in the outboxes of ranks on other hosts, fetched into `target`."""
+    """Fetch this rank's parcels from the outboxes of ranks on other hosts into `target`."""
 
     delivery: Delivery
     outbox: str
@@ -269,7 +269,7 @@ class Get(Step, words="get {delivery.room:,} bytes from the {outbox} of other ho
 
 
 class Unpack(Step, words="unpack into {target}"):
-    """Parcels to where they belong in `target`: from `fetched`, and from outboxes on this host.
+    """Copy parcels from `fetched`, and from outboxes on this host, to their places in `target`.
 
     What stays on this rank comes from `source`.
     """
@@ -299,14 +299,14 @@ class On(Step, words="beside, on {stream}: {step}"):
 
 
 class Record(Step, words="record {event!r}"):
-    """All that is on the stream so far is known by the name of an event."""
+    """Record an event of this name: it stands for all that is on the stream so far."""
 
     event: str
 
 
 class Await(Step):
-    """Make the stream wait for all that the event was last recorded behind: on this rank, or
-    `everywhere`, on all.
+    """Make the stream wait for the event as it was last recorded: on this rank or, `everywhere`, on
+    all ranks.
 
         side     gather ── record "come 0" ── gather ── record "come 1"
         user's   await "come 0" ── multiply ── await "come 1" ── multiply
@@ -320,7 +320,7 @@ class Await(Step):
 
 
 def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Steps with what fused ones replace in their place."""
+    """These steps, where the steps that fused ones replace take their place."""
     performed: list[Any] = []
     for step in steps:
         if isinstance(step, On):
@@ -336,8 +336,8 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 class SplitArray(Immutable):
     """An array of which every rank has a part: how it is split, its dtype, and its memory order.
 
-    With `like`, names of operands, it is in column-major order where all of those are. Buffers of
-    the same `memory` lie in the same place, and are in use one after the other.
+    With `like`, names of operands, it is in column-major order if all of those are. Buffers of the
+    same `memory` lie in the same place, and are used one after the other.
     """
 
     layout: Layout
@@ -383,15 +383,17 @@ class Scratch(Immutable):
 class Program(Immutable):
     """What one rank does, in order. All ranks have the same synchronisations.
 
-    What comes before the first of those is done before the ranks agree: it writes nothing but
-    workspace. A program without any waits for nobody.
+    The steps before the first synchronisation run before the ranks agree, and write nothing but
+    workspace. A program without synchronisations waits for nobody.
 
-    `results` are the buffers that the call returns, by name: what a new one looks like, and what
-    one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
-    `scratch` those that they may not. Operands and results in `transposed` are seen with their axes
-    reversed. `equal` are the numbers of the call that all ranks must give alike. `in_place` names
-    the operand whose memory a result takes, where it does. New results are of `library` where no
-    operand says of which. `blocking`: the call returns when the results are there, also on GPUs.
+    results      the buffers that the call returns, by name, and how they look, new or given
+    workspace    buffers of the program that peers may reach
+    scratch      buffers of the program that peers do not reach
+    transposed   operands and results that the steps see with their axes reversed
+    equal        numbers of the call that have to be equal on all ranks
+    in_place     the operand whose memory a result takes, by the name of the result
+    library      of new results, if all operands may be left out
+    blocking     the call returns when the results are there, also on GPUs
     """
 
     steps: tuple[Step, ...]
@@ -406,9 +408,8 @@ class Program(Immutable):
 
     @cached_property
     def published(self) -> dict[str, list[Transfer | None]]:
-        """The buffers that peers read, in the order of the steps, and by which moves.
-
-        None where all of a buffer is read.
+        """The buffers that peers read, in the order of the steps, and the moves that read them:
+        None stands for a step that reads all of the buffer.
         """
         moved: dict[str, list[Transfer | None]] = {}
         for step in self.steps:
