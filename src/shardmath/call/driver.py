@@ -33,11 +33,10 @@ from shardmath.machine import Machine
 from shardmath.operators.arguments import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.numbers import PLAIN, Number, number
-from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
+from shardmath.program.performing import TAG_BYTES, Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
 
 _KEPT = 128  # calls of an operation that are recognised
-_TAG_BYTES = 8
 _DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
 
 Specs = Mapping[str, ArraySpec | None]
@@ -320,7 +319,7 @@ class Driver:
 
     def build(self, specs: list[Any]) -> Plan:
         """The plan for all ranks' specs. Pure."""
-        tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
+        tag = blake2b(wire.encode(specs), digest_size=TAG_BYTES).digest()
         return self._plans.made(tag, partial(self._built, specs, tag))
 
     def _built(self, specs: list[Any], tag: bytes) -> Plan:

@@ -1,7 +1,4 @@
-"""A collective as an operation of the driver.
-
-GPUs perform it in a way of their own, in which its calls run ahead: see `gpu_calls`.
-"""
+"""A collective as an operation of the driver. On GPUs its calls run ahead: see `gpu_calls`."""
 
 from __future__ import annotations
 
@@ -30,22 +27,22 @@ _NO_ROOT = "the root of a broadcast passes an array, not None"
 
 
 class NoOptions(Immutable):
-    """The options of a collective: there are none, and the package's logger is told of plans."""
+    """The options of a collective: there are none. Plans are logged to the package's logger."""
 
     logger: None = None
 
 
 @dataclass(eq=False)
 class Collective(Generic[P]):
-    """A collective: an operation that ranks agree on. Its words are (ranks, rank, *words).
+    """A collective as an operation. The words of its calls are (ranks, rank, *words).
 
-    `arguments(spec, size, *words)` are those of a call in normal form, for an `x` like that (None
-    where it was left out) and so many ranks; it raises for wrong ones. `build` makes the plan of
-    the specs of all ranks, and `steps(plan, rank)` is what a rank does on cores. Ranks for which
-    `gives(rank, *words)` is false may leave `x` out; None where no rank may.
+    `arguments(spec, size, *words)` are a call's arguments in normal form, where `spec` is that of
+    `x`, None if it was left out; it raises for wrong ones. `build(specs)` makes the plan, and
+    `steps(plan, rank)` is the program of a rank on cores. Ranks for which `gives(rank, *words)` is
+    false may leave `x` out; with None, no rank may.
 
-    A rank's spec is (kind, dtype, shape, what `out` is, *arguments); the kind is the library of
-    `x`, and where its memory is.
+    A rank's spec is (kind, dtype, shape, out, *arguments), where the kind is the library of `x`
+    and where its memory is, and `out` is None or (kind, dtype, shape).
     """
 
     name: str

@@ -38,9 +38,9 @@ _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadc
 
 
 class _Moved(Immutable, words="{dtype}, {transfer}"):
-    """A collective on which all ranks have agreed: sections that move, of elements of `dtype`.
+    """A collective on which all ranks have agreed: sections of `dtype` that move.
 
-    `library` is that of the first rank's result; `root` is -1 where there is none.
+    `library` is the first rank's; `root` is -1 if there is none.
     """
 
     transfer: Sections
@@ -61,14 +61,14 @@ def _fitting(
     outs: Sequence[OutputSpec],
     root: int = -1,
 ) -> _Moved:
-    """The plan of a transfer. Raises ValueError where a rank's `out` is not what it will get."""
+    """The plan of a transfer. Raises ValueError if a rank's `out` is not like its result."""
     shapes = [transfer.result_shape(rank) for rank in range(len(outs))]
     require_outputs_fit(outs, libraries, dtype, shapes)
     return _Moved(transfer, dtype, libraries[0], root)
 
 
 def _steps(plan: _Moved, rank: int) -> Program:
-    """One move, which peers take part in only where something changes its rank."""
+    """One move. Peers take part in it only if something changes its rank."""
     steps: tuple[Step, ...] = (Move(plan.transfer, "x", "out"),)
     if plan.transfer.crosses:
         steps = (READ, *steps, REUSE)

@@ -92,10 +92,10 @@ def all_reduce(
 
 
 class _Combined(Immutable, words="{reduction.op} of {reduction.dtype}, {needed}"):
-    """A collective on which all ranks have agreed: what all have is combined, and each gets what is
-    `needed`: all of it, or `counts` indices of the axis.
+    """A collective on which all ranks have agreed: their arrays are combined, and each rank gets
+    its part of `needed`: all, or `counts` indices of the axis.
 
-    `new`: no rank has given an array for the result.
+    With `new`, no rank has given an array for the result.
     """
 
     reduction: Reduction

@@ -54,7 +54,15 @@ from shardmath.program.offers import (
     room_for,
 )
 from shardmath.program.passes import Blocks
-from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.performing import (
+    TAG_BYTES,
+    UNPREPARED,
+    Arguments,
+    Direct,
+    Names,
+    Plan,
+    Turn,
+)
 from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
 from shardmath.redistribution import Transfer
 from shardmath.redistribution.bound_copies import Calls, run
@@ -65,9 +73,7 @@ _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # places of new results, for each such call
 _KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
 _COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
-_TAG = 8  # bytes of a plan's tag
 _HEAD = struct.Struct("<I")  # the length of a note, where a payload follows it
-_UNPREPARED = bytes(_TAG)
 
 Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
 
@@ -205,7 +211,7 @@ class Cores:
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
         if plan is None:
-            turn.note = pack_numbers(turn.known.numbers) + _UNPREPARED
+            turn.note = pack_numbers(turn.known.numbers) + UNPREPARED
             return
         half, known = self._halves.turn(), turn.known
         by_half: list[_Prepared | None] = known.prepared or [None, None]
@@ -422,7 +428,7 @@ class Cores:
         made = _made(library, turn.made, program)
         arrays = {**_transposed(turn.known.arrays.arrays, program), **made}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.offered.replaced}
-        skip = numbers_bytes(self._names.numbers) + _TAG
+        skip = numbers_bytes(self._names.numbers) + TAG_BYTES
         offers = Offers(self._context, tuple(program.published), notes, skip)
         arrays |= {
             name: offers.own(name, arrays[name]) for name in program.published if name in arrays

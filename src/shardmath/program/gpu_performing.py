@@ -48,7 +48,15 @@ from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.program.gpu_repeats import Replay, Replays
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
-from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.performing import (
+    TAG_BYTES,
+    UNPREPARED,
+    Arguments,
+    Direct,
+    Names,
+    Plan,
+    Turn,
+)
 from shardmath.program.steps import SplitArray
 
 
@@ -124,8 +132,6 @@ def _address_range(library: Library, x: Any) -> HostArray:
 _KEPT = 128  # executions whose launches are kept
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
 _PLACES = 32  # places of the results of one call, for which all is prepared
-_TAG = 8  # bytes of a plan's tag
-_UNPREPARED = bytes(_TAG)
 # In the order of `Facts`: operand, result, packed, order, lane; then the decision for which the
 # rank has prepared, or 0; and the length of the form, which follows, before the places.
 _HEAD = struct.Struct("<???cBBB")
@@ -428,7 +434,7 @@ class GPUPerformer(ABC):
                 if self._kept:
                     raise
         turn.held = None
-        told = _pack(_UNPREPARED, self._foreseen(turn, stream), 0, ())
+        told = _pack(UNPREPARED, self._foreseen(turn, stream), 0, ())
         turn.note = pack_numbers(turn.known.numbers) + told
 
     def _prepare(
@@ -732,9 +738,9 @@ def _unpack(text: bytes) -> tuple[bytes, int, Told]:
     """From a rank's note: the tag of the plan, the decision it has prepared for, and what
     it told.
     """
-    operand, result, packed, order, *numbers = _HEAD.unpack_from(text, _TAG)
+    operand, result, packed, order, *numbers = _HEAD.unpack_from(text, TAG_BYTES)
     lane, decision, length = numbers
-    start = _TAG + _HEAD.size
+    start = TAG_BYTES + _HEAD.size
     form = text[start : start + length]
     facts = Facts(operand, result, packed, order.decode(), lane, form)
     places: list[Exposed | None] = []
@@ -743,4 +749,4 @@ def _unpack(text: bytes) -> tuple[bytes, int, Told]:
         (length,) = _LENGTH.unpack_from(text, start)
         start += _LENGTH.size + length
         places.append(Exposed.unpack(text[start - length : start]) if length else None)
-    return text[:_TAG], decision, Told(facts, tuple(places))
+    return text[:TAG_BYTES], decision, Told(facts, tuple(places))

@@ -19,6 +19,9 @@ from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
 
+TAG_BYTES = 8  # of a plan's tag
+UNPREPARED = bytes(TAG_BYTES)  # in its place in a note: the rank has prepared for no plan
+
 
 class Names(NamedTuple):
     """The names of an operation, its operands and its results, in programs and in messages.
