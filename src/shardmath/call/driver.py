@@ -32,8 +32,8 @@ from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
-from shardmath.program.numbers import PLAIN, Number, number
-from shardmath.program.performing import TAG_BYTES, Arguments, Known, Names, Performer, Plan, Turn
+from shardmath.program.notes import PLAIN, TAG_BYTES, Number, number
+from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
 
 _KEPT = 128  # calls of an operation that are recognised

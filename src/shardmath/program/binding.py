@@ -25,7 +25,7 @@ from shardmath.local.float8 import dequantize, quantize
 from shardmath.local.reduction import bind_reduction
 from shardmath.program import two_shots
 from shardmath.program.factors import ArrayOf, Factor, Source, intervals
-from shardmath.program.numbers import Numbers, real
+from shardmath.program.notes import Numbers, real
 from shardmath.program.offers import Offers
 from shardmath.program.passes import Blocks, Pass
 from shardmath.program.steps import (

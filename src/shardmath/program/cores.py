@@ -38,7 +38,14 @@ from shardmath.program.analysis import (
     waits_at_end,
 )
 from shardmath.program.binding import Binding
-from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
+from shardmath.program.notes import (
+    TAG_BYTES,
+    UNPREPARED,
+    agree_on_numbers,
+    numbers_bytes,
+    pack_numbers,
+    pack_parts,
+)
 from shardmath.program.offers import (
     LENT,
     STAGED,
@@ -50,19 +57,10 @@ from shardmath.program.offers import (
     array_at,
     note_of,
     offer,
-    raw_note,
     room_for,
 )
 from shardmath.program.passes import Blocks
-from shardmath.program.performing import (
-    TAG_BYTES,
-    UNPREPARED,
-    Arguments,
-    Direct,
-    Names,
-    Plan,
-    Turn,
-)
+from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
 from shardmath.redistribution import Transfer
 from shardmath.redistribution.bound_copies import Calls, run
@@ -262,27 +260,28 @@ class Cores:
             return staging
 
         offered = offer(context, arrays, read, late, combines, buffer, lends=lends)
-        note = [pack_numbers(turn.known.numbers), plan.tag]
+        parts = []
         for name in program.published:
             if name in by_parts:
                 operand, combine = offered.replaced.get(name) or arrays[name], by_parts[name]
                 into = arrays.get(combine.target)
                 place, staging = two_shots.offer(context, combine, operand, into)
-                note.append(raw_note(place))
+                parts.append(place)
                 offered.copies += staging
             elif name in workspace:
                 lent = any(workspace[name].block is block for *_, block in memory)
                 kind = LENT if lent else STAGED
-                note.append(note_of(kind, announced(context, workspace[name])))
+                parts.append(note_of(kind, announced(context, workspace[name])))
             else:
-                note.append(offered.notes.get(name) or note_of(LENT, None))
+                parts.append(offered.notes.get(name, b""))
         arrays |= {**workspace, **offered.replaced}
         library = turn.known.arrays.library or library_named(program.library)
         nothing = Offers(context, (), (), 0)  # before the ranks agree
         binding = self._binding(turn, plan, library, arrays, nothing)
         for number in range(agreed_at(program)):
             offered.copies += binding.bind(number)
-        return _Prepared(plan, library, b"".join(note), makes, offered, tuple(memory))
+        note = pack_numbers(turn.known.numbers) + plan.tag + pack_parts(parts)
+        return _Prepared(plan, library, note, makes, offered, tuple(memory))
 
     def _combined_by_parts(
         self, program: Program, arrays: Mapping[str, Operand]

@@ -47,16 +47,17 @@ from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.program.gpu_repeats import Replay, Replays
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
-from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
-from shardmath.program.performing import (
+from shardmath.program.notes import (
     TAG_BYTES,
     UNPREPARED,
-    Arguments,
-    Direct,
-    Names,
-    Plan,
-    Turn,
+    Numbers,
+    agree_on_numbers,
+    numbers_bytes,
+    pack_numbers,
+    pack_parts,
+    unpack_parts,
 )
+from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.steps import SplitArray
 
 
@@ -135,7 +136,6 @@ _PLACES = 32  # places of the results of one call, for which all is prepared
 # In the order of `Facts`: operand, result, packed, order, lane; then the decision for which the
 # rank has prepared, or 0; and the length of the form, which follows, before the places.
 _HEAD = struct.Struct("<???cBBB")
-_LENGTH = struct.Struct("<H")
 
 
 class Facts(NamedTuple):
@@ -731,7 +731,7 @@ def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> b
     """A rank's note of an execution."""
     *reached, order, lane, form = facts
     head = _HEAD.pack(*reached, order.encode(), lane, decision, len(form))
-    return tag + head + form + b"".join(_LENGTH.pack(len(place)) + place for place in places)
+    return tag + head + form + pack_parts(places)
 
 
 def _unpack(text: bytes) -> tuple[bytes, int, Told]:
@@ -743,10 +743,5 @@ def _unpack(text: bytes) -> tuple[bytes, int, Told]:
     start = TAG_BYTES + _HEAD.size
     form = text[start : start + length]
     facts = Facts(operand, result, packed, order.decode(), lane, form)
-    places: list[Exposed | None] = []
-    start += length
-    while start < len(text):
-        (length,) = _LENGTH.unpack_from(text, start)
-        start += _LENGTH.size + length
-        places.append(Exposed.unpack(text[start - length : start]) if length else None)
+    places = [Exposed.unpack(x) if x else None for x in unpack_parts(text, start + length)]
     return text[:TAG_BYTES], decision, Told(facts, tuple(places))

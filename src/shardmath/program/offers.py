@@ -14,7 +14,6 @@ written only after the exchange of each call is staged, too.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +27,7 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.workspace import kept_for_readers
+from shardmath.program.notes import unpack_parts
 from shardmath.redistribution import Transfer, Window
 from shardmath.redistribution.bound_copies import Calls, bind, part_of
 from shardmath.redistribution.copies import whole
@@ -39,7 +39,6 @@ STAGED_BYTES = 1 << 20  # of a half; of more, a rank waits for its readers
 _LENT_IN_PLACE_BYTES = 64 << 10  # of an array: a copy of less takes less time than its readers
 _SENT, STAGED, LENT = b"e", b"s", b"l"
 
-_LENGTH = struct.Struct("<H")
 _NOWHERE = Location(0, 0)  # of what is sent: it lies where it is received
 _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
@@ -212,14 +211,9 @@ def announced(context: Context, array: Operand) -> Exposed:
     return array.exposed
 
 
-def note_of(kind: bytes, exposed: Exposed | None) -> bytes:
-    """The part of a note that is for one buffer; `exposed` is None where no peer reads that."""
-    return raw_note(b"" if exposed is None else kind + exposed.pack())
-
-
-def raw_note(place: bytes) -> bytes:
-    """The part of a note that is for one buffer, in the words of whoever combines it."""
-    return _LENGTH.pack(len(place)) + place
+def note_of(kind: bytes, exposed: Exposed) -> bytes:
+    """The part of a note that is for one buffer. It is empty for a buffer that no peer reads."""
+    return kind + exposed.pack()
 
 
 class Offers:
@@ -237,15 +231,11 @@ class Offers:
         self._size = len(notes)
         room = 0
         for rank, note in enumerate(notes):
-            offset = start
-            for name in names:
-                (length,) = _LENGTH.unpack_from(note, offset)
-                offset += _LENGTH.size
-                if length:
-                    kind, place = note[offset : offset + 1], note[offset + 1 : offset + length]
+            for name, part in zip(names, unpack_parts(note, start), strict=True):
+                if part:
+                    kind, place = part[:1], part[1:]
                     self._places[name, rank] = kind, place, room
                     room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
-                offset += length
         sent = any(kind == _SENT for kind, _, _ in self._places.values())
         self.landing = np.empty(room, np.uint8) if sent else None
 
@@ -271,7 +261,9 @@ class Offers:
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
-        """The parts of all ranks' notes that are for a buffer, see `raw_note`."""
+        """The parts of all ranks' notes that are for a buffer, as whoever combines it wrote
+        them.
+        """
         return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:

@@ -16,11 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from shardmath.base.immutable import Immutable
 from shardmath.call.agreement import Agreement, HashedSpec
-from shardmath.program.numbers import Numbers
+from shardmath.program.notes import Numbers
 from shardmath.program.steps import Program
-
-TAG_BYTES = 8  # of a plan's tag
-UNPREPARED = bytes(TAG_BYTES)  # in its place in a note: the rank has prepared for no plan
 
 
 class Names(NamedTuple):

@@ -17,7 +17,6 @@ still read.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,9 +29,11 @@ from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry.integers import up
-from shardmath.handles.operand import Operand
+from shardmath.handles.operand import Exposed, Operand
 from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.operators.workspace import kept_for_readers
+from shardmath.program.notes import pack_parts, unpack_parts
+from shardmath.program.offers import announced
 from shardmath.program.steps import Combine
 from shardmath.redistribution import Window
 from shardmath.redistribution.bound_copies import Calls
@@ -44,8 +45,6 @@ _ONE_SHOT_BYTES = 1 << 20  # of one operand
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 _BLOCK_BYTES = 2 << 20  # of one stage; measured, 1 to 32 MB do not differ clearly
 _LINE_ELEMENTS = 64  # parts begin at whole cache lines
-_NOTE = struct.Struct("<6q")
-_NOWHERE = (-1, -1)
 _KIND = b"t"  # the first byte of a note on a buffer
 _STAGING = "staging of two shots"
 
@@ -171,9 +170,9 @@ def offer(
         first = _flat(operand, layout.source)[: layout.block]
         copies.append(partial(_copy, stages[0][: first.size], first))
     in_place = result if result is not None and result.order in ("C", "both") else None
-    places = _location(context, operand), _location(context, in_place), staging.block.location
-    note = _NOTE.pack(*(word for place in places for word in _words(place)))
-    return _KIND + note, copies
+    own = Exposed(staging.block.location, layout.nbytes, 0, ())
+    places = _on_heap(context, operand), _on_heap(context, in_place), own
+    return _KIND + pack_parts(place.pack() if place else b"" for place in places), copies
 
 
 def bind(
@@ -290,21 +289,16 @@ def _flat(operand: Operand, dtype: np.dtype[Any]) -> HostArray:
     return window.array((operand.size,), dtype)
 
 
-def _location(context: Context, array: Operand | None) -> Location | None:
+def _on_heap(context: Context, array: Operand | None) -> Exposed | None:
     """Where an array lies on the heap; peers may read and write it from now on."""
-    if array is None or array.block is None:
-        return None
-    context.announce(array.block)
-    return array.exposed.location
+    return None if array is None or array.block is None else announced(context, array)
 
 
 def _peer(context: Context, rank: int, note: bytes, count: int, layout: StagingLayout) -> _Peer:
-    words = _NOTE.unpack(note)
     operand, result, staging = (
-        None if words[place : place + 2] == _NOWHERE else Location(*words[place : place + 2])
-        for place in (0, 2, 4)
+        Exposed.unpack(part).location if part else None for part in unpack_parts(note)
     )
-    assert staging is not None, "every rank has published a staging buffer"
+    assert staging is not None, "every rank has announced a staging buffer"
     return _Peer(context, rank, layout, count, operand, result, staging)
 
 
@@ -312,7 +306,3 @@ def _part(block: int, size: int) -> int:
     """The elements of a block that each rank reduces; the last ranks may have fewer, or none."""
     share = -(-block // size)
     return up(share, _LINE_ELEMENTS)
-
-
-def _words(location: Location | None) -> tuple[int, int]:
-    return _NOWHERE if location is None else (location.segment, location.offset)

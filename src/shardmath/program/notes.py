@@ -1,13 +1,16 @@
-"""The numbers of a call, such as alpha and beta: they may differ from one call to the next.
+"""Notes: what a rank sends in every call beside the digest of its spec.
 
-They are no part of a plan. The note of every call begins with the rank's numbers, and the ranks
-compare those that a program needs to be equal on all.
+    numbers   such as alpha and beta, which are no part of a plan: they may differ between calls
+    tag       of the plan for which the rank has prepared, or UNPREPARED
+    parts     of any length, such as the places where peers read the rank's arrays
+
+The ranks compare the numbers that a program needs to be equal on all.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardmath.context.agreement import checked, require_equal
@@ -16,6 +19,9 @@ from shardmath.symmetric.board import Board
 Number = float | complex | None
 Numbers = Mapping[str, Number]
 
+TAG_BYTES = 8
+UNPREPARED = bytes(TAG_BYTES)
+_LENGTH = struct.Struct("<H")
 _NUMBER = struct.Struct("<?dd")  # whether it is known to the host; real and imaginary part
 PLAIN = frozenset([float, complex, type(None)])  # types that need no conversion
 
@@ -80,3 +86,18 @@ def agree_on_numbers(
 def _plain(real: float, imaginary: float) -> complex:
     """A number as messages show it."""
     return complex(real, imaginary) if imaginary else real
+
+
+def pack_parts(parts: Iterable[bytes]) -> bytes:
+    """The parts of a note, each preceded by its length."""
+    return b"".join([_LENGTH.pack(len(part)) + part for part in parts])
+
+
+def unpack_parts(note: bytes, start: int = 0) -> list[bytes]:
+    """The parts of a note, which begin at byte `start`."""
+    parts = []
+    while start < len(note):
+        (length,) = _LENGTH.unpack_from(note, start)
+        start += _LENGTH.size + length
+        parts.append(note[start - length : start])
+    return parts
