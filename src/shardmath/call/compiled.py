@@ -213,7 +213,7 @@ def turn_of(
 ) -> Turn:
     """The turn of a call that compiled code has begun, and that the driver has to end."""
     _, known, prepared, note, names = begun
-    turn = Turn(Arguments(*arguments), known, known.spec)
+    turn = Turn(Arguments(*arguments), known)
     turn.prepared, turn.note, turn.payload = prepared, note, payload
     turn.made = dict.fromkeys(names, result)
     return turn

@@ -182,7 +182,7 @@ class Driver:
         Raises as `known`, and HeapExhausted. The ranks can agree after it.
         """
         known = self.known(arguments, spec)
-        turn = Turn(arguments, known, known.spec)
+        turn = Turn(arguments, known)
         self.performer.prepare(turn, known.expected)
         return turn
 

@@ -100,7 +100,7 @@ class Planned:
         self._driver.numbers(arguments)
         spec = self._driver.spec(arguments)
         self._driver.performer.inspect(arguments)
-        return Turn(arguments, Known(spec, None, lasting=False), spec)
+        return Turn(arguments, Known(spec, None, lasting=False))
 
     def explain(self) -> str:
         """What is done, in a few lines. Local."""

@@ -21,6 +21,7 @@ from shardmath.collectives.operand import (
     as_counts,
     as_index,
     context_of,
+    hashable,
     require_outputs_fit,
     slab_counts,
 )
@@ -301,7 +302,7 @@ def all_to_all(
             out=out,
         )
     context = context_of("all_to_all", context)
-    words = axis, _plain(send_counts), _plain(receive_counts)
+    words = axis, hashable(send_counts), hashable(receive_counts)
     if context.repeats is not None and type(axis) is int:
         if send_counts is not None:
             result = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
@@ -310,10 +311,6 @@ def all_to_all(
         if result is not None:
             return result
     return perform(context, ALL_TO_ALL, words, x, out)
-
-
-def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
-    return tuple(counts) if isinstance(counts, list) else counts
 
 
 def _arguments_of_all_to_all(

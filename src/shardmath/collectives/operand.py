@@ -83,6 +83,11 @@ def as_counts(
     return numbers
 
 
+def hashable(counts: Sequence[int] | None) -> Sequence[int] | None:
+    """Counts as a word by which calls are recognised: a list as a tuple."""
+    return tuple(counts) if isinstance(counts, list) else counts
+
+
 def slab_counts(extent: int, size: int) -> Shape:
     """`extent` divided among `size` ranks as evenly as possible, as a slab is."""
     return tuple(Spans.even(extent, size, rank).length for rank in range(size))

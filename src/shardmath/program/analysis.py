@@ -143,16 +143,11 @@ def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> l
             looks = array.local_shape(rank), array.dtype
             same = looks == (operand.shape, operand.dtype)
             if target is not None:
-                same = _lie_alike(operand, target)
+                same = operand == target
             if not _read_at_once(name, steps, result, rank, in_place=same):
                 names.append(name)
                 break
     return names
-
-
-def _lie_alike(one: Operand, other: Operand) -> bool:
-    facts = ("address", "shape", "strides", "dtype")
-    return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
 
 
 def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:

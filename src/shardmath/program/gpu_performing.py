@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import HostArray, host_array, share_memory
+from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
@@ -561,7 +562,7 @@ class GPUPerformer(ABC):
         context, replay = self._context, turn.prepared
         if isinstance(replay, Replay):
             if replay.agreement is agreement:
-                return replay.launch(turn)
+                return self._launch_again(turn, replay)
             self._resume(turn, replay)
         launch = self._launches.find((turn.prepared, agreement))
         notes: list[bytes] = []
@@ -586,6 +587,26 @@ class GPUPerformer(ABC):
         self._remember(turn, agreement, launch)
         return tuple([given.get(name) for name in self._names.results])
 
+    def _launch_again(self, turn: Turn, replay: Replay) -> tuple[Any, ...]:
+        """The results of a repeated call on which all ranks have agreed once more. An error here
+        ends the wait of the peers at once.
+        """
+        try:
+            if replay.check is not None:
+                replay.check()
+            results, copy = turn.arguments.results, None
+            if turn.held is not None:  # some results are new
+                places = turn.held.results
+                results = tuple(
+                    [places[n].user if n in places else None for n in self._names.results]
+                )
+                copy = places[self._names.results[0]].copy
+            replay.lane.launch(replay.graph, copy, replay.stream)
+            return results
+        except BaseException as error:
+            self._context.board.interrupted(error, caller_line())
+            raise
+
     def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
         """Let the next such call be a launch of the graph, if there is one by now."""
         execution, known, ready = turn.held, turn.known, turn.prepared.ready
@@ -599,14 +620,10 @@ class GPUPerformer(ABC):
         if graph is None:
             return
         place = _place({name: execution.results[name] for name in templates}) or None
-        give, elsewhere = (self._new_ones if templates else _out), None
+        elsewhere = None
         if first is not None and first.on_heap and len(execution.results) == 1:
             elsewhere = partial(self._elsewhere, known.arrays.operands, known.numbers, first)
-        replay = Replay(
-            *(self._context, agreement, turn.note, turn.prepared, lane, graph, stream),
-            give=give,
-            check=ready.check,
-        )
+        replay = Replay(agreement, turn.note, turn.prepared, lane, graph, stream, ready.check)
         Replays.keep(known, (plan, stream), templates, place, replay, elsewhere)
 
     def _elsewhere(
@@ -634,14 +651,6 @@ class GPUPerformer(ABC):
         run = ready.bind(self._told_by(launch.agreement.notes))
         graph = lane.graph(run)
         return replace(launch, prepared=prepared, graph=graph, check=ready.check)
-
-    def _new_ones(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-        """The results of a repeated call, some of them new, and the copy that fills the
-        first one.
-        """
-        results = turn.held.results
-        given = [results[name].user if name in results else None for name in self._names.results]
-        return tuple(given), results[self._names.results[0]].copy
 
     def complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, once all have prepared for the same decision. Collective.
@@ -710,11 +719,6 @@ class Launching:
                 self.graph.launch(stream)
             lane.copy(copy, stream)
         return bool(section.captured)
-
-
-def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-    """The results that the user gave, which are written where they lie."""
-    return turn.arguments.results, None
 
 
 def _place(results: Mapping[str, Result]) -> tuple[int, ...]:

@@ -14,15 +14,13 @@ from functools import partial
 from typing import Any
 
 from shardmath.arrays import library_named
-from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
-from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
-from shardmath.handles.device_array import Copy, ResultTemplate
+from shardmath.handles.device_array import ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 
@@ -36,33 +34,16 @@ class Replay(Immutable, eq=False):
     """A graph that repeats a call on `stream`, if all ranks agree as in `agreement`.
 
     `note` is this rank's note, and `prepared` is what the performer had prepared. `check` raises if
-    nothing more can be launched. `give(turn)` returns the results, and the copy that brings a new
-    one to its place.
+    nothing more can be launched.
     """
 
-    context: Context
     agreement: Agreement[Any]
     note: bytes
     prepared: Any
     lane: Lane
     graph: Graph
     stream: int
-    give: Callable[[Turn], tuple[tuple[Any, ...], Copy | None]]
     check: Callable[[], None] | None = None
-
-    def launch(self, turn: Turn) -> tuple[Any, ...]:
-        """The results of the call, on which all ranks have agreed once more. An error here ends the
-        wait of the peers at once.
-        """
-        try:
-            if self.check is not None:
-                self.check()
-            given, copy = self.give(turn)
-            self.lane.launch(self.graph, copy, self.stream)
-            return given
-        except BaseException as error:
-            self.context.board.interrupted(error, caller_line())
-            raise
 
 
 class _Facts:
@@ -149,7 +130,7 @@ class Replays:
         template: ResultTemplate | None,
         library: str,
     ) -> Direct | None:
-        """What compiled code does in place of `Replay.launch`, for a given result or a new one.
+        """What compiled code does to launch such a call, for a given result or a new one.
 
         None for new results whose places the ranks tell each other in each call.
         """

@@ -194,14 +194,10 @@ def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
     return bind(copies, {0: source}, target)
 
 
-def window_at(array: Operand) -> Window:
-    """An array of this rank's as a window."""
-    return Window(array.address, array.strides, array.keep)
-
-
 def array_at(array: Operand) -> HostArray:
     """An array of this rank's as NumPy sees it."""
-    return window_at(array).array(array.shape, dtypes.to_numpy(array.dtype))
+    window = Window(array.address, array.strides, array.keep)
+    return window.array(array.shape, dtypes.to_numpy(array.dtype))
 
 
 def announced(context: Context, array: Operand) -> Exposed:

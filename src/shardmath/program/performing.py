@@ -98,8 +98,8 @@ class Turn:
         *("prepared", "spec"),
     )
 
-    def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
-        self.arguments, self.known, self.spec, self.last = arguments, known, spec, known.last
+    def __init__(self, arguments: Arguments, known: Known) -> None:
+        self.arguments, self.known, self.spec, self.last = arguments, known, known.spec, known.last
         self.note = self.payload = b""
         self.payloads: Sequence[bytes] = ()
         self.made: dict[str, Any] = {}

@@ -9,7 +9,7 @@ that. Parcels and a `Delivery` are pure; `fetch` puts the copies between hosts o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
@@ -164,29 +164,6 @@ class Fetch(Immutable):
     at: int
 
 
-def fetches(
-    moves: Iterable[Move], parcel: Callable[[int], Parcel], far: Callable[[int], bool]
-) -> tuple[Fetch, ...]:
-    """The ranges that boxed moves read of the parcels of `far` ranks: one for each rank."""
-    by_source: dict[int, list[Move]] = {}
-    for move in moves:
-        if move.elements and move.src != move.dst and far(move.src):
-            by_source.setdefault(move.src, []).append(move)
-    ranges, end = [], 0
-    for src, taken in by_source.items():
-        source = parcel(src)
-        low, high = source.span(taken)
-        end += low % ALIGNMENT  # so that the room allows words as wide as the outbox does
-        ranges.append(Fetch(src, source.offset + low, high - low, end))
-        end += up(high - low, ALIGNMENT)
-    return tuple(ranges)
-
-
-def room_for(ranges: Sequence[Fetch]) -> int:
-    """The bytes of a room for these fetches."""
-    return max((part.at + part.nbytes for part in ranges), default=0)
-
-
 def _taken(run: Run) -> _Taken:
     return run.count, run.length, run.src_start, run.src_step
 
@@ -278,13 +255,24 @@ class Delivery(Immutable):
 
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The ranges that this rank fetches from other hosts."""
-        return fetches(self.moves, self._parcels.__getitem__, self.is_far)
+        """The ranges that this rank fetches from other hosts, one of each rank's parcel."""
+        by_source: dict[int, list[Move]] = {}
+        for move in self.moves:
+            if move.elements and self.is_far(move.src):
+                by_source.setdefault(move.src, []).append(move)
+        ranges, end = [], 0
+        for src, taken in by_source.items():
+            parcel = self._parcels[src]
+            low, high = parcel.span(taken)
+            end += low % ALIGNMENT  # so that the room allows words as wide as the outbox does
+            ranges.append(Fetch(src, parcel.offset + low, high - low, end))
+            end += up(high - low, ALIGNMENT)
+        return tuple(ranges)
 
     @property
     def room(self) -> int:
-        """The bytes of all fetches."""
-        return room_for(self.fetches)
+        """The bytes of a room for all fetches."""
+        return max((part.at + part.nbytes for part in self.fetches), default=0)
 
     @cached_property
     def same_host(self) -> tuple[int, ...]:
