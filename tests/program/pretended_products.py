@@ -249,7 +249,7 @@ def perform_programs(rank_plans, operands, addition_order="", *, seed=0, within=
             made[-1].prepare(own, 0, (0, 0))
             performer = SimpleNamespace(_context=rank)
             texts = [
-                GPUPerformer._told(performer, rank, made[-1], given, name)
+                GPUPerformer._shared_place(performer, rank, made[-1], given, name)
                 for name in program.shared
             ]
             places.append([Exposed.unpack(text) if text else None for text in texts])

@@ -290,7 +290,7 @@ class GPUPerformer(ABC):
                 own[name] = take(name, memory.nbytes)
             gpu_program.prepare(own, stream, result.span)
             shared = gpu_program.program.shared
-            places = tuple(self._told(lane, gpu_program, given, name) for name in shared)
+            places = tuple(self._shared_place(lane, gpu_program, given, name) for name in shared)
 
         def bind(told: Sequence[Told]) -> Launch:
             lane.team.device.activate()
@@ -299,7 +299,7 @@ class GPUPerformer(ABC):
 
         return Ready(places, bind, gpu_program.check, given.lasting)
 
-    def _told(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
+    def _shared_place(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
         """Where peers find the memory shared under this name, packed; b"" if they cannot
         reach it.
         """
@@ -374,9 +374,9 @@ class GPUPerformer(ABC):
         place = None
         if replays.results:
             into = partial(replays.into, agreement=known.last)
-            results = self._new(replays.results, replays.lane, stream, into=into)
+            results = self._new_results(replays.results, replays.lane, stream, into=into)
             place = _place(results)
-            turn.held = self._execution(turn, plan, stream, replays.lane, results)
+            turn.held = self._execution_into(turn, plan, stream, replays.lane, results)
         return replays.places.find(place)
 
     def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
@@ -399,11 +399,11 @@ class GPUPerformer(ABC):
         """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
         if turn.held is None:
-            results = self._new(self._new_like(turn, plan), lane, stream, turn.made)
-            turn.held = self._execution(turn, plan, stream, lane, results)
+            results = self._new_results(self._templates_of(turn, plan), lane, stream, turn.made)
+            turn.held = self._execution_into(turn, plan, stream, lane, results)
         self._prepare(turn, plan, stream, launch.prepared.decision, allocate=False)
 
-    def _execution(
+    def _execution_into(
         self, turn: Turn, plan: Plan, stream: int, lane: Lane, new: Mapping[str, Result]
     ) -> Execution:
         """The execution of a call with these new results, and with the given ones."""
@@ -446,7 +446,7 @@ class GPUPerformer(ABC):
         if decision is None:
             of_call = self._decisions.find((known, plan, stream))
             decision = of_call or self._decisions.find(plan) or 0
-        execution = self._held(turn, plan, stream, self._lane(stream, decision))
+        execution = self._execution_of(turn, plan, stream, self._lane(stream, decision))
         if known.prepared is None:
             known.prepared = LRUCache(_PLACES)
         key = plan, stream, tuple([result.place for result in execution.results.values()])
@@ -458,13 +458,13 @@ class GPUPerformer(ABC):
             or prepared.lane is not execution.lane
             or not prepared.lane.holds(prepared.memory)
         ):
-            prepared = self._prepared(execution, decision, allocate=allocate)
+            prepared = self._prepare_anew(execution, decision, allocate=allocate)
             lasting = prepared.ready is None or prepared.ready.lasting
             if lasting and known.lasting and self.replays:
                 known.prepared.keep(key, prepared)
         turn.prepared, turn.note = prepared, pack_numbers(known.numbers) + prepared.note
 
-    def _prepared(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
+    def _prepare_anew(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
         plan, lane, facts = execution.plan, execution.lane, self._facts(execution)
         decision = decision or self._decide(plan, [facts] * self._context.size)
         ready = self._ready(execution, decision, allocate=allocate)
@@ -474,7 +474,7 @@ class GPUPerformer(ABC):
         memory.pop(NEW_RESULT, None)  # its address is part of the key that finds executions
         return _Prepared(lane, decision, note, ready, memory)
 
-    def _held(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
+    def _execution_of(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
         """The execution of a call, with places for its results. Raises HeapExhausted; RuntimeError
         if a result is to take the memory of an operand that is too small for it.
         """
@@ -486,8 +486,8 @@ class GPUPerformer(ABC):
             new = self._in_place(turn, plan)
         else:
             with beside_captures() if streams.capturing(stream) else nullcontext():
-                new = self._new(self._new_like(turn, plan), lane, stream, turn.made)
-        turn.held = held = self._execution(turn, plan, stream, lane, new)
+                new = self._new_results(self._templates_of(turn, plan), lane, stream, turn.made)
+        turn.held = held = self._execution_into(turn, plan, stream, lane, new)
         return held
 
     def _in_place(self, turn: Turn, plan: Plan) -> dict[str, Result]:
@@ -498,7 +498,7 @@ class GPUPerformer(ABC):
         place = array_in_place(context, operand, shape, look.dtype, look.order)
         return {name: result_in(context, place, "the operand")}
 
-    def _new(
+    def _new_results(
         self,
         templates: Mapping[str, ResultTemplate],
         lane: Lane,
@@ -530,7 +530,7 @@ class GPUPerformer(ABC):
                 call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
         return results
 
-    def _new_like(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
+    def _templates_of(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
         """Templates of the new results of such a call, by name."""
         context, arrays, operand = self._context, turn.known.arrays, turn.arguments.operands[0]
         looks = {
@@ -584,7 +584,7 @@ class GPUPerformer(ABC):
             if plan.program.blocking:
                 lane.team.synchronize(stream)
             self._end(execution)
-        self._remember(turn, agreement, launch)
+        self._keep_replay(turn, agreement, launch)
         return tuple([given.get(name) for name in self._names.results])
 
     def _launch_again(self, turn: Turn, replay: Replay) -> tuple[Any, ...]:
@@ -607,13 +607,13 @@ class GPUPerformer(ABC):
             self._context.board.interrupted(error, caller_line())
             raise
 
-    def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
+    def _keep_replay(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
         """Let the next such call be a launch of the graph, if there is one by now."""
         execution, known, ready = turn.held, turn.known, turn.prepared.ready
         plan, lane, stream = execution.plan, execution.lane, execution.stream
         if not (known.lasting and ready.lasting) or plan.program.blocking or plan.program.in_place:
             return
-        templates, graph = self._new_like(turn, plan), launch.graph
+        templates, graph = self._templates_of(turn, plan), launch.graph
         first = templates.get(self._names.results[0])
         if first is not None and not streams.capturing(stream):
             lane.make_room(first.carried)
@@ -622,11 +622,11 @@ class GPUPerformer(ABC):
         place = _place({name: execution.results[name] for name in templates}) or None
         elsewhere = None
         if first is not None and first.on_heap and len(execution.results) == 1:
-            elsewhere = partial(self._elsewhere, known.arrays.operands, known.numbers, first)
+            elsewhere = partial(self._replay_at, known.arrays.operands, known.numbers, first)
         replay = Replay(agreement, turn.note, turn.prepared, lane, graph, stream, ready.check)
         Replays.keep(known, (plan, stream), templates, place, replay, elsewhere)
 
-    def _elsewhere(
+    def _replay_at(
         self,
         operands: Mapping[str, Operand],
         numbers: Numbers,
@@ -640,7 +640,7 @@ class GPUPerformer(ABC):
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
         results = {self._names.results[0]: template.at(address)}
         execution = Execution(plan, stream, lane, operands, results, numbers, new=True)
-        prepared = self._prepared(execution, launch.prepared.decision, allocate=False)
+        prepared = self._prepare_anew(execution, launch.prepared.decision, allocate=False)
         ready = prepared.ready
         if (
             ready is None
@@ -648,7 +648,7 @@ class GPUPerformer(ABC):
             or pack_numbers(numbers) + prepared.note != launch.note
         ):
             return None
-        run = ready.bind(self._told_by(launch.agreement.notes))
+        run = ready.bind(self._told_in(launch.agreement.notes))
         graph = lane.graph(run)
         return replace(launch, prepared=prepared, graph=graph, check=ready.check)
 
@@ -685,10 +685,10 @@ class GPUPerformer(ABC):
 
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
         """The launches of an execution, which become one graph when it is repeated."""
-        run = turn.prepared.ready.bind(self._told_by(notes))
+        run = turn.prepared.ready.bind(self._told_in(notes))
         return Launching(turn.held.lane, run, replays=self.replays)
 
-    def _told_by(self, notes: Sequence[bytes]) -> list[Told]:
+    def _told_in(self, notes: Sequence[bytes]) -> list[Told]:
         """What the ranks have told in these notes."""
         return [_unpack(note[self._start :])[2] for note in notes]
 
