@@ -155,11 +155,25 @@ class Facts(NamedTuple):
     form: bytes = b""
 
 
-class Told(NamedTuple):
-    """A rank's facts in one execution, and the places of its arrays that peers reach."""
+class Note(NamedTuple):
+    """A rank's note of an execution: the tag of its plan, and the decision for which it has
+    prepared; the facts about its arrays, and the places of those that peers reach.
+    """
 
+    tag: bytes
+    decision: int
     facts: Facts
     places: tuple[Exposed | None, ...]
+
+    @classmethod
+    def unpack(cls, text: bytes) -> Note:
+        """The note that a rank has packed, see `_pack`."""
+        operand, result, packed, order, lane, decision, length = _HEAD.unpack_from(text, TAG_BYTES)
+        start = TAG_BYTES + _HEAD.size
+        form = text[start : start + length]
+        facts = Facts(operand, result, packed, order.decode(), lane, form)
+        places = [Exposed.unpack(x) if x else None for x in unpack_parts(text, start + length)]
+        return cls(text[:TAG_BYTES], decision, facts, tuple(places))
 
 
 class Given(NamedTuple):
@@ -207,7 +221,7 @@ class Ready(Immutable, eq=False):
     """
 
     places: tuple[bytes, ...]
-    bind: Callable[[Sequence[Told]], Launch] = field(repr=False)
+    bind: Callable[[Sequence[Note]], Launch] = field(repr=False)
     check: Callable[[], None] | None = None
     lasting: bool = True
 
@@ -292,7 +306,7 @@ class GPUPerformer(ABC):
             shared = gpu_program.program.shared
             places = tuple(self._shared_place(lane, gpu_program, given, name) for name in shared)
 
-        def bind(told: Sequence[Told]) -> Launch:
+        def bind(told: Sequence[Note]) -> Launch:
             lane.team.device.activate()
             peers = [rank.places for rank in told]
             return gpu_program.bind(Memories(own, peers, stream, given.numbers))
@@ -661,13 +675,13 @@ class GPUPerformer(ABC):
         agree_on_numbers(context.board, names.numbers, plan.program.equal, notes)
         stream = stream_of(context, known.arrays.spec, turn.arguments.stream)
         while True:
-            heads = [_unpack(note[self._start :]) for note in notes]
-            decision = self._decide(plan, [told.facts for _, _, told in heads])
+            told = self._told_in(notes)
+            decision = self._decide(plan, [note.facts for note in told])
             self._decisions.keep(plan, decision)
             if known.lasting and self._decisions.find((known, plan, stream)) != decision:
                 self._decisions.keep((known, plan, stream), decision)
                 known.repeats = None  # their notes tell of another decision
-            if all((tag, prepared) == (plan.tag, decision) for tag, prepared, _ in heads):
+            if all((note.tag, note.decision) == (plan.tag, decision) for note in told):
                 self._meet(turn.held.lane, decision)
                 return notes
 
@@ -688,9 +702,9 @@ class GPUPerformer(ABC):
         run = turn.prepared.ready.bind(self._told_in(notes))
         return Launching(turn.held.lane, run, replays=self.replays)
 
-    def _told_in(self, notes: Sequence[bytes]) -> list[Told]:
-        """What the ranks have told in these notes."""
-        return [_unpack(note[self._start :])[2] for note in notes]
+    def _told_in(self, notes: Sequence[bytes]) -> list[Note]:
+        """What the ranks tell in these notes, which begin with their numbers."""
+        return [Note.unpack(note[self._start :]) for note in notes]
 
 
 class Launching:
@@ -736,16 +750,3 @@ def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> b
     *reached, order, lane, form = facts
     head = _HEAD.pack(*reached, order.encode(), lane, decision, len(form))
     return tag + head + form + pack_parts(places)
-
-
-def _unpack(text: bytes) -> tuple[bytes, int, Told]:
-    """From a rank's note: the tag of the plan, the decision it has prepared for, and what
-    it told.
-    """
-    operand, result, packed, order, *numbers = _HEAD.unpack_from(text, TAG_BYTES)
-    lane, decision, length = numbers
-    start = TAG_BYTES + _HEAD.size
-    form = text[start : start + length]
-    facts = Facts(operand, result, packed, order.decode(), lane, form)
-    places = [Exposed.unpack(x) if x else None for x in unpack_parts(text, start + length)]
-    return text[:TAG_BYTES], decision, Told(facts, tuple(places))
