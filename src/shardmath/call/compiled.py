@@ -167,9 +167,7 @@ class CompiledCalls:
 
 
 def direct_calls() -> Any:
-    """The module that is built from direct.c, told of NumPy's arrays; None where it is not
-    there.
-    """
+    """The module built from direct.c, told of NumPy's arrays; None where it was not built."""
     built = extension(_NAME)
     if built is not None:
         built.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])

@@ -239,9 +239,7 @@ class Driver:
         texts: tuple[bytes, ...],
         payloads: Sequence[bytes],
     ) -> Any:
-        """The results of a call that compiled code has begun, and in which a rank's text
-        was new.
-        """
+        """Go on with a call that compiled code has begun, and in which a rank's text was new."""
         turn = turn_of(begun, arguments, result, payload)
         build = self.build if self.agreed is None else self.agreed()
         agreement = concluded(self.context, begun[0], turn.spec, texts, build)

@@ -203,9 +203,7 @@ class Ahead:
     # -- where ranks differ ------------------------------------------------------------------------
 
     def _explain(self, tags: Mapping[int, int]) -> Exception:
-        """The error that all ranks raise after kernels have found these tags, by rank, to
-        differ.
-        """
+        """The error that all ranks raise if kernels have found these tags, by rank, to differ."""
         calls = [self._by_tag.get(tags[rank]) for rank in range(self._size)]
         names = [call.operation if call else "something else" for call in calls]
         return self._difference(names, [call.whole() if call else None for call in calls], calls)

@@ -102,9 +102,7 @@ class Parts(NamedTuple):
         return self.width * max(*self.sent, *(self.expected or ()), 0)
 
     def most(self, rank: int) -> tuple[int, int]:
-        """(the most bytes that go to a peer or may come from one, the bytes of this rank's
-        part).
-        """
+        """(the most bytes to a peer, or that may come from one; the bytes of this rank's part)."""
         own, peers = self.sent[rank], [r for r in range(len(self.sent)) if r != rank]
         counts = [self.sent[peer] for peer in peers]
         counts += [self.expected[peer] for peer in peers] if self.expected is not None else []
@@ -335,9 +333,7 @@ class DeviceCollectives(Pushes):
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
     ) -> ReadyLaunch | None:
-        """Put the launch of that key on `stream`, and return it; `make()` gives it the
-        first time.
-        """
+        """Put the launch of that key on `stream`; `make()` gives it the first time."""
         self.team.require_usable()
         launch = self._launches.made(key, make)
         if launch is not None:
@@ -347,9 +343,7 @@ class DeviceCollectives(Pushes):
     def _reduce(
         self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int], tag: int
     ) -> ReadyLaunch | None:
-        """A launch that combines through cells; the third of `words` is the most bytes of a
-        rank.
-        """
+        """A launch that combines through cells; the third of `words` is the most bytes."""
         if words[2] == 0:
             return None
         assert config.blocks <= _MAX_BLOCKS and config.threads <= _MAX_THREADS, config

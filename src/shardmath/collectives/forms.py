@@ -71,9 +71,7 @@ class Form:
         return None
 
     def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
-        """Whether the next call with the same first argument may have other counts, along
-        axis 0.
-        """
+        """Whether such calls with the same first argument may have other counts, along axis 0."""
         return False
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:

@@ -70,9 +70,7 @@ class CollectivePerformer:
             return (self.collective.launch(self.operand(turn, problem, tag), problem),)
 
     def operand(self, turn: Turn, problem: Any, tag: int) -> DeviceOperand:
-        """The operand of a call with this tag; a placeholder if this rank gives none. The turn
-        holds it.
-        """
+        """The operand of a call with this tag; a placeholder if this rank gives none."""
         (x,), (out,) = turn.arguments.operands, turn.arguments.results
         held: DeviceOperand | None = turn.known.arrays
         if held is None and x is not None:
@@ -124,9 +122,7 @@ class GPUCalls(Driver):
         return ahead.find_fitting(operation, form, spec)
 
     def _meet(self, described: Turn | Exception) -> Any:
-        """The result of a call on which the ranks agree now, so that they know the next
-        such call.
-        """
+        """The result of a call on which the ranks agree now: they know the next such call."""
         operation, collective = self.operation.names.operation, self.performer.collective
         ahead, form = Ahead.of(self.context), collective.form
         own = described if isinstance(described, Exception) else described.spec.spec

@@ -210,9 +210,7 @@ class FarCollectives:
     def _fetch(
         self, rank: int, offset: int, target: int, nbytes: int, own: int, stream: int
     ) -> None:
-        """Bring bytes of `rank` to `target`: from `offset` of its outbox, or from `own` if this is
-        it.
-        """
+        """Bring bytes to `target`: from `offset` of a rank's outbox, this rank's from `own`."""
         if rank == self.team.rank:
             self._copy(target, own, nbytes, stream)
             return

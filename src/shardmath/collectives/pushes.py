@@ -123,9 +123,7 @@ class Pushes:
                 self.barrier(stream)  # the targets are complete, the inboxes free
 
     def barrier(self, stream: int) -> None:
-        """A barrier before pushes, until which owners may use the targets, or after, when all is
-        there.
-        """
+        """A barrier: before pushes owners may use the targets, after them all is there."""
         self.team.barrier(stream, channel=CHANNEL)
 
     # -- launching ---------------------------------------------------------------------------------
@@ -162,9 +160,7 @@ class Pushes:
                 self._copy(sources[own], targets[own], sizes[own], stream)
 
     def _copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
-        """A copy within this rank, by a kernel if possible: the engine is left to copies to
-        peers.
-        """
+        """A copy within this rank, by a kernel if possible: the engine is left to other copies."""
         if (source | target | nbytes) % UNIT:
             call("cuMemcpyAsync", target, source, nbytes, stream)
         else:

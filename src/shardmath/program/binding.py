@@ -362,9 +362,7 @@ class Binding(Immutable, eq=False):
         return [*gathered, multiplied]
 
     def _rounded(self, step: Product, left: Factor, right: Factor) -> HostArray | None:
-        """The buffer for a product of the user's library that rounds; None if that cannot
-        be used.
-        """
+        """The buffer for a product that the user's library rounds; None if that is no use."""
         if not step.rounding or left.copied + right.copied > _WHOLE_ELEMENTS:
             return None
         scaled, finished = step.rounding

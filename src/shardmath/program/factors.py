@@ -133,9 +133,7 @@ class Factor:
         return bool(self.source.panel) and not self.copies
 
     def keep_small(self) -> None:
-        """Keep the panel of a factor that is one small panel; `copies` are to be run in
-        each call.
-        """
+        """Keep the panel of a factor that is small; `copies` are then to be run in each call."""
         source = self.source
         nbytes = source.extent * source.width * self.dtype.itemsize
         if self.gathers and source.panel >= source.extent and nbytes <= _KEPT_PANEL:

@@ -263,9 +263,7 @@ class GPUPerformer(ABC):
 
     @abstractmethod
     def _lane(self, stream: int, decision: int) -> Lane:
-        """The lane of an execution, the same on all ranks with this decision; 0: not
-        decided yet.
-        """
+        """The lane of an execution, the same on all ranks with this decision; 0: none yet."""
 
     @abstractmethod
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
@@ -273,9 +271,7 @@ class GPUPerformer(ABC):
 
     @abstractmethod
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
-        """This rank's program for arrays that lie so. It holds no array, and `_programs`
-        keeps it.
-        """
+        """This rank's program for arrays that lie so, kept in `_programs`. It holds no array."""
 
     def _given(self, execution: Execution) -> Given:
         """The arrays and numbers that the program works on. Local. Raises HeapExhausted."""
@@ -314,9 +310,7 @@ class GPUPerformer(ABC):
         return Ready(places, bind, gpu_program.check, given.lasting)
 
     def _shared_place(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
-        """Where peers find the memory shared under this name, packed; b"" if they cannot
-        reach it.
-        """
+        """Where peers find what is shared under this name, packed; b"" if they cannot."""
         told = gpu_program.program.told
         view = told.get(name)
         if name in told and view is None:
@@ -346,9 +340,7 @@ class GPUPerformer(ABC):
         return Facts(_is_reached(next(iter(arrays.operands.values()))), on_heap, True, "b")
 
     def _meet(self, lane: Lane, decision: int) -> None:  # noqa: B027
-        """Make what all ranks make together before a launch. Collective. Raises HeapExhausted on
-        all.
-        """
+        """Make what all ranks make together before a launch. Collective. Raises HeapExhausted."""
 
     def _end(self, execution: Execution) -> None:  # noqa: B027
         """Give back what is not kept, after an execution."""

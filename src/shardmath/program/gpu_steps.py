@@ -236,9 +236,7 @@ class GPUProgram:
         return Ends(here, bases, strides) if pushes else Ends(bases, here, strides)
 
     def _pulled(self, step: Move) -> list[BoxMove]:
-        """The moves into this rank, the next rank's first: no two ranks begin with the same
-        peer.
-        """
+        """The moves into this rank, the next rank's first: no two ranks begin with one peer."""
         moves = step.transfer.into(self.rank)
         return sorted(moves, key=lambda move: (move.src - self.rank - 1) % self.size)
 

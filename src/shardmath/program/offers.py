@@ -58,9 +58,7 @@ class DoubleBuffer:
         return context.cache("double buffer", lambda: cls(context))
 
     def turn(self) -> int:
-        """The half for the call that begins: the other one if ranks have met since the last
-        call.
-        """
+        """The half for the call that begins: another one if ranks have met since the last."""
         rounds = self._board.rounds
         if rounds != self._rounds:
             self._rounds = rounds
@@ -257,9 +255,7 @@ class Offers:
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
-        """The parts of all ranks' notes that are for a buffer, as whoever combines it wrote
-        them.
-        """
+        """The parts of all ranks' notes that are for a buffer, see `two_shots`."""
         return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:

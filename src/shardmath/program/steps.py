@@ -209,9 +209,7 @@ class Quantize(Step, words="quantize {source} by {scale} to {target}"):
 
 
 class Largest(Step, words="the largest of {source} to {target}"):
-    """Write the greatest absolute value in `source`, 0 if that is empty, to the one element of
-    `target`.
-    """
+    """Write the greatest absolute value in `source`, 0 if there is none, to `target`."""
 
     source: str
     target: str
