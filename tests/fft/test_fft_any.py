@@ -17,7 +17,7 @@ from shardmath.arrays import library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
 from shardmath.handles.allocation import is_symmetric
-from shardmath.program import blocks
+from shardmath.program import passes
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
 
@@ -25,7 +25,7 @@ FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
 def run_case(context, case):
     # Small arrays in many blocks and passes, as large ones are, and by plans made for these.
     with (
-        patch.object(blocks, "BLOCK_BYTES", case["block"]),
+        patch.object(passes, "BLOCK_BYTES", case["block"]),
         patch.object(context, "caches", {}),
     ):
         check_case(context, case)

@@ -24,7 +24,7 @@ from shardmath.fft import (
     rfft,
 )
 from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
-from shardmath.program import blocks
+from shardmath.program import passes
 
 SHAPE = (9, 7)
 RANKS = 3
@@ -501,7 +501,7 @@ def overlapping(context):
     boxes = [Box((0, 0), (6, 16)), Box((6, 0), (12, 16))]
     swapped = (boxes[rank], boxes[1 - rank])
     want = scipy.fft.fft(full, axis=1)
-    small = patch.object(blocks, "BLOCK_BYTES", 64)
+    small = patch.object(passes, "BLOCK_BYTES", 64)
     with context, small, patch.object(context, "caches", {}):
         room = np.zeros((7, 16), complex)
         room[:6] = full[mine]

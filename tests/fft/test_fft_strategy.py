@@ -27,8 +27,8 @@ from shardmath.operators.fft.options import FFTDirection
 from shardmath.operators.fft.passes import cores_program
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Transform, choose
-from shardmath.program import blocks, steps
-from shardmath.program.blocks import Blocks
+from shardmath.program import passes, steps
+from shardmath.program.passes import Blocks
 
 SHAPE = (64, 48, 32)
 
@@ -180,7 +180,7 @@ def passes_of(program):
 
 def check_blocks(given_problem, strategy, block):
     """Blocks cover each part once, and axes that are transformed are whole in them."""
-    usual, blocks.BLOCK_BYTES = blocks.BLOCK_BYTES, block
+    usual, passes.BLOCK_BYTES = passes.BLOCK_BYTES, block
     try:
         program = cores_program(strategy, given_problem)
         assert passes_of(program)[-1].target == "out"
@@ -194,7 +194,7 @@ def check_blocks(given_problem, strategy, block):
                 assert (count == 1).all()
         check_order(program)
     finally:
-        blocks.BLOCK_BYTES = usual
+        passes.BLOCK_BYTES = usual
 
 
 def check_order(program):

@@ -33,7 +33,7 @@ from mistakes import heard, misses
 from shardmath import fft
 from shardmath.distribution import Slab
 from shardmath.geometry import decode
-from shardmath.program import blocks
+from shardmath.program import passes
 
 NAMES = ("dct", "idct", "dst", "idst")
 TYPES = ("float32", "float64", "complex64", "complex128", "float16")
@@ -78,7 +78,7 @@ def cases(draw, most=4):
 
 def run_case(context, case):
     with (
-        patch.object(blocks, "BLOCK_BYTES", case["block"]),  # small arrays in many blocks
+        patch.object(passes, "BLOCK_BYTES", case["block"]),  # small arrays in many blocks
         patch.object(context, "caches", {}),
     ):
         check_case(context, case)

@@ -12,7 +12,7 @@ from arrangements import part_of
 from shardmath.arrays.libraries import torch as torch_arrays
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.linalg.advanced import MatmulEpilog, matmul
-from shardmath.program import arithmetic
+from shardmath.program import binding
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
 
@@ -112,7 +112,7 @@ def check_forms(context):
             d = call(a, b, c)
         wanted = 8 * context.size * (2 if name == "alpha" else 1) + 3 * (name == "c")
         results[name] = any(taken), bool((d == wanted).all())
-    with context, limited, unlimited, patch.object(arithmetic, "_WHOLE_ELEMENTS", 0):
+    with context, limited, unlimited, patch.object(binding, "_WHOLE_ELEMENTS", 0):
         d = matmul(a, b, distributions=[X] * 3)
     return results, bool((d == 8 * context.size).all())
 

@@ -20,8 +20,8 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import CORES, H200, H200_MULTI_HOST
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import candidates, choose
-from shardmath.program import panels
-from shardmath.program.panels import Source, intervals
+from shardmath.program import factors
+from shardmath.program.factors import Source, intervals
 from shardmath.redistribution import TransferPlan
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
@@ -234,7 +234,7 @@ def test_a_rank_reads_its_operands_interval_by_interval(problem, thin, panel):
     m, n, k = problem.shape
     whole = rng.random((m, k)), rng.random((k, n))
     patch = pytest.MonkeyPatch()
-    patch.setattr(panels, "_THIN", thin)
+    patch.setattr(factors, "_THIN", thin)
     try:
         for strategy in candidates(problem):
             for rank in range(problem.size):

@@ -21,7 +21,7 @@ from shardmath.local import float8
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.gemm import fits, takes_result
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 
 ALIGNMENT = 256
 

@@ -23,7 +23,7 @@ from shardmath.operators.matmul.gpu.steps import (
     LayOut,
     Push,
 )
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 from shardmath.program.steps import Convert, Dequantize, Fused, Quantize, SumLines, plain
 
 __all__ = ["interpret_products", "program_of"]

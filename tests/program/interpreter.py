@@ -16,7 +16,7 @@ from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import moves, shared_part
 from shardmath.local import epilog, float8
 from shardmath.local.fft import bound_transform
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 from shardmath.program.steps import (
     Arrive,
     Axpby,

@@ -29,7 +29,7 @@ from shardmath.operators.fft import lowering
 from shardmath.operators.fft.gpus import TransformProgram
 from shardmath.operators.fft.local_steps import LocalFFT, Scale, Turn
 from shardmath.program import gpu_performing, gpu_steps, gpus
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 from shardmath.redistribution import Window
 
 __all__ = ["pretended_gpu"]

@@ -28,7 +28,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu import performing, product_program
 from shardmath.operators.matmul.gpu.product_program import ProductProgram
 from shardmath.program import gpu_performing, gpu_steps
-from shardmath.program.arithmetic import round_into
+from shardmath.program.binding import round_into
 from shardmath.program.gpu_performing import GPUPerformer
 from shardmath.program.gpu_steps import Memories
 from shardmath.program.steps import Await, Memory, On, Record, Synchronise
@@ -249,7 +249,7 @@ def perform_programs(rank_plans, operands, addition_order="", *, seed=0, within=
             made[-1].prepare(own, 0, (0, 0))
             performer = SimpleNamespace(_context=rank)
             texts = [
-                GPUPerformer._told(performer, rank, made[-1], given, name)
+                GPUPerformer._shared_place(performer, rank, made[-1], given, name)
                 for name in program.shared
             ]
             places.append([Exposed.unpack(text) if text else None for text in texts])

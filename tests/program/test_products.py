@@ -27,7 +27,7 @@ from shardmath.operators.matmul.description import arguments_of
 from shardmath.operators.matmul.operation import MATMUL
 from shardmath.operators.matmul.program import product_program
 from shardmath.operators.matmul.strategy import candidates
-from shardmath.program.arithmetic import fused
+from shardmath.program.analysis import fused
 from shardmath.program.steps import Move, Synchronise
 
 ANY = drawn(80)

@@ -30,8 +30,8 @@ from shardmath.geometry import Layout, Slab, decode
 from shardmath.machine import Machine
 from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
-from shardmath.program import blocks
-from shardmath.program.cores import waits_at_end
+from shardmath.program import passes
+from shardmath.program.analysis import waits_at_end
 from shardmath.program.hosts import between_hosts
 from shardmath.program.steps import READ, TAKEN, Arrive, Move, Program, Reason, Synchronise
 from shardmath.redistribution import TransferPlan
@@ -108,7 +108,7 @@ def test_a_transform(data, case):
         for rank, source in enumerate(sources)
     ]
     options = {"last_axis_parity": case["parity"]}
-    with patch.object(blocks, "BLOCK_BYTES", case["block"]):
+    with patch.object(passes, "BLOCK_BYTES", case["block"]):
         machine = Machine("cpu", (0,) * size)
         programs = programs_of(OPERATIONS[FUNCTIONS[case["kind"]]], arrays, words, machine, options)
     axes = range(array.ndim) if case["axes"] is None else case["axes"]

@@ -15,7 +15,7 @@ from copying import copy_boxes
 from draws import drawn
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.redistribution import TransferPlan, lowered
-from shardmath.redistribution.delivery import Delivery, Outbox, fetches, room_for
+from shardmath.redistribution.delivery import Delivery, Outbox
 
 SENTINEL = 0xA5
 
@@ -125,14 +125,15 @@ def test_parts_along_the_slowest_axis_are_ranges(axis, block):
         want = part_of(whole, ends[1], rank, size)
         peers = [src for src in transfer.sources(rank) if src != rank]
         boxes = {src: Outbox.of(transfer, src, axes) for src in peers}
-        taken = [move for move in transfer.into(rank) if move.src != rank]
-        moves = [one for m in taken for one in boxes[m.src].parcels[rank].boxed(m)]
+        delivery = Delivery(transfer, rank, tuple(range(size)), axes)  # every rank on its own host
+        moves = [move for move in delivery.moves if move.src != rank]
         for lo in range(0, want.shape[axis], 7):
             hi = min(lo + 7, want.shape[axis])
             parts = [part for move in moves for part in move.clipped(axis, lo, hi)]
-            found = fetches(parts, lambda src: boxes[src].parcels[rank], lambda _: True)  # noqa: B023
+            interval_of = delivery.only(parts)
+            found = interval_of.fetches
             assert sum(each.nbytes for each in found) == 4 * sum(p.elements for p in parts)
-            room = np.full(room_for(found), SENTINEL, np.uint8)
+            room = np.full(interval_of.room, SENTINEL, np.uint8)
             starts = {}
             for each in found:
                 box = boxes[each.src]

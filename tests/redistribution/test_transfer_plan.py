@@ -19,6 +19,7 @@ from shardmath.geometry import (
     Slab,
     moves,
 )
+from shardmath.program.passes import Blocks
 from shardmath.redistribution import TransferPlan, lowered
 from shardmath.redistribution.bound_copies import pairs
 
@@ -92,13 +93,13 @@ def test_a_plan_changes_neither_shape_nor_ranks():
 
 
 def test_copies_are_kept_until_strides_change():
-    plan = plan_of("slabs")
+    blocks = Blocks(plan_of("slabs"), 1, order="C", itemsize=8, cut=False)
     strides = {0: (72, 8), 1: (72, 8)}
-    first = plan.copies(0, strides, (40, 8))
-    assert plan.copies(0, dict(strides), (40, 8)) is first
-    assert plan.copies(0, strides, (8, 64)) is not first
-    assert plan.copies(1, strides, (40, 8)) is not first
-    assert [copy.src for copy in plan.copies(1, strides, (32, 8))] == [1, 0]
+    first = blocks.copies(0, strides, (40, 8))
+    assert blocks.copies(0, dict(strides), (40, 8)) is first
+    assert blocks.copies(0, strides, (8, 64)) is not first
+    assert blocks.copies(0, {0: (80, 8), 1: (72, 8)}, (40, 8)) is not first
+    assert [copy.src for copy in blocks.copies(0, strides, (32, 8))] == [1, 0]
 
 
 def test_whole_blocks_become_one_unit_and_cyclic_blocks_one_copy():
@@ -168,13 +169,10 @@ def test_the_own_part_comes_first_and_then_the_next_rank():
     layout = Layout.slab((8, 3), 4, axis=0)
     array = cases.global_array((8, 3), "f8")
     parts = [array[2 * rank : 2 * rank + 2] for rank in range(4)]
-    order = [
-        copy.src
-        for copy in TransferPlan(layout, Layout.replicated((8, 3), 4), 8).copies(
-            2, dict.fromkeys(range(4), (24, 8)), (24, 8)
-        )
-    ]
-    assert order == [2, 3, 0, 1]
+    plan = TransferPlan(layout, Layout.replicated((8, 3), 4), 8)
+    blocks = Blocks(plan, 2, order="C", itemsize=8, cut=False)
+    copies = blocks.copies(0, dict.fromkeys(range(4), (24, 8)), (24, 8))
+    assert [copy.src for copy in copies] == [2, 3, 0, 1]
     got = np.empty((8, 3))
     copy_moves(
         moves(layout, Layout.replicated((8, 3), 4), dst_rank=2), parts.__getitem__, got, rank=2

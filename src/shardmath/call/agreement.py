@@ -1,10 +1,10 @@
-"""Agreement on repeated calls: one small exchange once their plan is known.
+"""Agreement on calls: which plan is this one's? One small exchange, once the plan is known.
 
-The first call of a kind exchanges full specs and builds a plan from all of them. Later calls
-exchange 16 bytes each, the digest of the own spec; the digests of all ranks together name the plan.
-Every rank keeps and drops plans in the same order, since all take part in the same calls; a count
-of the plans made travels along, so that ranks whose caches differ (one was interrupted) notice it,
-and clear them together.
+The first call of a kind exchanges full specs, and builds a plan from all of them. In later calls
+each rank sends the digest of its spec, 16 bytes; the digests of all ranks together name the plan.
+Every rank keeps and drops plans in the same order, since all take part in the same calls. The
+number of plans made so far travels along: ranks whose caches differ, because one was interrupted,
+notice it, and clear them together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
-from shardmath.context.agreement import beginning, checked, described, require_accepted
+from shardmath.context.agreement import (
+    agree_keeping,
+    beginning,
+    checked,
+    described,
+    require_accepted,
+)
 
 if TYPE_CHECKING:
     from shardmath.context.context import Context
@@ -25,9 +31,9 @@ Plan = TypeVar("Plan")
 T = TypeVar("T")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
-_Texts = tuple[bytes, ...]  # of each rank, with the operation
+_Texts = tuple[bytes, ...]  # what the ranks have sent, in rank order
 
-_NAME = "plans"  # of what a context keeps of them
+_NAME = "plans"  # under which a context keeps its Plans
 _KEPT = 256  # plans per context
 _MADE = struct.Struct("<I")  # plans made, before the digest of the spec
 _DIGEST_BYTES = 16
@@ -35,10 +41,9 @@ _HEADER_BYTES = _MADE.size + _DIGEST_BYTES
 
 
 class HashedSpec:
-    """A spec, which says what a call is: equal values mean equal calls. It is sent encoded, and
-    once it is known by its digest.
+    """A spec with its encoding, which the first call sends, and its digest, which later ones send.
 
-    Raises TypeError when it is not plain data.
+    Calls with equal specs are equal. Raises TypeError for a spec that is not plain data.
     """
 
     __slots__ = ("digest", "encoded", "spec")
@@ -50,10 +55,11 @@ class HashedSpec:
 
 
 class Described(Protocol):
-    """What one rank says of its call, with whatever else it has found out for itself.
+    """What one rank sends for its call; a class may have more, for the rank's own use.
 
-    `note` is bytes that may differ from call to call, such as where operands lie; `payload`, bytes
-    that mostly do. `last` is what was agreed on in the last such call, if any was.
+    The ranks compare `note` with that of the last such call, since it may differ: it says, for
+    example, where operands lie. The `payload` mostly differs, and is not compared. `last` is the
+    agreement of the last such call, if there was one.
     """
 
     spec: HashedSpec
@@ -66,10 +72,10 @@ Own = TypeVar("Own", bound=Described)
 
 
 class Agreement(Generic[Plan]):
-    """The plan of a call, and the notes of all ranks on this one execution of it.
+    """The plan of a call, and the notes of all ranks.
 
-    It is the same object in calls in which every rank sends what it sent before, but for payloads,
-    so that what a rank has prepared for such calls can be found by it.
+    Calls in which every rank sends the same but for payloads get the same object, by which a rank
+    finds what it has prepared for such calls.
     """
 
     __slots__ = ("key", "notes", "plan", "texts")
@@ -85,11 +91,11 @@ def agree(
     build: Callable[[list[Any]], Plan],
     *arguments: Any,
 ) -> tuple[Own, Agreement[Plan], Sequence[bytes]]:
-    """This rank's `describe(*arguments)`; what all ranks have agreed on; payloads. Collective.
+    """This rank's `describe(*arguments)`, the agreement, and all ranks' payloads. Collective.
 
-    `build(specs)`, given every rank's spec in rank order, is pure: it returns the plan, or raises
-    the same error on all ranks. It runs when these specs come together for the first time; the
-    result is kept, and must not be changed.
+    `build(specs)` makes the plan of all ranks' specs, which are in rank order. It is pure: where it
+    raises, it raises the same on all ranks. It runs when these specs come together for the first
+    time; its result is kept, and must not be changed.
 
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
@@ -133,7 +139,7 @@ def _agreed(
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
-    """The agreement that texts make which have not come together before. Collective."""
+    """The agreement of texts that have not come together since a plan was made. Collective."""
     messages = require_accepted(context.board, operation, texts)
     plans.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
@@ -149,16 +155,16 @@ def _agreed(
 
 
 class Plans:
-    """The plans that one context has agreed on; the same on all its ranks.
+    """The plans that the ranks of one context have agreed on.
 
-    `made` is how many there were, as messages have it. `repeated` has what was agreed on in calls
-    since the last was made, by the messages of all ranks.
+    `made` is their number, packed as messages begin with it. `repeated` has the agreements since
+    the last plan was made, by the texts of all ranks.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self.made = _MADE.pack(0)
-        self.all: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
+        self.all: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # the same on all ranks
         self.repeated: LRUCache[_Texts, Agreement[Any]] = LRUCache(_KEPT)
         self.find = self.all.find
 
@@ -173,12 +179,12 @@ class Plans:
             self.restart(1 + max(_MADE.unpack_from(text)[0] for text in messages))
 
     def restart(self, count: int) -> None:
-        """Forget all plans, as if so many had been made."""
+        """Forget all plans, and count from `count` on."""
         self.all.clear()
         self._set_count(count)
 
     def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
-        """Keep one that was made now."""
+        """Keep a plan that was made now."""
         self._set_count(self._count + 1)
         return self.all.keep(key, plan)
 
@@ -192,18 +198,13 @@ def together(context: Context, operation: str, act: Callable[[], T]) -> T:
 
     Raises on every rank what it raised on the first rank where it did.
     """
-    results: list[T] = []
-
-    def describe() -> bytes:
-        results.append(act())
-        return b""
-
-    context.gather(operation, describe)
-    return results[0]
+    context.require_open()
+    result, _ = agree_keeping(context.board, operation, lambda: (act(), None), len)
+    return result
 
 
 def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> NoReturn:
-    """Raise `mistake` on all ranks, which call `operation` or make the same mistake. Collective."""
+    """Raise `mistake` on all ranks, whether they make it, too, or call `operation`. Collective."""
 
     def describe() -> bytes:
         raise mistake
@@ -213,8 +214,8 @@ def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> 
 
 
 def raising_on_all_ranks(context: Context, operation: str, compute: Callable[[], T]) -> T:
-    """The result of `compute`, which looks at arguments. Collective where it raises TypeError or
-    ValueError, as all ranks then do.
+    """`compute()`, which reads arguments of the user's. Collective where it raises TypeError or
+    ValueError: all ranks raise it then.
     """
     try:
         return compute()

@@ -1,7 +1,8 @@
-"""Calls that come again as they were on all ranks: each is one compiled call, see direct.c.
+"""Calls that come again unchanged on all ranks: direct.c makes each in one compiled call.
 
-The driver makes a call the first time, and whenever something is not as it was: another array, a
-block that was freed, a plan that was made since. Without a compiler at installation it always does.
+The driver makes a call the first time, and again whenever something has changed: an array is
+another, a block was freed, a plan was made since. Where no C compiler was there at installation,
+the driver makes every call.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Otherwise = Callable[..., Any]
 
 
 class CompiledCalls:
-    """The calls of one driver that are made so.
+    """The calls of one driver that compiled code makes.
 
-    `calls` has them by what identifies them, for each half of the double buffer.
+    `calls` has them by a key of their arrays and words, once for each half of the double buffer.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CompiledCalls:
         self._otherwise = otherwise
         self.calls: tuple[_Calls, _Calls] = {}, {}
         self._turn = DoubleBuffer.of(context).turn
-        self._keys: set[bytes] = set()  # of an object's methods, among the calls of the context
+        self._keys: set[bytes] = set()  # of calls of an object's methods, in the context's `again`
         self._plans = Plans.of(context)
         self._shared = shared_by_calls(context, looks, rounds)
 
@@ -54,15 +55,15 @@ class CompiledCalls:
     def of(cls, context: Context, looks: Looks, otherwise: Otherwise) -> CompiledCalls | None:
         """The compiled calls of a driver; None where nothing was built from C.
 
-        `otherwise(begun, arguments, result, payload, texts, payloads)` is what follows an exchange
-        in which a rank has sent another text; see `turn_of`.
+        `otherwise(begun, arguments, result, payload, texts, payloads)` goes on with a call after an
+        exchange in which a rank has sent another text; see `turn_of`.
         """
         built = direct_calls()
         rounds = built and context.board.compiled(ahead=context.team is not None)
         return None if rounds is None else cls(context, looks, otherwise, built, rounds)
 
     def make(self, arguments: Arguments) -> Any:
-        """The results of a call that is known; None where it is another, and nothing was done."""
+        """The results of a call that is kept; None if it is not, and then nothing was done."""
         calls = self.calls[self._turn()]
         return self._compiled.direct(self._shared, calls, arguments, self._otherwise)
 
@@ -74,8 +75,9 @@ class CompiledCalls:
         results: tuple[Any, ...],
         owner: Any,
     ) -> None:
-        """Make calls like this so from now on. These are its results; the call is one of `owner`'s,
-        an object that is planned once, or of a function.
+        """Let compiled code make calls like this one, which has given these results.
+
+        `owner` is the object whose method was called, None for a call of a function.
         """
         known, arguments, board = turn.known, turn.arguments, self._context.board
         text, made = agreement.texts[board.rank], self._plans.made
@@ -87,7 +89,7 @@ class CompiledCalls:
         words = arguments.words, arguments.options, arguments.numbers
         begun = agreement.key[0], known, turn.prepared, turn.note, tuple(turn.made)
         entry = self._plans.all.entry(agreement.key)
-        made_so: tuple[Any, ...] = (
+        kept: tuple[Any, ...] = (  # in the order of direct.c's first enum
             *(looks, words, known.blocks, made, direct.memory, entry, agreement.key[0], text),
             *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
             *({}, direct.bind, direct.home, direct.receive, begun),
@@ -96,14 +98,14 @@ class CompiledCalls:
             if direct.half in (None, half):
                 if len(calls) >= _KEPT:
                     calls.clear()
-                calls[self._compiled.key(looks, words)] = made_so
+                calls[self._compiled.key(looks, words)] = kept
         call = this_thread.call
         if call is not None:
-            call.repeat = partial(self._remember, made_so, direct.half, arguments, results, owner)
+            call.repeat = partial(self._remember, kept, direct.half, arguments, results, owner)
 
     def _remember(
         self,
-        made_so: tuple[Any, ...],
+        kept: tuple[Any, ...],
         half: int | None,
         arguments: Arguments,
         given: tuple[Any, ...],
@@ -111,9 +113,12 @@ class CompiledCalls:
         call: Call,
         rounds: int,
     ) -> None:
-        """Make the public call that has returned so from now on, without the function that makes
-        `arguments` of its own, if it is this one call of the driver and nothing else: it returned
-        what was `given` then, or one of that. `owner` is the object whose method it is.
+        """Let compiled code make the public call that has just returned, too, without entering the
+        public function, which only turns its own arguments into `arguments`.
+
+        This holds only if the public call was this one call of the driver, and nothing else: all
+        arrays are the same, and it returned the results that the driver had `given`, or one of
+        them.
         """
         held = () if owner is None else owner.held
         seen = seen_in(self._compiled, call, held)
@@ -136,33 +141,33 @@ class CompiledCalls:
         calls, words = self._context.again, (arguments.words, options, arguments.numbers)
         if len(calls) >= _KEPT and key not in calls:
             calls.clear()
-        if owner is not None:  # which goes when nobody else refers to it
+        if owner is not None:  # referred to weakly: it goes when nobody else refers to it
             self._keys.add(key)
             gone = weakref.ref(owner, lambda _: calls.pop(key, None))
             objects = (gone, *[x for x in objects if x is not owner])
         made = calls.get(key)
         by_half = [None, None] if made is None or made[6] != facts else made[4]
-        by_half = [made_so if half in (None, n) else by_half[n] for n in range(2)]
+        by_half = [kept if half in (None, n) else by_half[n] for n in range(2)]
         calls[key] = (
             *(watches_of(call[0], arrays), self._shared, self._otherwise, self._turn, by_half),
             *(held, facts, operands, results, None if len(given) == 1 else which, words, objects),
         )
 
     def forget_public(self) -> None:
-        """Enter the methods of the object whose calls these are: what it refers to has changed."""
+        """Let the methods of the object be entered again: it refers to other operands now."""
         for key in self._keys:
             self._context.again.pop(key, None)
         self._keys.clear()
 
     def forget(self) -> None:
-        """Drop all of them."""
+        """Drop all calls."""
         self.forget_public()
         for calls in self.calls:
             calls.clear()
 
 
 def direct_calls() -> Any:
-    """The module that direct.c makes, which knows NumPy's arrays; None where it was not built."""
+    """The module built from direct.c, told of NumPy's arrays; None where it was not built."""
     built = extension(_NAME)
     if built is not None:
         built.know(np.ndarray, np.zeros((3, 2), "f4")[:, 1:])
@@ -170,7 +175,7 @@ def direct_calls() -> Any:
 
 
 def shared_by_calls(context: Context, looks: Looks | None, rounds: Any) -> tuple[Any, ...]:
-    """What all compiled calls of one kind share, as direct.c has it."""
+    """What all compiled calls of one driver share, in the order of direct.c's second enum."""
     plans = Plans.of(context)
     return (
         *(looks, context, context.board, context.heap, plans, plans.all),
@@ -180,8 +185,9 @@ def shared_by_calls(context: Context, looks: Looks | None, rounds: Any) -> tuple
 
 
 def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False) -> _Seen | None:
-    """The key by which direct.c finds a call that a user has made, words of the arrays that are
-    `held` besides, its arrays, and objects that have to live; None where that takes a closer look.
+    """The key by which direct.c finds a call that a user has made; facts of the arrays that its
+    object has `held`; all its arrays; and objects that have to live as long as the key. None for a
+    call that direct.c cannot recognise.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -191,7 +197,9 @@ def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False
 
 
 def watches_of(function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Functions of which none says, before a call of `function`, that torch is to know of it."""
+    """Functions that are asked before a call of `function`: where one says that torch is to record
+    or trace it, compiled code does not make it.
+    """
     if not any(hasattr(x, "requires_grad") for x in arrays):
         return ()
     *watches, narrows = watches_of_torch()
@@ -201,9 +209,9 @@ def watches_of(function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any
 def turn_of(
     begun: tuple[Any, ...], arguments: tuple[Any, ...], result: Any, payload: bytes
 ) -> Turn:
-    """The turn of a call that compiled code has begun, and that it does not end."""
+    """The turn of a call that compiled code has begun, and that the driver has to end."""
     _, known, prepared, note, names = begun
-    turn = Turn(Arguments(*arguments), known, known.spec)
+    turn = Turn(Arguments(*arguments), known)
     turn.prepared, turn.note, turn.payload = prepared, note, payload
     turn.made = dict.fromkeys(names, result)
     return turn

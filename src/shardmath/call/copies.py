@@ -1,8 +1,8 @@
-"""Whether ranks that own the same part of an operand have the same elements there.
+"""A check that ranks that own the same part of an operand have the same elements there.
 
-A replicated operand is a promise of the program's: each rank reads its own copy, and where copies
-differ, so do results, by rank and without a word. With SHARDMATH_CHECK=1 the ranks compare them in
-each call on cores, by a digest of their bits in one exchange more.
+Each rank reads its own copy of a replicated operand. Where the copies differ, the results differ by
+rank, and nothing reports it. With SHARDMATH_CHECK=1 the ranks compare a digest of their copies in
+each call on cores, which takes one exchange more.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardmath.program.performing import Arguments, Names
 def require_equal_copies(
     context: Context, names: Names, arguments: Arguments, layouts: Mapping[str, Layout]
 ) -> None:
-    """Raise CollectiveMismatch, on all ranks, where copies of an operand's part differ. Collective.
+    """Raise CollectiveMismatch on all ranks if copies of an operand's part differ. Collective.
 
-    Parts that overlap without being equal are not compared.
+    Parts that overlap without being the same are not compared.
     """
     shared = {
         name: groups
@@ -54,7 +54,7 @@ def require_equal_copies(
 
 
 def _digest(x: Any) -> bytes:
-    """A digest of the bits of all elements, whatever their order in memory."""
+    """A digest of the bits of all elements; the order in memory does not matter."""
     view = library_of(x).host_view(x)
     return blake2b(np.ascontiguousarray(view).view(np.uint8).data, digest_size=16).digest()
 

@@ -1,14 +1,14 @@
-/* A call that comes again as it was on all ranks: recognised, agreed on and performed in one call.
+/* A call that comes again unchanged on all ranks: recognised, agreed on and performed in one compiled call.
  *
- * Built when the package is installed where there is a C compiler; without it the driver does the same, step
- * by step. Whatever is not as it was the last time is left to the driver: either nothing has been done then,
- * or the ranks have exchanged their texts, and what they do next follows from those.
+ * Built at installation where there is a C compiler; without it the driver does the same, step by step. If
+ * anything has changed since the last time, the call is left to the driver: either nothing has been done by
+ * then, or the ranks have exchanged their texts, and the driver goes on from those.
  *
- * Invariant: nothing is published before the call that is under way is noted with the board, and no line of
- * Python runs between a word that is published and the count of rounds or barriers that follows from it; so
- * no signal handler does. What waits long is left to board.py.
+ * Invariant: the call is noted with the board before any word is published. No line of Python, and so no
+ * signal handler, runs between a published word and the count of rounds or barriers that follows from it.
+ * Long waits are left to board.py.
  *
- * What is known of a call is a tuple (see compiled.py), as is what all calls of a driver share.
+ * What is known of a call is a tuple, and so is what all calls of a driver share: compiled.py makes both.
  */
 
 #include "../base/ndarray.h"
@@ -19,24 +19,24 @@
 
 /* What is known of a call. */
 enum {
-    LOOKS,    /* of its arrays, as the fingerprint has them */
-    WORDS,    /* its words, options and numbers */
-    KNOWN,    /* which holds while the blocks of the heap do that the arrays lie in */
-    MADE,     /* the plans made when it was agreed on */
-    MEMORY,   /* the workspace, and its version then; None where nothing lies there */
-    ENTRY,    /* of the plan among all plans: value, number of its last use */
+    LOOKS,    /* fingerprint of the arrays */
+    WORDS,    /* words, options and numbers of the call */
+    KNOWN,    /* the heap's blocks in which the arrays lie: all this holds while they do */
+    MADE,     /* the number of plans when the ranks agreed on the call */
+    MEMORY,   /* (workspace, its version then); None if no workspace is used */
+    ENTRY,    /* the plan's entry among all plans: value, number of its last use */
     OPERATION,
-    TEXT,     /* what this rank sends, and */
-    TEXTS,    /* what all send */
-    PAYLOAD,  /* what is sent along: a memoryview, or what makes bytes; None for nothing */
+    TEXT,     /* the text that this rank sends */
+    TEXTS,    /* the texts of all ranks */
+    PAYLOAD,  /* what is sent along: a memoryview, or a function that returns bytes; None for nothing */
     BEFORE,   /* steps before the exchange */
-    NEW,      /* makes the new result, or (result, where it lies); None where none is */
-    RESULT,   /* which one it is */
-    STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
-    BIND,     /* makes those steps, for a new result; None where the driver is to make the call */
-    HOME,     /* (memory, steps that end there), for a result where none has lain: it is copied; or None */
-    RECEIVE,  /* where all payloads are put first, a buffer; or how they are summed: see `sum_into` */
-    BEGUN,    /* what the driver makes the rest of, where others send other texts */
+    NEW,      /* makes the new result, or (result, its address); None if there is no new result */
+    RESULT,   /* the number of the new result */
+    STEPS,    /* steps after the exchange, by the look of the new result; None is a barrier */
+    BIND,     /* makes these steps for a new result, or gives None if the driver has to make the call */
+    HOME,     /* (memory, steps that write to it): a result at a new place is copied from there; or None */
+    RECEIVE,  /* a buffer for all payloads, or how they are summed: see `sum_into` */
+    BEGUN,    /* what the driver needs to go on, if other ranks send other texts */
     FIELDS
 };
 
@@ -48,22 +48,22 @@ enum {
     HEAP,
     PLANS,
     USES,
-    THREAD, /* has the call that it is in, a */
+    THREAD, /* has the public call that this thread is in, of type */
     RECORD,
-    TOLD,   /* what a logger knows of its levels, and */
-    TELLS,  /* whether it tells of one */
+    TOLD,   /* the logger's cache of levels that are enabled */
+    TELLS,  /* the logger's function that says whether a level is enabled */
     ACQUIRE,
     RELEASE,
     PAGE,
-    MEET,  /* called before ranks meet that run ahead, and */
-    LEVEL, /* after; None where none do */
+    MEET,  /* called before an exchange of ranks that run ahead; None if none do */
+    LEVEL, /* called after it */
     SHARED
 };
 
 enum { OPERANDS, RESULTS, GIVEN_WORDS, OPTIONS, STREAM, NUMBERS, ARGUMENTS };
 
-enum { PLACES = 256 };   /* of new results of which the steps are kept */
-enum { MOST_RANKS = 64 }; /* whose messages need no memory of their own */
+enum { PLACES = 256 };   /* places of new results for which steps are kept */
+enum { MOST_RANKS = 64 }; /* messages of more ranks need allocated memory */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
@@ -75,8 +75,8 @@ enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_b
        s_requires_grad, s_is_neg, s_is_conj, s_is_contiguous, s_is_cuda, s_get_device, s_stride, s_shape, s_freed,
        s_broken, s_last_stream, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
-static PyTypeObject *ndarray; /* NumPy's; NULL where it is laid out otherwise */
-static PyTypeObject *tensor;  /* torch's; NULL before it is loaded */
+static PyTypeObject *ndarray; /* NumPy's array type; NULL if its layout is unknown */
+static PyTypeObject *tensor;  /* torch's tensor type; NULL before torch is loaded */
 static const Rounds *rounds;
 static const Record *record;
 
@@ -84,7 +84,7 @@ static const Record *record;
 
 /* -- recognised ------------------------------------------------------------------------------------------ */
 
-/* Whether two words are one, or equal and of one type that never changes; tuples of such, likewise. */
+/* Whether two words are the same object, or equal and of the same immutable type; or tuples of such words. */
 static int same_words(PyObject *one, PyObject *other) {
     if (one == other)
         return 1;
@@ -107,7 +107,7 @@ static int same_words(PyObject *one, PyObject *other) {
     return 0;
 }
 
-/* A number that equal looks and words share. */
+/* A hash of a look or of words: equal ones have the same. */
 static uint64_t number_of(PyObject *one, uint64_t so_far) {
     uint64_t own = (uint64_t)(uintptr_t)Py_TYPE(one);
     if (PyTuple_Check(one))
@@ -249,20 +249,20 @@ static int enter(PyObject *shared) {
 
 /* -- performed ------------------------------------------------------------------------------------------- */
 
-/* A call on its way. */
+/* A call under way. */
 typedef struct {
-    PyObject *shared, *call, *results; /* its own, those that were given */
-    PyObject *record;                  /* of what the user called, if it was made here */
-    int is_noted;                      /* with the board */
-    PyObject *made, *place, *steps;    /* a new result, where it lies, and what ends there, */
-    PyObject *home;                    /* or in this memory, from which it is copied; borrowed */
-    PyObject *payload, *met;           /* an object that has it, and one that has all ranks' messages */
+    PyObject *shared, *call, *results; /* the tuples above; the results that were given */
+    PyObject *record;                  /* the record of the user's call, if `again` made it */
+    int is_noted;                      /* whether the board knows of the call */
+    PyObject *made, *place, *steps;    /* the new result, its address, and the steps that write it, */
+    PyObject *home;                    /* or that write this memory, from which it is copied; borrowed */
+    PyObject *payload, *met;           /* objects that own the payload, and all ranks' messages */
     Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
     Py_ssize_t size;
 } Turn;
 
-/* Note the user's call with the board, before a line of Python runs after a word is published. What the user
- * called does so at once; a call that `again` makes, where it comes to that. No line of Python runs here. */
+/* Note the user's call with the board, which has to be done before Python runs after a word is published. A
+ * public function does so at once; a call that `again` makes does so only when needed. No Python runs here. */
 static int note(Turn *turn) {
     if (turn->is_noted)
         return 0;
@@ -282,7 +282,7 @@ static int note(Turn *turn) {
     return turn->is_noted ? 0 : -1;
 }
 
-/* End a call that `again` makes as base/collective_call.py does: by an error, all ranks are to hear of it. */
+/* End a call that `again` makes as base/collective_call.py does: all ranks have to hear of an error. */
 static PyObject *end(Turn *turn, PyObject *given) {
     PyObject *kind = NULL, *value = NULL, *trace = NULL;
     PyErr_Fetch(&kind, &value, &trace);
@@ -311,7 +311,7 @@ static PyObject *end(Turn *turn, PyObject *given) {
     return given;
 }
 
-/* The number that follows a count of the board; 0 with an error. */
+/* A count of the board plus one; 0 with an error set. */
 static uint64_t next_number(PyObject *board, int name) {
     PyObject *found = PyObject_GetAttr(board, names[name]);
     uint64_t number = found == NULL ? 0 : PyLong_AsUnsignedLongLong(found) + 1;
@@ -326,14 +326,14 @@ static int set_number(PyObject *board, int name, uint64_t number) {
     return failed;
 }
 
-/* Call what was given, unless it is None. */
+/* Call a function, unless it is None. */
 static int hook(PyObject *function) {
     PyObject *done = function == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(function);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
-/* This rank's payload. The object that has it is noted. */
+/* This rank's payload. The object that owns it is noted. */
 static int pack(Turn *turn, Mail *own) {
     PyObject *payload = ITEM(turn->call, PAYLOAD);
     if (PyMemoryView_Check(payload)) {
@@ -354,7 +354,7 @@ static int pack(Turn *turn, Mail *own) {
     return 0;
 }
 
-/* The same as bytes, a borrowed reference. */
+/* The payload as bytes, a borrowed reference. */
 static PyObject *payload_of(Turn *turn) {
     if (turn->payload == NULL)
         turn->payload = PyBytes_FromObject(ITEM(turn->call, PAYLOAD));
@@ -368,7 +368,7 @@ static int is_all_bytes(PyObject *objects, Py_ssize_t size) {
     return are;
 }
 
-/* All ranks' messages where a peer is late: board.py waits for them. */
+/* All ranks' messages when a peer is late: board.py waits for them. */
 static int await(Turn *turn) {
     PyObject *call = turn->call, *payload = note(turn) < 0 ? NULL : payload_of(turn);
     if (payload != NULL)
@@ -389,7 +389,7 @@ static int await(Turn *turn) {
     return 0;
 }
 
-/* Send this rank's message, and find all. */
+/* Send this rank's message, and find all ranks' messages. */
 static int exchange(Turn *turn) {
     PyObject *shared = turn->shared, *board = ITEM(shared, BOARD), *text = ITEM(turn->call, TEXT);
     Mail own = {.text = PyBytes_AS_STRING(text), .text_bytes = PyBytes_GET_SIZE(text)};
@@ -404,7 +404,7 @@ static int exchange(Turn *turn) {
     return done < 0 || set_number(board, s_rounds, number) < 0 ? -1 : hook(ITEM(shared, LEVEL));
 }
 
-/* Whether all ranks have sent what they sent the last time. */
+/* Whether all ranks have sent the same texts as the last time. */
 static int is_repeated(const Turn *turn) {
     PyObject *texts = ITEM(turn->call, TEXTS);
     for (Py_ssize_t rank = 0; rank < turn->size; rank++) {
@@ -446,7 +446,7 @@ static int meet(Turn *turn) {
     return set_number(board, s_barriers, number);
 }
 
-/* Whether no line of Python runs in a step: it copies boxes, or is a `CompiledStep`. */
+/* Whether a step runs no Python: it copies boxes, or is a `CompiledStep`. */
 static int is_plain(PyObject *step) {
     const char *kind = Py_TYPE(step)->tp_name;
     return strcmp(kind, "shardmath.redistribution._box.Boxes") == 0 || strcmp(kind, "CompiledStep") == 0;
@@ -470,7 +470,7 @@ static int run(Turn *turn, PyObject *steps) {
     return 0;
 }
 
-/* The new result of a call, and where it lies if that is known: new references. */
+/* The new result of a call, and its address if that is known: new references. */
 static PyObject *new_result(PyObject *call, PyObject **place) {
     PyObject *made = PyObject_CallNoArgs(ITEM(call, NEW));
     if (made == NULL || !PyTuple_CheckExact(made) || PyTuple_GET_SIZE(made) != 2)
@@ -481,7 +481,7 @@ static PyObject *new_result(PyObject *call, PyObject **place) {
     return result;
 }
 
-/* What the call binds to a result, a new reference: a tuple; None where the driver is to make the call. */
+/* The steps bound to a result, a tuple; None if the driver has to make the call. A new reference. */
 static PyObject *bound(PyObject *call, PyObject *result) {
     PyObject *steps = PyObject_CallOneArg(ITEM(call, BIND), result);
     if (steps != NULL && steps != Py_None && !PyTuple_CheckExact(steps)) {
@@ -491,16 +491,16 @@ static PyObject *bound(PyObject *call, PyObject *result) {
     return steps;
 }
 
-/* The steps that end in memory of the call's own, a new reference; the result is copied from there. */
+/* The steps that write to the call's home, from which the result is copied. A new reference. */
 static PyObject *steps_home(Turn *turn) {
     PyObject *home = ITEM(turn->call, HOME);
     turn->home = ITEM(home, 0);
     return Py_NewRef(ITEM(home, 1));
 }
 
-/* The steps that end in this result, a new reference: those of the last results that lay there; as `bound`.
- * Where none has lain, and the result may be copied, the place is noted alone: steps are bound to it when it
- * comes again, as it does not where results are kept. */
+/* The steps that write this result, a new reference: those of the last result at the same place, if there was
+ * one; else as `bound`. If the result may be copied, a new place is only noted, and steps are bound to it when
+ * it comes again: in a program that keeps its results no place does. */
 static PyObject *steps_into(Turn *turn) {
     PyObject *shared = turn->shared, *call = turn->call, *made = turn->made, *place = turn->place;
     PyObject *by_place = ITEM(call, STEPS), *looks = NULL;
@@ -514,7 +514,7 @@ static PyObject *steps_into(Turn *turn) {
         Py_XDECREF(none);
         if (PyErr_Occurred())
             return NULL;
-        if (looks == NULL) /* its place cannot be told */
+        if (looks == NULL) /* its place is not known */
             return copies ? steps_home(turn) : bound(call, made);
         place = ITEM(looks, 0);
     }
@@ -534,7 +534,7 @@ static PyObject *steps_into(Turn *turn) {
     return steps;
 }
 
-/* This plan is the one used last: see LRUCache. */
+/* Note that this plan was used last: see LRUCache. */
 static int use(PyObject *shared, PyObject *entry) {
     PyObject *uses = ITEM(shared, USES), *last = PyObject_GetAttr(uses, names[s_uses]), *next = NULL;
     if (last != NULL)
@@ -564,7 +564,7 @@ static int put(const Turn *turn, PyObject *buffer) {
     return 0;
 }
 
-/* Where an array in C order lies that was made for a result of so many bytes; NULL with an error. */
+/* The address of a result in C order of so many bytes; NULL with an error set. */
 static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     char *target = NULL;
     if (Py_TYPE(result) == ndarray)
@@ -585,7 +585,7 @@ static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     return target;
 }
 
-/* Copy what the steps have left elsewhere to the result, whose memory is in C order. */
+/* Copy a result, whose memory is in C order, from its home. */
 static int fetch(const Turn *turn) {
     const Py_buffer *memory = PyMemoryView_GET_BUFFER(turn->home);
     char *target = memory_of(turn->made, memory->len);
@@ -594,8 +594,8 @@ static int fetch(const Turn *turn) {
     return target == NULL ? -1 : 0;
 }
 
-/* Add what all ranks have sent along into the result. `how` is (address of a function of sum.c, bytes of the
- * result, where they begin in each payload); the result's memory is in C order. */
+/* Add up all ranks' payloads in the result. `how` is (address of a function of sum.c, bytes of the result,
+ * where they begin in each payload); the result's memory is in C order. */
 static int sum_into(const Turn *turn, PyObject *how, PyObject *result) {
     void (*sum)(int, const char *const *, int, char *const *, int64_t) = NULL;
     void *address = PyLong_AsVoidPtr(ITEM(how, 0));
@@ -621,7 +621,7 @@ static int sum_into(const Turn *turn, PyObject *how, PyObject *result) {
     return fit ? 0 : -1;
 }
 
-/* What the call returns, a new reference. */
+/* The results that the call returns, a new reference. */
 static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
     Py_ssize_t count = PyTuple_GET_SIZE(results);
     if (count == 1)
@@ -633,7 +633,7 @@ static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
     return all;
 }
 
-/* Make the result, and the steps that end there; 0 where the driver is to make the call. */
+/* Make the new result, and the steps that write it; 0 if the driver has to make the call. */
 static int prepare(Turn *turn) {
     PyObject *board = ITEM(turn->shared, BOARD), *call = turn->call;
     int under_way = equal(board, s_operation_now, ITEM(call, OPERATION));
@@ -653,13 +653,13 @@ static int prepare(Turn *turn) {
          (turn->steps = steps_into(turn)) == NULL)) {
         if (!PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
-        PyErr_Clear(); /* the driver finds it again, and tells the others */
+        PyErr_Clear(); /* the driver meets the same error, and tells the other ranks */
         return 0;
     }
     return turn->steps != Py_None;
 }
 
-/* What follows the exchange in which all ranks have sent what they sent the last time. */
+/* Go on after the exchange if all ranks have sent the same as the last time. */
 static PyObject *complete(Turn *turn) {
     PyObject *call = turn->call, *receive = ITEM(call, RECEIVE);
     if (use(turn->shared, ITEM(call, ENTRY)) < 0)
@@ -676,7 +676,7 @@ static PyObject *complete(Turn *turn) {
     return result_of(call, turn->results, turn->made);
 }
 
-/* What follows where another text has come: the driver does the rest. */
+/* Go on after the exchange if another text has come: the driver does the rest. */
 static PyObject *differs(Turn *turn, PyObject *arguments, PyObject *otherwise) {
     PyObject *texts = all_of(turn, 0), *payloads = all_of(turn, 1), *payload = payload_of(turn), *given = NULL;
     if (texts != NULL && payloads != NULL && payload != NULL) {
@@ -699,7 +699,7 @@ static void drop(Turn *turn) {
         PyMem_Free(turn->mail);
 }
 
-/* The call, when the board is this thread's. `whole(turn, of)` makes its arguments, a new reference. */
+/* Make the call, when this thread has the board. `whole(turn, of)` makes its arguments, a new reference. */
 static PyObject *perform(Turn *turn, PyObject *(*whole)(const Turn *, const void *), const void *of,
                          PyObject *otherwise, int *left) {
     PyObject *given = NULL, *arguments = NULL;
@@ -747,8 +747,8 @@ static PyObject *themselves(const Turn *turn, const void *of) {
     return Py_NewRef((PyObject *)of);
 }
 
-/* direct(shared, kept, arguments, otherwise): the results of the call; None where the driver is to make it.
- * After an exchange in which a rank has sent another text it is `otherwise` that gives the results. */
+/* direct(shared, kept, arguments, otherwise): the results of the call; None if the driver has to make it.
+ * After an exchange in which a rank has sent another text, `otherwise` gives the results. */
 static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
     if (count != 4 || !PyTuple_CheckExact(given[0]) || PyTuple_GET_SIZE(given[0]) != SHARED ||
@@ -774,9 +774,9 @@ static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t cou
 
 enum { MOST_WORDS = 128, MOST_ARRAYS = 16, MOST_OBJECTS = 32, MOST_AXES = 32, DEEPEST = 4 };
 
-/* Arguments, in words: of arrays where they lie and how, of numbers and texts what they are, of tuples and lists
- * what they hold; of all else which object it is. References are borrowed. Of a call that is made wherever its
- * tensors lie, `anywhere`, their words say that they are contiguous, and not where. */
+/* The arguments of a call as words, which are its key: for an array where and how it lies, for a number or a
+ * text its value, for a tuple or list what it holds, and for anything else which object it is. With `anywhere`,
+ * the words of a tensor say that it is contiguous, and not where it lies. References are borrowed. */
 typedef struct {
     int64_t words[MOST_WORDS];
     int count, arrays, objects, anywhere;
@@ -789,7 +789,7 @@ static int add(Look *look, int kind, Py_ssize_t length, const void *words, Py_ss
     Py_ssize_t count = 1 + (nbytes + 7) / 8;
     if (look->count + count > MOST_WORDS)
         return 0;
-    look->words[look->count + count - 1] = 0; /* of which a text may leave a part free */
+    look->words[look->count + count - 1] = 0; /* a text may leave a part of the last word free */
     look->words[look->count] = (int64_t)length * KINDS + kind;
     if (nbytes > 0)
         memcpy(look->words + look->count + 1, words, (size_t)nbytes);
@@ -812,14 +812,14 @@ static int add_array(Look *look, NDArray *x) {
         words[2 + 2 * i] = x->shape[i];
         words[3 + 2 * i] = x->strides[i];
         if (x->shape[i] < 1)
-            return 0; /* it lies nowhere */
+            return 0; /* it has no address */
     }
     look->array[look->arrays++] = (PyObject *)x;
     return add(look, ARRAY, x->axes, words, (Py_ssize_t)sizeof *words * (2 + 2 * x->axes)) &&
            add_object(look, x->dtype);
 }
 
-/* The numbers of a tuple; how many there are, or -1. */
+/* Read the numbers of a tuple; returns how many there are, or -1. */
 static int numbers_of(PyObject *tuple, int64_t *numbers) {
     if (tuple == NULL || !PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) > MOST_AXES)
         return -1;
@@ -828,14 +828,14 @@ static int numbers_of(PyObject *tuple, int64_t *numbers) {
     return PyErr_Occurred() ? -1 : (int)PyTuple_GET_SIZE(tuple);
 }
 
-/* A number that an attribute or a method of a tensor gives; -1 with an error. */
+/* The number that an attribute or a method of a tensor gives; -1 with an error set. */
 static int64_t number_from(PyObject *given) {
     int64_t number = given == NULL ? -1 : PyLong_AsLongLong(given);
     Py_XDECREF(given);
     return number;
 }
 
-/* A tensor that is what it looks like: no gradient is recorded, and none of its elements stands for another. */
+/* A tensor without a recorded gradient, and not lazily negated or conjugated. */
 static int add_tensor(Look *look, PyObject *x) {
     if (look->arrays == MOST_ARRAYS || truth(PyObject_GetAttr(x, names[s_requires_grad])) != 0 ||
         truth(PyObject_CallMethodNoArgs(x, names[s_is_neg])) != 0 ||
@@ -844,13 +844,13 @@ static int add_tensor(Look *look, PyObject *x) {
     int64_t words[2 + 2 * MOST_AXES], place = number_from(PyObject_CallMethodNoArgs(x, names[s_data_ptr]));
     int is_cuda = truth(PyObject_GetAttr(x, names[s_is_cuda])), axes, count;
     PyObject *shape = PyObject_GetAttr(x, names[s_shape]), *dtype = PyObject_GetAttr(x, names[s_dtype]);
-    Py_XDECREF(dtype); /* which lives as long as torch */
+    Py_XDECREF(dtype); /* it lives as long as torch */
     words[0] = look->anywhere ? 0 : place;
     words[1] = 2 * number_from(PyObject_CallMethodNoArgs(x, names[s_get_device])) + is_cuda;
     axes = count = numbers_of(shape, words + 2);
     Py_XDECREF(shape);
     if (place <= 0 || is_cuda < 0 || axes < 0 || dtype == NULL || PyErr_Occurred())
-        return 0; /* it lies nowhere, or is of another kind of memory */
+        return 0; /* it has no address, or is in another kind of memory */
     if (look->anywhere) {
         if (truth(PyObject_CallMethodNoArgs(x, names[s_is_contiguous])) != 1)
             return 0;
@@ -866,7 +866,7 @@ static int add_tensor(Look *look, PyObject *x) {
     return add(look, TENSOR, axes, words, (Py_ssize_t)sizeof *words * (2 + count)) && add_object(look, dtype);
 }
 
-/* False for what takes a closer look. */
+/* Add an argument to the words; false if it cannot be recognised by words. */
 static int add_value(Look *look, PyObject *x, int depth) {
     if (Py_TYPE(x) == ndarray)
         return add_array(look, (NDArray *)x);
@@ -915,7 +915,7 @@ static PyObject *tuple_of(PyObject *const *objects, int count) {
     return all;
 }
 
-/* After a look that was in vain: 0 if that is no one's fault, -1 with an error that is to be raised. */
+/* After a look that failed: 0 if the call is just not recognised, -1 with an error that has to be raised. */
 static int in_vain(void) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return -1;
@@ -923,8 +923,8 @@ static int in_vain(void) {
     return 0;
 }
 
-/* look(function, arguments, named, held, anywhere): (key, words of what is held, arrays, objects by which equal words
- * are equal values while they live); None where that takes a closer look. */
+/* look(function, arguments, named, held, anywhere): (key, words of what is held, arrays, objects); None for a call
+ * that cannot be recognised. While the objects live, equal words mean equal values. */
 static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     Look look = {.anywhere = count == 5 && given[4] == Py_True};
     (void)module;
@@ -944,34 +944,34 @@ static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t co
 
 /* What is kept of a call as the user made it. */
 enum {
-    ITS_WATCHES, /* functions of which none says that torch is to know of the call */
+    ITS_WATCHES, /* functions that say whether torch has to record or trace the call */
     ITS_SHARED,
     ITS_OTHERWISE,
-    ITS_TURN,  /* which half of the double buffer has its turn */
-    ITS_CALLS, /* by that half, None where it is not known */
-    ITS_HELD,  /* arrays of the object whose method it is, and */
-    ITS_FACTS, /* how they looked */
+    ITS_TURN,  /* a function: the half of the double buffer whose turn it is */
+    ITS_CALLS, /* the call for each half, None if it is not known */
+    ITS_HELD,  /* operands of the object whose method it is */
+    ITS_FACTS, /* their words */
     ITS_OPERANDS,
-    ITS_RESULTS, /* numbers of its arrays, None for what was left out */
-    ITS_GIVEN,   /* which of the results is returned, None for the only one */
+    ITS_RESULTS, /* numbers of its arrays, None for those left out */
+    ITS_GIVEN,   /* the number of the result that is returned, None if there is only one */
     ITS_WORDS,   /* words, options and numbers */
     ITS_OBJECTS
 };
 
-/* What is kept of a call that ranks do not meet for, made wherever its tensors lie: see collectives/repeats.py. */
+/* What is kept of a call in which ranks do not meet, wherever its tensors lie: see collectives/repeats.py. */
 enum {
     LAUNCH_WATCHES,
     LAUNCH_SHARED,
-    LAUNCH_GO,      /* launches it, given operand, result and stream; None if it has done nothing */
-    LAUNCH_NEW,     /* makes a new result like the operand; None where one is given */
-    LAUNCH_OPERAND, /* their numbers among the arrays */
+    LAUNCH_GO,      /* launches it, given operand, result and stream; returns None if it has done nothing */
+    LAUNCH_NEW,     /* makes a new result like the operand; None if the result is given */
+    LAUNCH_OPERAND, /* numbers of operand and result among the arrays */
     LAUNCH_RESULT,
-    LAUNCH_STREAM,  /* gives the current stream of a device, */
-    LAUNCH_DEVICE,  /* this one */
-    LAUNCH_ORDER,   /* has the stream that the last such call took */
+    LAUNCH_STREAM,  /* gives the current stream of a device */
+    LAUNCH_DEVICE,  /* the number of that device */
+    LAUNCH_ORDER,   /* knows the stream of the last such call */
     LAUNCH_TEAM,
     LAUNCH_OPERATION,
-    LAUNCH_REQUIRE, /* raises what the driver has answered */
+    LAUNCH_REQUIRE, /* raises the error that the CUDA driver has returned */
     LAUNCH_OBJECTS,
     LAUNCH_FIELDS
 };
@@ -1021,18 +1021,18 @@ static int is_idle(PyObject *shared) {
     return idle;
 }
 
-/* The call that is kept for the half that has its turn, a new reference. */
+/* The call that is kept for the half whose turn it is, a new reference. */
 static PyObject *its_call(PyObject *kept) {
     PyObject *calls = ITEM(kept, ITS_CALLS), *call = PyList_GET_ITEM(calls, 0);
     if (call != Py_None && call == PyList_GET_ITEM(calls, 1))
-        return Py_NewRef(call); /* which uses neither */
+        return Py_NewRef(call); /* it uses neither half */
     PyObject *half = PyObject_CallNoArgs(ITEM(kept, ITS_TURN));
     call = half == NULL ? NULL : PyList_GetItem(calls, PyLong_AsSsize_t(half));
     Py_XDECREF(half);
     return call == Py_None ? NULL : Py_XNewRef(call);
 }
 
-/* Whether the arrays of the object whose method it is look as they did; they are the look's, too, then. */
+/* Whether the operands of the object whose method it is look as before; if so, they are added to the look. */
 static int holds_the_same(PyObject *kept, Look *look) {
     int begin = look->count;
     PyObject *facts = ITEM(kept, ITS_FACTS);
@@ -1041,7 +1041,7 @@ static int holds_the_same(PyObject *kept, Look *look) {
            memcmp(look->words + begin, PyBytes_AS_STRING(facts), (size_t)PyBytes_GET_SIZE(facts)) == 0;
 }
 
-/* Of the results of the driver's call the one that the user's returns. */
+/* The result of the driver's call that the user's call returns. */
 static PyObject *the_given(PyObject *kept, PyObject *results) {
     if (results == NULL || ITEM(kept, ITS_GIVEN) == Py_None)
         return results;
@@ -1051,7 +1051,7 @@ static PyObject *the_given(PyObject *kept, PyObject *results) {
     return one;
 }
 
-/* Whether none of these functions says something. */
+/* Whether none of these functions returns true. */
 static int are_silent(PyObject *watches) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watches); i++)
         if (truth(PyObject_CallNoArgs(ITEM(watches, i))) != 0)
@@ -1059,8 +1059,8 @@ static int are_silent(PyObject *watches) {
     return 1;
 }
 
-/* The result of a launch, while the board is this thread's; NULL with an error that the peers have been told of, or
- * where nothing was done. Between the word that lists the call and its launch no line of Python runs: see launch.c. */
+/* The result of a launch, while this thread has the board. NULL if nothing was done, or with an error set of which
+ * the peers have been told. No Python runs between the word that lists the call and its launch: see launch.c. */
 static PyObject *put_on(PyObject *kept, const Look *look, PyObject *stream) {
     PyObject *shared = ITEM(kept, LAUNCH_SHARED), *operation = ITEM(kept, LAUNCH_OPERATION);
     PyObject *x = look->array[PyLong_AsLong(ITEM(kept, LAUNCH_OPERAND))], *out = NULL, *answer = NULL;
@@ -1075,7 +1075,7 @@ static PyObject *put_on(PyObject *kept, const Look *look, PyObject *stream) {
     int status = answer == NULL || answer == Py_None ? -1 : (int)PyLong_AsLong(answer);
     if (status != 0)
         Py_CLEAR(out);
-    if (status > 0) /* the driver has refused what is listed */
+    if (status > 0) /* the CUDA driver has refused a launch that is listed */
         Py_XDECREF(PyObject_CallFunction(ITEM(kept, LAUNCH_REQUIRE), "sO", "cuLaunchKernel", answer));
     Py_XDECREF(answer);
     if (out == NULL && (status > 0 || in_vain() < 0)) {
@@ -1085,7 +1085,7 @@ static PyObject *put_on(PyObject *kept, const Look *look, PyObject *stream) {
     return out;
 }
 
-/* The result of a call that is listed and launched, a new reference; as `put_on`. */
+/* The result of a call that is listed and launched, a new reference; else as `put_on`. */
 static PyObject *launched(PyObject *kept, const Look *look, PyObject *function) {
     PyObject *shared = ITEM(kept, LAUNCH_SHARED), *found = NULL;
     if (!is_idle(shared) || !is(ITEM(shared, CONTEXT), s_closed, Py_None) ||
@@ -1100,7 +1100,7 @@ static PyObject *launched(PyObject *kept, const Look *look, PyObject *function) 
         (void)in_vain();
         return NULL;
     }
-    /* What is launched on a default stream follows what was launched there before, and is not captured. */
+    /* A launch on a default stream follows earlier launches there, and is not captured. */
     long number = PyLong_AsLong(stream);
     if ((number == 0 || number == 1) && equal(ITEM(kept, LAUNCH_ORDER), s_last_stream, stream) == 1 &&
         record->begin(function, look->array, look->arrays) == 0) {
@@ -1118,8 +1118,8 @@ static PyObject *launched(PyObject *kept, const Look *look, PyObject *function) 
     return found;
 }
 
-/* again(stack, standard, function, arguments, named): what the function would return; None where it is to be
- * called, and nothing was done. The current context is the last of `stack`, or else in `standard`. */
+/* again(stack, standard, function, arguments, named): what the function would return; None if nothing was done,
+ * and it has to be called. The current context is the last of `stack`, or else in `standard`. */
 static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     Look look;
     (void)module;
@@ -1164,7 +1164,7 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
     return none_unless(found, entered && !left);
 }
 
-/* know_tensors(Tensor): the type of torch's arrays. */
+/* know_tensors(Tensor): note the type of torch's tensors. */
 static PyObject *know_tensors(PyObject *module, PyObject *given) {
     (void)module;
     if (!PyType_Check(given)) {
@@ -1177,7 +1177,7 @@ static PyObject *know_tensors(PyObject *module, PyObject *given) {
     Py_RETURN_NONE;
 }
 
-/* know(ndarray, array): the type of NumPy's arrays, if that one lies as NDArray says. */
+/* know(ndarray, array): note the type of NumPy's arrays, if NDArray describes how this one is laid out. */
 static PyObject *know(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
     if (count != 2 || !PyType_Check(given[0]) || Py_TYPE(given[1]) != (PyTypeObject *)given[0] ||
@@ -1213,7 +1213,7 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_direct", "Calls that come again, compiled.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
-/* What a module has in a capsule, which it keeps. */
+/* The pointer in a capsule of another module, which keeps it. */
 static const void *given_by(const char *module, const char *attribute, const char *name) {
     PyObject *giver = PyImport_ImportModule(module);
     PyObject *capsule = giver == NULL ? NULL : PyObject_GetAttrString(giver, attribute);

@@ -4,10 +4,9 @@
     again:        fingerprint ───► agree ───────────► perform
 
 An operator says what ranks compare (`describe`), what they are to do (`check`) and how (`program`);
-see `Operation`. All else happens here and in the performers: arrays are read once for all calls
-that look alike; results and workspace are made before the ranks agree, in expectation of the plan
-of the last such call, so that a call that comes again is one exchange; and an error of one rank is
-raised on all.
+see `Operation`. The driver and the performers do the rest. Arrays are read once for all calls that
+look alike. Results and workspace are made before the ranks agree, for the plan of the last such
+call, so that a repeated call takes one exchange. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
 from shardmath.operators.arguments import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
-from shardmath.program.numbers import PLAIN, Number, number
+from shardmath.program.notes import PLAIN, TAG_BYTES, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
 
 _KEPT = 128  # calls of an operation that are recognised
-_TAG_BYTES = 8
 _DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
 
 Specs = Mapping[str, ArraySpec | None]
@@ -48,11 +46,12 @@ Problem = TypeVar("Problem")
 class Operation(Protocol[Problem]):
     """What an operator's author writes. All of it is pure, and needs no ranks.
 
-    `options` is the class of the user's options, which have a `logger`. An operation whose programs
-    on GPUs are not those that `program.gpus` performs has a method `on_gpus` besides, which takes
-    what `GPUs` takes and returns what performs them; `on_cores` likewise. One of whose operands
-    several ranks may have the same part has a method `operands`, which takes the problem and
-    returns their layouts by name.
+    `options` is the class of the user's options, which have a `logger`. Some methods are optional:
+
+        on_cores(context, names, kept=)   the performer on cores, where that is not `Cores`
+        on_gpus(context, names, kept=)    the performer on GPUs, where that is not `GPUs`
+        driver(context)                   the class of its drivers, where that is not `Driver`
+        operands(problem)                 layouts of operands by name, where ranks may own copies
     """
 
     names: Names
@@ -61,12 +60,12 @@ class Operation(Protocol[Problem]):
     def describe(self, arrays: Specs, words: tuple[Any, ...], options: Any) -> Hashable:
         """One rank's call as plain data, for all ranks to compare. Raises what is wrong with it.
 
-        `arrays` are the specs of operands and results by name, None for one that was left out.
+        `arrays` are the specs of operands and results by name, None for those that were left out.
         """
         ...
 
     def check(self, specs: Sequence[Any]) -> Problem:
-        """The problem that all ranks' descriptions make. Raises where they do not fit together."""
+        """The problem that all ranks' descriptions state. Raises if they do not fit together."""
         ...
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
@@ -74,7 +73,7 @@ class Operation(Protocol[Problem]):
         ...
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """A description of what is done, in a few lines."""
+        """What is done, in a few lines."""
         ...
 
 
@@ -85,24 +84,25 @@ def call(operation: Operation[Any], arguments: Arguments) -> Any:
     return (driver or driver_of(context, operation)).call(arguments)
 
 
-def driver_of(
-    context: Context,
-    operation: Operation[Any],
-    kind: Callable[[Context], type[Driver]] | None = None,
-) -> Driver:
-    """The driver of all calls of a function; of those with derivatives, which ranks compare, there
-    is one for each choice of operands. `kind(context)` is its class, if not Driver.
+def driver_of(context: Context, operation: Operation[Any]) -> Driver:
+    """The driver of all calls of a function, in this context.
+
+    Ranks compare which operands have derivatives: each choice of operands has a driver of its own.
     """
     if context.derivatives:
         key = operation, context.derivatives
         operation = context.cache(key, lambda: _Differentiated(*key))
     driver: Driver | None = context.caches.get(operation)
-    return driver or (kind(context) if kind else Driver).of(context, operation)
+    if driver is not None:
+        return driver
+    kind = getattr(operation, "driver", None)
+    return (kind(context) if kind else Driver).of(context, operation)
 
 
 class _Differentiated:
-    """An operation some of whose operands have derivatives, `which` as a context says it. Its name
-    tells, and names are part of what ranks agree on.
+    """An operation some of whose operands have derivatives: `which`, by a digit for each operand.
+
+    Its name says so, and ranks agree on names.
     """
 
     def __init__(self, operation: Operation[Any], which: str) -> None:
@@ -116,16 +116,15 @@ class _Differentiated:
 
 
 class Driver:
-    """Calls of one operation in one context; `kept`: of one object, which has its own workspace."""
+    """Calls of one operation in one context; with `kept`, of one object with its own workspace."""
 
     def __init__(self, context: Context, operation: Operation[Any], *, kept: bool) -> None:
         self.context = context
         self.operation = operation
         self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
         self.performer = _performer(context, operation, kept=kept)
-        self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
-        # What says of which operands the ranks are to compare copies, in each call.
+        # Given a problem: the layouts of operands of which the ranks compare copies in each call.
         self._copied: Callable[[Any], Mapping[str, Layout]] | None = (
             getattr(operation, "operands", None) if context.compares_copies else None
         )
@@ -141,7 +140,7 @@ class Driver:
 
     @classmethod
     def of(cls, context: Context, operation: Operation[Any]) -> Driver:
-        """The one for all calls of a function."""
+        """The driver of all calls of a function."""
         return context.cache(operation, lambda: cls(context, operation, kept=False))
 
     # -- a call ------------------------------------------------------------------------------------
@@ -166,8 +165,10 @@ class Driver:
         return self.perform(turn, agreement, payloads)
 
     def _same_options(self, options: Any) -> Any:
-        """One object for all equal options, so that calls are recognised by it. Options that are
-        wrong, or have a logger, which is told of each call, are returned as they are.
+        """One object for all equal options, by whose identity calls are recognised.
+
+        Options that are wrong are returned as they are, and so are those with a logger, which is
+        told of each call.
         """
         try:
             read = options_of(self.operation.options, options)
@@ -176,17 +177,13 @@ class Driver:
             return options
 
     def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
-        """This rank's side of a call, prepared for the plan that is expected: the ranks can agree.
-        Local. Raises as `known`, and HeapExhausted.
+        """This rank's side of a call, prepared for the plan that is expected. Local.
+
+        Raises as `known`, and HeapExhausted. The ranks can agree after it.
         """
         known = self.known(arguments, spec)
-        turn = Turn(arguments, known, known.spec)
-        if self._repeat is not None:
-            turn.repeat = self._repeat(turn)
-        if turn.repeat is None:
-            self.performer.prepare(turn, known.expected)
-        else:
-            turn.last = turn.repeat.agreement
+        turn = Turn(arguments, known)
+        self.performer.prepare(turn, known.expected)
         return turn
 
     def perform(self, turn: Turn, agreement: Agreement[Plan], payloads: Sequence[bytes]) -> Any:
@@ -196,36 +193,28 @@ class Driver:
 
             layouts = self._copied(agreement.plan.problem)
             require_equal_copies(self.context, self.operation.names, turn.arguments, layouts)
-        repeat = turn.repeat
-        if repeat is not None and repeat.agreement is not agreement:  # a peer's arrays are others
-            self.performer.prepare(turn, turn.known.expected)
-            repeat = None
         if turn.known.last is not agreement:
             self.expect_again(turn, agreement)
-        if repeat is not None:
-            turn.prepared = repeat
-            results = repeat.launch(turn)
-        else:
-            turn.payloads = payloads
-            results = self.performer.perform(turn, agreement, agreement.plan)
+        turn.payloads = payloads
+        results = self.performer.perform(turn, agreement, agreement.plan)
         if self._compiled is not None and turn.known.direct != (agreement, turn.prepared):
             self._keep(turn, agreement, results)
         return results[0] if len(results) == 1 else results
 
     def again(self, arguments: Arguments) -> Any:
-        """The results of a call that compiled code makes; None where it does not, and nothing was
-        done. Collective where there are any.
+        """The results of a call that compiled code makes; None if it does not, and then nothing was
+        done. Collective if there are results.
         """
         compiled = self._compiled
         return None if compiled is None else compiled.make(arguments)
 
     def forget_public(self) -> None:
-        """Enter the object's methods again: what it refers to has changed."""
+        """Let the object's methods be entered again: it refers to other operands now."""
         if self._compiled is not None:
             self._compiled.forget_public()
 
     def forget(self) -> None:
-        """Let compiled code make no call that was made before."""
+        """Drop the calls that compiled code makes."""
         if self._compiled is not None:
             self._compiled.forget()
 
@@ -250,19 +239,19 @@ class Driver:
         texts: tuple[bytes, ...],
         payloads: Sequence[bytes],
     ) -> Any:
-        """The results of a call that compiled code has begun, where a rank sent another text."""
+        """Go on with a call that compiled code has begun, and in which a rank's text was new."""
         turn = turn_of(begun, arguments, result, payload)
         build = self.build if self.agreed is None else self.agreed()
         agreement = concluded(self.context, begun[0], turn.spec, texts, build)
         return self.perform(turn, agreement, payloads)
 
-    # -- what every call begins with ---------------------------------------------------------------
+    # -- recognising a call ------------------------------------------------------------------------
 
     def known(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Known:
         """What is known of calls with equal arguments, whose arrays look and lie like these. Local.
 
-        If nothing is, the arrays are read in full, after `spec(arguments)`. Raises what is wrong
-        with the arguments.
+        If nothing is known yet, the arrays are read in full, after `spec(arguments)`. Raises what
+        is wrong with the arguments.
         """
         if arguments.stream is not None:
             check_stream(arguments.stream)
@@ -275,7 +264,7 @@ class Driver:
             said = words, tuple(map(type, words)), options, numbers  # True equals 1, and is no axis
             key = self._known.key(said, operands, results)
             known = None if key is None else self._known.find(key)
-        except (TypeError, ValueError):  # a word has no hash, or is wrong, which `spec` raises
+        except (TypeError, ValueError):  # a word has no hash, or is wrong: `spec` raises for it
             key = known = None
         if known is not None:
             return known
@@ -288,7 +277,7 @@ class Driver:
         return known if known.blocks else Known(own, arrays, False, expected, by_name)
 
     def numbers(self, arguments: Arguments) -> tuple[Number, ...]:
-        """The numbers of a call. Local. Raises ValueError for what is none."""
+        """The numbers of a call. Local. Raises ValueError for a value that is no number."""
         pairs = zip(self.operation.names.numbers, arguments.numbers, strict=True)
         return tuple([x if type(x) in PLAIN else number(name, x) for name, x in pairs])
 
@@ -309,26 +298,26 @@ class Driver:
         try:
             key = (*arrays.values(), words, tuple(map(type, words)), options)  # see `known`
             hash(key)
-        except TypeError:  # among the words is something that has no hash
+        except TypeError:  # one of the words has no hash
             return described()
         return self._specs.made(key, described)
 
     # -- plans -------------------------------------------------------------------------------------
 
     def expect_again(self, turn: Turn, agreement: Agreement[Plan]) -> None:
-        """Prepare for the same agreement in the next such call. Local."""
+        """Expect the same agreement in the next such call. Local."""
         known = turn.known
         known.last = agreement
         if known.expected is not agreement.plan:
             known.expected = self.expect(turn.spec, agreement.plan)
 
     def expect(self, spec: HashedSpec, plan: Plan) -> Plan:
-        """Prepare for `plan` in the next call of that spec. Local."""
+        """Expect `plan` in the next call with that spec. Local."""
         return self._expected.keep(spec.digest, plan)
 
     def build(self, specs: list[Any]) -> Plan:
-        """The plan that all ranks' specs make. Pure."""
-        tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
+        """The plan for all ranks' specs. Pure."""
+        tag = blake2b(wire.encode(specs), digest_size=TAG_BYTES).digest()
         return self._plans.made(tag, partial(self._built, specs, tag))
 
     def _built(self, specs: list[Any], tag: bytes) -> Plan:
@@ -339,19 +328,18 @@ class Driver:
         return Plan(tag, problem, program, explain)
 
     def log(self, options: Any, plan: Plan) -> None:
-        """Tell the user's logger, or the package's, what was planned."""
+        """Log what was planned, to the user's logger or the package's."""
         logger = None if options is None else options_of(self.operation.options, options).logger
         log_plan(self.context, logger, plan)
 
 
 def _performer(context: Context, operation: Operation[Any], *, kept: bool) -> Performer:
-    """The performer of programs here: cores or GPUs."""
+    """The performer of programs on this context's cores or GPUs."""
+    make: Callable[..., Performer]
     if context.team is None:
-        performer: Performer = getattr(operation, "on_cores", Cores)(
-            context, operation.names, kept=kept
-        )
-        return performer
-    from shardmath.program.gpus import GPUs
+        make = getattr(operation, "on_cores", Cores)
+    else:
+        from shardmath.program.gpus import GPUs
 
-    performer = getattr(operation, "on_gpus", GPUs)(context, operation.names, kept=kept)
-    return performer
+        make = getattr(operation, "on_gpus", GPUs)
+    return make(context, operation.names, kept=kept)

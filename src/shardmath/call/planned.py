@@ -2,8 +2,8 @@
 
 An object is made with operands, planned, executed, reset, freed. It owns what its plan needs, never
 its operands: it only refers to them until they are reset or released. All methods but
-`reset_operand_unchecked`, `release_operand` and `free` are collective, and an error on one rank is
-raised on all: checks of state run inside the agreement that the call begins with.
+`reset_operand_unchecked`, `release_operand` and `free` are collective. An error on one rank is
+raised on all, since the state is checked within the agreement with which a call begins.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from shardmath.program.performing import Arguments, Known, Plan, Turn
 class Planned:
     """An operation on arrays like those that it was made with.
 
-    A subclass names itself (`noun`) and its `invalid` error. `context` is the one it was made in,
-    `number` its name there, the same on all ranks, and `_operands` the operands by name, None where
-    there is none (released, or never given).
+    A subclass names itself (`noun`) and the error that a freed object raises (`invalid`). `context`
+    is the one it was made in, and `number` is its name there, the same on all ranks. `_operands`
+    are the operands by name, None for those that were released or never given.
 
-    Later operands have to be `alike` in these facts; what else is the same, an execution's spec
-    says: the object's number, where its plan is the only one.
+    Later operands have to be `alike` the first in these facts. The spec of an execution is the
+    object's number, unless the subclass has more than one plan.
     """
 
     noun: ClassVar[str]
     invalid: ClassVar[type[ShardmathError]]
     alike: ClassVar[tuple[str, ...]] = ("memory space", "dtype", "shape")
-    keeps_workspace: ClassVar[bool] = True  # of its own, until it is released
+    keeps_workspace: ClassVar[bool] = True  # its own, until that is released
 
     @collective_call
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
@@ -80,18 +80,18 @@ class Planned:
         self.free()
 
     def free(self) -> None:
-        """Give back what the plan holds. Local. A second call does nothing; other methods raise."""
+        """Free what the plan holds. Local. A second call does nothing; other methods raise then."""
         if not self._freed:
             self._freed = True
             self._release()
             self._release_operands()
 
     def _build(self, specs: list[Any]) -> Plan | None:
-        """The plan that all ranks' first specs make, None where that takes another method."""
+        """The plan for all ranks' first specs; None where another method plans."""
         return self._driver.build(specs)
 
     def _use(self, plan: Plan, spec: HashedSpec) -> None:
-        """Execute this plan from now on, and expect it in executions of that spec. Local."""
+        """Execute this plan from now on, and expect it in executions with that spec. Local."""
         self._plan = self._driver.expect(spec, plan)
         self._driver.log(self._options, plan)
 
@@ -100,10 +100,10 @@ class Planned:
         self._driver.numbers(arguments)
         spec = self._driver.spec(arguments)
         self._driver.performer.inspect(arguments)
-        return Turn(arguments, Known(spec, None, lasting=False), spec)
+        return Turn(arguments, Known(spec, None, lasting=False))
 
     def explain(self) -> str:
-        """A description of what is done, in a few lines. Local."""
+        """What is done, in a few lines. Local."""
         return self._plan.explain()
 
     @collective_call
@@ -120,17 +120,17 @@ class Planned:
         *,
         release_workspace: bool,
     ) -> Any:
-        """The results; those that are None are new. Collective.
+        """The results; those given as None are new arrays. Collective.
 
-        `words` are those of this execution, where it may be another than the last.
+        `words` are those of this execution, where they may differ from the last one's.
         """
         self._require_open()
         driver = self._driver
         try:
             if self._planned and self._has_operands:
-                given = driver.again(self._execution_arguments(results, stream, words))
-                if given is not None:
-                    return given
+                made = driver.again(self._execution_arguments(results, stream, words))
+                if made is not None:
+                    return made
             turn, agreement, payloads = agree(
                 self.context,
                 self._execution,
@@ -167,11 +167,11 @@ class Planned:
         return self._plan
 
     def _spec_as(self, described: HashedSpec) -> HashedSpec:
-        """The spec of an execution that has been described so."""
+        """The spec of an execution of the call that was described by this spec."""
         return self._own_spec
 
     def _execution_spec(self, arguments: Arguments) -> HashedSpec:
-        """The spec of an execution. Raises ValueError unless such arrays are what the plan is for,
+        """The spec of an execution. Raises ValueError for arrays that the plan is not for,
         TypeError for operands of another library.
         """
         names = self._driver.operation.names
@@ -192,15 +192,21 @@ class Planned:
     def _check_like(self, name: str, spec: ArraySpec) -> None:
         like = self._like[name]
         if spec.library != like.library:
-            raise TypeError(f"the {name} is of {spec.library}, the plan is for {like.library}")
+            raise TypeError(
+                f"the {name} is of {spec.library}, the plan is for {like.library}; "
+                f"make a new {self.noun} for it"
+            )
         for what in self.alike:
             one, other = (getattr(x, what.removeprefix("memory ")) for x in (spec, like))
             if one != other:
-                raise ValueError(f"the {name} has {what} {one}, the plan is for {other}")
+                raise ValueError(
+                    f"the {name} has {what} {one}, the plan is for {other}; "
+                    f"make a new {self.noun} for it"
+                )
 
     @collective_call
     def _reset(self, operands: Mapping[str, Any], stream: Any) -> None:
-        """Execute on these from now on. Collective."""
+        """Execute on these operands from now on. Collective."""
 
         def described() -> None:
             check_stream(stream)
@@ -216,12 +222,15 @@ class Planned:
         self._set_operands(**operands)
 
     def _require_given(self, name: str, operand: Any) -> None:
-        """Raise unless there is an operand to be reset to."""
+        """Raise ValueError unless there is a new operand."""
         if operand is None:
-            raise ValueError(f"reset_operand needs an {name}; release_operand drops the old one")
+            raise ValueError(
+                f"reset_operand needs an array for {name}, not None: to drop the old one, call "
+                f"release_operand"
+            )
 
     def _release(self) -> None:
-        """Give back what the plan holds."""
+        """Free what the plan holds."""
         self._driver.forget()
         self._driver.performer.release()
 
@@ -239,7 +248,7 @@ class Planned:
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """The operands that it refers to."""
+        """The operands that this object refers to."""
         return tuple([x for x in self._operands.values() if x is not None])
 
     def _gather(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
@@ -253,7 +262,7 @@ class Planned:
         return self.context.gather(f"{self.noun}.{method} #{self.number}", described)
 
     def _require_open(self) -> None:
-        """Raise unless the context is open. To be called before an agreement."""
+        """Raise unless the context is open. Call it before an agreement."""
         try:
             self.context.require_open()
         except RuntimeError:

@@ -1,9 +1,9 @@
 """Ranks move and combine arrays together: broadcast, gather, scatter, reduce, all to all.
 
-Every function takes ordinary arrays and arrays on the symmetric heap, of any strides, and agrees on
-the call before any element moves. A number is an array of no axes: all_reduce((x * x).sum()).
-Of a DistributedArray they take the parts; the result is one that every rank has, or
-reduce_scatter's slab.
+Every function takes ordinary arrays and arrays on the symmetric heap, of any strides, and the ranks
+agree on the call before any element moves. A number is an array of no axes, as in
+all_reduce((x * x).sum()). Of a DistributedArray the functions take the parts; every rank has the
+result, except for reduce_scatter's, which is a slab.
 
 With `async_op=True`, on all ranks, a call returns a `Work` at once, and goes on beside the program:
 
@@ -11,7 +11,7 @@ With `async_op=True`, on all ranks, a call returns a `Work` at once, and goes on
     ...  # other calls, too; `rows` stays as it is
     matrix = work.wait()
 
-A context makes such calls in their order, which all ranks say to be asynchronous. On GPUs they are
+A context makes asynchronous calls in their order, which is the same on all ranks. On GPUs they are
 put on the current stream.
 """
 

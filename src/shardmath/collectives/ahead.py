@@ -1,11 +1,12 @@
-"""Which calls of a context of GPUs need no meeting of hosts, and what is raised where ranks differ.
+"""Calls of a context of GPUs in which hosts do not meet, and what is raised if the ranks differ.
 
-A call is known once all ranks have agreed on the part of it that they share (`forms`); from then on
-its tag, a digest of that, stands for it: in the words that kernels compare before they write, and
-in the list that hosts compare where they meet. What is a rank's own goes along with the tag.
+A call is known once all ranks have agreed on the part of it that they share (see `forms`). From
+then on its tag, a digest of that part, stands for it: in the words that kernels compare before they
+write, and in the lists that hosts compare when they meet. The part that differs by rank is listed
+beside the tag.
 
 All ranks learn such calls in the same order, and forget all of them together when there are too
-many, so a call is known on all ranks or on none.
+many. So a call is known on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.messages import different
 from shardmath.symmetric.rows import MOST_WORDS
 
-_KEPT = 1024  # calls of a context
-_PLANS = 64  # of calls of which this rank has asked what is the peers' own
+_KEPT = 1024  # known calls of a context
+_PLANS = 64  # plans of calls with parts that the peers have listed
 _TAG_BYTES = 6
 
 
 def _tag_of(*what: bytes) -> int:
-    """A number of 48 bits that stands for a call, the same on all ranks; never 0."""
+    """A number of 48 bits that stands for a call; it is the same on all ranks, and never 0."""
     digest = blake2b(b"\0".join(what), digest_size=_TAG_BYTES).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class KnownCall(NamedTuple):
-    """A call that all ranks know: what they share of it, what `out` must be, and its plan.
+    """A call that all ranks know: the part that they share (`common`), and its plan.
 
-    `build` makes a plan of all ranks' specs, or raises what is wrong with them. What `out` must be
-    is None where that is not the same in all such calls.
+    `result` is the spec that `out` must have, None if that is not the same in all such calls.
+    `build` makes a plan of all ranks' specs, or raises what is wrong with them.
     """
 
     operation: str
@@ -55,12 +56,12 @@ class KnownCall(NamedTuple):
     tag: int
 
     def whole(self, words: Sequence[int] = ()) -> Spec:
-        """The spec as a rank without `out` sends it, which has listed these words."""
+        """The spec of a rank that has listed these words, and has no `out`."""
         return self.form.whole(self.common, words)
 
 
 class Ahead:
-    """The known calls of one context, and what this rank calls while it meets its peers."""
+    """The known calls of one context, and the call for which this rank meets its peers."""
 
     def __init__(self, context: Context) -> None:
         team = context.team
@@ -72,30 +73,30 @@ class Ahead:
         self._calls: dict[tuple[str, Hashable], KnownCall] = {}
         self._by_tag: dict[int, KnownCall] = {}
         self._plans: LRUCache[Hashable, Any] = LRUCache(_PLANS)
-        # What this rank says in the meeting under way: its spec, or its mistake.
+        # What this rank brings to the meeting under way: its spec, or its error.
         self._own: Spec | Exception | None = None
         if not self._meets and context.size > 1:
-            # Weakly: they outlive a context that is dropped, which the plans of calls refer to.
+            # Weakly: team and board outlive a context that is dropped, and plans refer to it.
             team.explain = weakly(self._explain)
             team.explain_misfit = weakly(self._explain_misfit)
             self._board.let_run_ahead(weakly(self._explain_passed))
 
     @classmethod
     def of(cls, context: Context) -> Ahead:
-        """The context's."""
+        """The known calls of a context."""
         return context.cache("calls ahead", lambda: cls(context))
 
     def find(self, operation: str, common: Spec) -> KnownCall | None:
-        """The known call of `operation` of which all ranks share `common`."""
+        """The known call of `operation` whose shared part is `common`."""
         return self._calls.get((operation, common))
 
     def find_fitting(self, operation: str, form: Form, spec: Spec) -> KnownCall | None:
-        """The known call of this spec; None where its `out` is wrong, which a meeting reports."""
+        """The known call of this spec; None if `out` is wrong, which a meeting then reports."""
         common = form.common(spec)
         known = None if common is None else self.find(operation, common)
         if known is None or not form.fits(spec, known.result):
             return None
-        if form.counted and self._size == 1:  # nobody has to be asked whether it is right
+        if form.counted and self._size == 1:  # this rank alone can tell whether it is right
             try:
                 known.build([spec])
             except Exception:
@@ -103,7 +104,7 @@ class Ahead:
         return known
 
     def find_of(self, rank: int, operation: str) -> KnownCall | None:
-        """The known call of `operation` that `rank` makes next; None where it meets all instead.
+        """The known call of `operation` that `rank` makes next; None if it meets all ranks instead.
 
         Waits for that rank's host.
         """
@@ -122,8 +123,8 @@ class Ahead:
         plan: Any,
         build: Callable[[list[Any]], Any],
     ) -> KnownCall | None:
-        """Let a call that all ranks have agreed on be known, given what they share of it; None
-        where such calls meet.
+        """Let a call be known on which all ranks have agreed, given the part that they share. None
+        if ranks meet for such calls.
         """
         if self._meets or (form.counted and self._size > MOST_WORDS):
             return None
@@ -142,27 +143,27 @@ class Ahead:
             context.repeats.forget()
 
     def tag(self, operation: str, common: Spec) -> int:
-        """The tag of a call that may be known, the first time too."""
+        """The tag of a call, whether it is known yet or not."""
         return _tag_of(operation.encode(), wire.encode(common))
 
     def go(self, known: KnownCall, words: Shape) -> None:
-        """Make a known call, of which this rank's own part is `words`, without waiting."""
+        """List a known call, with `words` as this rank's own part. Does not wait."""
         if self._size > 1:
             self._board.run_ahead(known.operation, known.tag, words)
 
     def others(self, known: KnownCall, own: Shape) -> Sequence[Shape]:
-        """Each rank's own part of the known call that this one makes. Waits for their hosts."""
+        """Each rank's own part of the known call that this rank makes. Waits for their hosts."""
         return [own] if self._size == 1 else self._board.listed_words(len(own))
 
     def asked(self, known: KnownCall, spec: Spec) -> Sequence[Shape] | None:
-        """The words that `plan` has asked the peers for, of the last call; None for nothing."""
+        """The words for which `plan` has asked the peers in the last call; None if it has not."""
         form = known.form
         if not form.counted or form.alone(spec) is not None:
             return None
         return self.others(known, form.words(spec))
 
     def plan(self, known: KnownCall, spec: Spec) -> Any:
-        """The plan of the known call that this rank makes, or its part where that is enough."""
+        """The plan of the known call that this rank makes, or its own part if that is enough."""
         form = known.form
         if not form.counted:
             return known.plan
@@ -177,7 +178,7 @@ class Ahead:
             specs[self._rank] = spec
             try:
                 plan = self._plans.keep(key, known.build(specs))
-            except Exception as error:  # the peers have gone on, and are to raise it too
+            except Exception as error:  # the peers have gone on, and have to raise it, too
                 raise self._board.concluded(error, by_all=True) from None
         return plan
 
@@ -185,7 +186,7 @@ class Ahead:
     def meeting(self, own: Spec | Exception) -> Iterator[None]:
         """Surround a meeting to which this rank brings `own`, a spec or an error.
 
-        Ranks let each other reach the heaps that they have by then.
+        Ranks also announce to each other the heaps that they have by then.
         """
         context = self._context()
         assert context is not None, "it is in use"
@@ -202,13 +203,13 @@ class Ahead:
     # -- where ranks differ ------------------------------------------------------------------------
 
     def _explain(self, tags: Mapping[int, int]) -> Exception:
-        """The error that all ranks raise whose kernels found these tags, by rank, to differ."""
+        """The error that all ranks raise if kernels have found these tags, by rank, to differ."""
         calls = [self._by_tag.get(tags[rank]) for rank in range(self._size)]
         names = [call.operation if call else "something else" for call in calls]
         return self._difference(names, [call.whole() if call else None for call in calls], calls)
 
     def _explain_misfit(self, tag: int, launch: int) -> Exception:
-        """The error that all ranks raise where one does not take what that launch sends it."""
+        """The error that all ranks raise if one does not take what that launch sends to it."""
         known, context = self._by_tag.get(tag), self._context()
         assert context is not None, "it is in use"
         collectives = DeviceCollectives.of(context)
@@ -219,10 +220,10 @@ class Ahead:
         return self._difference([known.operation], specs, [known])
 
     def _explain_passed(self, tags: Mapping[int, int | None]) -> Exception:
-        """The error that all ranks raise where peers ran ahead by these tags and this rank meets.
+        """The error that all ranks raise if peers ran ahead with these tags while this rank meets.
 
-        Of a rank without a tag nothing is known; where all specs are compared, it is to agree with
-        the first that ran ahead, so that it is not blamed.
+        Nothing is known about a rank without a tag. So that it is not blamed, it is taken to agree
+        with the first rank that ran ahead.
         """
         operation, own = self._board.operation, self._own
         if isinstance(own, Exception):
@@ -241,7 +242,7 @@ class Ahead:
         return self._difference(names, specs, calls)
 
     def _words_of(self, rank: int, call: KnownCall) -> Shape:
-        """The words that a peer has listed with the call with which it has passed this rank."""
+        """The words that a peer has listed with the call by which it has run ahead."""
         calls, count = self._board.calls, len(call.form.words(call.whole((0,) * self._size)))
         return () if calls is None else calls.next_words_of(rank, count)
 

@@ -1,7 +1,8 @@
 """Collectives that run while the program goes on, and the handles on which it waits for them.
 
-On cores a thread of each context makes these calls, one after the other as they were given, in a
-context of their own with the same ranks and memory: so they never meet the calls of the program.
+On cores a thread of each context makes these calls, one after the other in the order in which they
+were given. It makes them in another context of the same ranks and memory, so that they do not mix
+with the calls of the program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """A collective under way; its operand and its `out` belong to it until it is completed."""
+    """A collective under way. Its operand and its `out` belong to it until it is completed."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -27,7 +28,7 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:
         """The result of the call, once there is one. Raises what the call raised.
 
-        TimeoutError after `timeout` seconds: the call goes on then, and may be waited for again.
+        Raises TimeoutError after `timeout` seconds: the call goes on, and may be waited for again.
         """
         return self._future.result(timeout)
 
@@ -36,13 +37,15 @@ class Work:
         return self._future.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call raised, None where it has a result. Waits as `wait` does."""
+        """What the call raised, None if it has a result. Waits as `wait` does."""
         return self._future.exception(timeout)
 
 
 class _Background:
-    """The thread of a context, and the context in which it calls, and which it makes. Collective:
-    this thread waits for it, and so makes no call of its own meanwhile.
+    """The thread of a context, and the context in which it makes calls. Collective.
+
+    The new thread makes that context, and the caller waits for it, so that it makes no call of its
+    own meanwhile.
     """
 
     def __init__(self, context: DistributedContext) -> None:
@@ -58,7 +61,7 @@ def start(
     On GPUs the call is put on the current stream, as every call is, before this returns.
     """
     context = context_of(function.__name__, context)
-    require_function()  # compiled code that makes calls again knows of no thread
+    require_function()  # compiled code, which repeats calls, does not know threads
     if context.device_id == "cpu":
         background = context.cache("background", lambda: _Background(context))
         call = partial(function, x, context=background.context, **words)

@@ -1,15 +1,15 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
-What is combined travels through cells (`kernels/cells.cuh`), from and to ordinary memory; large
-arrays are pushed straight into symmetric memory (`Pushes`). What is moved travels by `exchange.cu`,
-whatever its size: kernels learn from each other how much there is, and where on the heap a result
-lies. After `of` no process waits for another here.
+Sums and other reductions travel through cells (`kernels/cells.cuh`), from and to ordinary memory;
+large ones are pushed straight into symmetric memory (`Pushes`). Moves of any size go through
+`exchange.cu`: its kernels tell each other how much they send, and where on the heap a result lies.
+After `of` no process waits for another here.
 
-Streams: the calls of one context follow each other on whatever streams they are put. Those of two
-contexts run at once, in whatever order a rank has put them: a kernel that waits for peers takes at
-most half of each multiprocessor, and leaves room for another. This holds from the second call of a
-kind on: the first one loads a kernel, which may wait for what the GPU does. Calls of three or more
-contexts that are under way at once must begin in the same order on all ranks.
+Streams: the calls of one context follow each other, whatever streams they are put on. Those of two
+contexts run at once, in any order: a kernel that waits for peers takes at most half of each
+multiprocessor, and leaves room for another. This holds from the second call of a kind on: the first
+call loads a kernel, which may wait for other work of the GPU. If calls of three or more contexts
+are under way at once, they must begin in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _SETS = 3  # kSets
 _MAX_BLOCKS = 132  # kMaxBlocks: one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
-# From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
-# floats are; else of the array. It is faster on the GPU from less on, but takes the host longer.
+# From so many bytes on an all_reduce is pushed: of a rank's slice for floats, whose packets are all
+# data; else of the array. The GPU would be faster with pushes of less, but the host takes longer.
 _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
-# Of exchange.cu: the most that goes to a rank as packets, what goes in chunks, and its launches.
+# Of exchange.cu: the most bytes that go to a rank as packets, chunks for more, and launches.
 _MAIL_BYTES = 4 << 20  # of all ranks; packets are twice as long
 _WRITTEN_BYTES = 1 << 20  # of all ranks: more is written straight into a result on the heap
 _INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
@@ -67,12 +67,12 @@ class LaunchConfig(Immutable):
 
 
 class Parts(NamedTuple):
-    """What a rank sends in an exchange, and what it knows of what it receives.
+    """What a rank sends in an exchange, and what it knows about what it receives.
 
-    All counts are of `width` bytes. The part for rank r lies `starts[r]` bytes into the operand,
-    and is `sent[r]`; of rank r comes `expected[r]`. `room` is what the result takes in all. Both
-    are None where they are not known. `guess` is a number for what all ranks send to all, the same
-    on all ranks that take it for the same; `UNKNOWN` on those that cannot say.
+    Counts are in units of `width` bytes. The part for rank r begins `starts[r]` bytes into the
+    operand, and has `sent[r]` units; `expected[r]` come from rank r, and the result has `room` for
+    so many in all. Both are None if they are not known. `guess` is a number for the counts of all
+    ranks: ranks that assume the same counts have the same number. `UNKNOWN` if a rank cannot guess.
     """
 
     width: int
@@ -91,7 +91,7 @@ class Parts(NamedTuple):
         expected: Sequence[int] | None,
         room: int | None,
     ) -> Parts:
-        """The parts of a rank that takes all ranks' for as large as its own, if they may be."""
+        """The parts of a rank that assumes, if it can, that all ranks' parts are of one size."""
         count, own = sent[0], (*sent, *(expected or ()))
         alike = own.count(count) == len(own) and room in (None, count * len(sent))
         return cls(width, starts, sent, expected, room, count if alike else UNKNOWN)
@@ -102,7 +102,7 @@ class Parts(NamedTuple):
         return self.width * max(*self.sent, *(self.expected or ()), 0)
 
     def most(self, rank: int) -> tuple[int, int]:
-        """The bytes of the largest part that may go to a peer or come from one; of this rank's."""
+        """(the most bytes to a peer, or that may come from one; the bytes of this rank's part)."""
         own, peers = self.sent[rank], [r for r in range(len(self.sent)) if r != rank]
         counts = [self.sent[peer] for peer in peers]
         counts += [self.expected[peer] for peer in peers] if self.expected is not None else []
@@ -143,7 +143,7 @@ class DeviceCollectives(Pushes):
         self._lay_out(cells, Heaps(context, table))
 
     def _lay_out(self, cells: Sequence[int], heaps: Heaps) -> None:
-        """Note where every rank's memory lies, by rank: cells, counts, words, and its `Post`."""
+        """Note where every rank's memory lies: cells, counts, words of launches, and its `Post`."""
         team = self.team
         self.heaps = heaps
         self._cells = [cells[rank] for rank in team.ring_order]
@@ -163,14 +163,14 @@ class DeviceCollectives(Pushes):
 
     @classmethod
     def _first(cls, context: Context) -> DeviceCollectives:
-        """The context's own, which knows its table of heaps and that kernels write by it."""
+        """The context's own collectives, whose table of heaps the context keeps up to date."""
         made = cls.separate(context)
         context.heaps = made.heaps
         return made
 
     @classmethod
     def separate(cls, context: Context) -> DeviceCollectives:
-        """Others, with cells of their own: they never wait for the context's. Collective.
+        """Other collectives, with their own cells: they never wait for the context's. Collective.
 
         Ranks of one host only. Raises HeapExhausted on all ranks.
         """
@@ -186,7 +186,7 @@ class DeviceCollectives(Pushes):
     # -- what is pushed ----------------------------------------------------------------------------
 
     def reduction_pushes(self, nbytes: int, dtype: DType) -> Pushes | None:
-        """The pushes that combine `nbytes` of each rank on the heap; None where cells do it."""
+        """The pushes that combine `nbytes` of each rank on the heap; None if cells do it."""
         if dtype.kind in "fc":
             pushed = nbytes // self.team.size >= _PUSHED_SLICE_BYTES
         else:
@@ -195,11 +195,11 @@ class DeviceCollectives(Pushes):
 
     # -- through cells -----------------------------------------------------------------------------
     # `tag` says which call this is, the same on all ranks: kernels compare it before they write.
-    # What is returned is the launch, None where there was nothing to do.
+    # Each returns the launch, or None if there was nothing to do.
 
     @property
     def order(self) -> StreamOrder:
-        """In which the launches follow each other."""
+        """The order in which launches follow each other on any streams."""
         return self._order
 
     @property
@@ -208,9 +208,11 @@ class DeviceCollectives(Pushes):
         return len(self._argument(0, ()))
 
     def counted(self) -> tuple[tuple[int, int, int], tuple[int, int, int, int, int, int, int]]:
-        """How compiled code launches an exchange of any counts: a kernel, blocks and threads, and
-        the number of ranks, this one, and the most bytes for which those will do; the blocks for
-        more; and for parts of so few bytes another kernel.
+        """How compiled code launches an exchange of any counts:
+
+        (kernel, blocks, threads)
+        (ranks, this rank, most bytes for these blocks, blocks for more,
+         most bytes of a part for another kernel, that kernel, its threads)
         """
         team, more = self.team, self._exchange_kernel("exchange").handle
         few = _FEW_BYTES, self._exchange_kernel("exchange_few").handle, _FEW_THREADS
@@ -274,8 +276,8 @@ class DeviceCollectives(Pushes):
     ) -> ReadyLaunch:
         """Send `table[src][dst]` times `width` bytes from every rank to every other.
 
-        At `source` the parts lie in the order of the ranks, or each rank sends the same to all
-        (`whole`); at `target` they lie in that order.
+        The parts lie at `source` in the order of the ranks, or each rank sends the same to all
+        (`whole`); the parts at `target` lie in the order of the ranks, too.
         """
         rank, size = self.team.rank, self.team.size
         sent, received = table[rank], [row[rank] for row in table]
@@ -286,9 +288,10 @@ class DeviceCollectives(Pushes):
     def exchange(
         self, source: int, target: int, parts: Parts, stream: int, *, tag: int = 0
     ) -> ReadyLaunch:
-        """Send every rank its part of what is at `source`; those of all come to `target`, in order.
+        """Send every rank its part of `source`; the parts from all ranks come to `target`, in
+        order.
 
-        Nothing is written, and all ranks report it, where what they send is not what one expects.
+        If a rank is sent another count than it expects, nothing is written, and all report it.
         """
         self.team.require_usable()
         config = _exchange_config(parts, self.team.rank, self._written_bytes)
@@ -319,7 +322,7 @@ class DeviceCollectives(Pushes):
         return [source, target, parts.width, *parts.starts, *row, parts.guess, *where]
 
     def rows(self, launch: int) -> list[tuple[int, ...]]:
-        """The rows that all ranks have sent to this one in a launch that was their last."""
+        """The rows of counts that all ranks have sent to this one in their last launch."""
         size = self.team.size
         packets = np.empty((size, _row_packets(size), 2), np.uint64)
         place = self._posts[self.team.rank] + 2 * size * _PACKET + (launch & 1) * packets.nbytes
@@ -330,7 +333,7 @@ class DeviceCollectives(Pushes):
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
     ) -> ReadyLaunch | None:
-        """Put the launch of that key, which `make` gives when it first comes, on `stream`: that."""
+        """Put the launch of that key on `stream`; `make()` gives it the first time."""
         self.team.require_usable()
         launch = self._launches.made(key, make)
         if launch is not None:
@@ -340,7 +343,7 @@ class DeviceCollectives(Pushes):
     def _reduce(
         self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int], tag: int
     ) -> ReadyLaunch | None:
-        """A launch that combines through cells; the third of `words` are the most bytes."""
+        """A launch that combines through cells; the third of `words` is the most bytes."""
         if words[2] == 0:
             return None
         assert config.blocks <= _MAX_BLOCKS and config.threads <= _MAX_THREADS, config
@@ -351,7 +354,7 @@ class DeviceCollectives(Pushes):
         return kernel.ready(config.blocks, config.threads, argument)
 
     def _argument(self, tag: int, words: Sequence[int]) -> bytes:
-        """The struct `Cells`, and what follows it."""
+        """The argument of a kernel: the struct `Cells`, and these words."""
         words = (self._counts_address, tag, *self._cells, *words)
         return self._team_bytes + struct.pack(f"{len(words)}Q", *words)
 
@@ -362,7 +365,7 @@ def _phases(size: int) -> int:
 
 
 def _cells_bytes(size: int) -> int:
-    """The bytes of one rank's cells, behind which counts and words of launches follow."""
+    """The bytes of one rank's cells. Counts and words of launches follow them."""
     return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET
 
 
@@ -372,7 +375,7 @@ def _words_end(size: int) -> int:
 
 
 def _mail_bytes(size: int) -> int:
-    """The most bytes that go to a rank as packets: of all together a link has its fill."""
+    """The most bytes that go to a rank as packets: with those to all ranks, a link is busy."""
     return up(_MAIL_BYTES // size, 8)
 
 
@@ -395,7 +398,7 @@ def _post_bytes(size: int, mail: int) -> int:
 
 
 def _digest(table: Sequence[Sequence[int]]) -> int:
-    """A number for counts of all ranks: where all are equal, that count."""
+    """A number for the counts of all ranks: the count itself if all are equal."""
     counts = {count for row in table for count in row}
     if len(counts) == 1:
         return counts.pop()
@@ -404,7 +407,7 @@ def _digest(table: Sequence[Sequence[int]]) -> int:
 
 
 def _exchange_config(parts: Parts, rank: int, packed: int) -> LaunchConfig:
-    """The launch of an exchange in which each rank sends so many bytes as packets, or more."""
+    """The launch of an exchange in which up to `packed` bytes go to a rank as packets."""
     most, own = parts.most(rank)
     if most <= packed and parts.largest <= _FEW_BYTES:
         packets = -(-parts.largest // (_PACKET // 2))

@@ -1,7 +1,4 @@
-"""A collective as an operation of the driver.
-
-GPUs perform it in a way of their own, in which its calls run ahead: see `gpu_calls`.
-"""
+"""A collective as an operation of the driver. On GPUs its calls run ahead: see `gpu_calls`."""
 
 from __future__ import annotations
 
@@ -30,22 +27,22 @@ _NO_ROOT = "the root of a broadcast passes an array, not None"
 
 
 class NoOptions(Immutable):
-    """The options of a collective: there are none, and the package's logger is told of plans."""
+    """The options of a collective: there are none. Plans are logged to the package's logger."""
 
     logger: None = None
 
 
 @dataclass(eq=False)
 class Collective(Generic[P]):
-    """A collective: an operation that ranks agree on. Its words are (ranks, rank, *words).
+    """A collective as an operation. The words of its calls are (ranks, rank, *words).
 
-    `arguments(spec, size, *words)` are those of a call in normal form, for an `x` like that (None
-    where it was left out) and so many ranks; it raises for wrong ones. `build` makes the plan of
-    the specs of all ranks, and `steps(plan, rank)` is what a rank does on cores. Ranks for which
-    `gives(rank, *words)` is false may leave `x` out; None where no rank may.
+    `arguments(spec, size, *words)` are a call's arguments in normal form, where `spec` is that of
+    `x`, None if it was left out; it raises for wrong ones. `build(specs)` makes the plan, and
+    `steps(plan, rank)` is the program of a rank on cores. Ranks for which `gives(rank, *words)` is
+    false may leave `x` out; with None, no rank may.
 
-    A rank's spec is (kind, dtype, shape, what `out` is, *arguments); the kind is the library of
-    `x`, and where its memory is.
+    A rank's spec is (kind, dtype, shape, out, *arguments), where the kind is the library of `x`
+    and where its memory is, and `out` is None or (kind, dtype, shape).
     """
 
     name: str
@@ -93,6 +90,14 @@ class Collective(Generic[P]):
 
         return CollectivePerformer(context, names, self.gpus)
 
+    def driver(self, context: Context) -> type[Driver]:
+        """See Operation."""
+        if context.team is None:
+            return Driver
+        from shardmath.collectives.gpu_calls import GPUCalls
+
+        return GPUCalls
+
 
 def perform(
     context: Context, collective: Collective[Any], words: tuple[Any, ...], x: Any, out: Any
@@ -100,7 +105,7 @@ def perform(
     """The result of a call. Collective."""
     driver: Driver | None = None if context.derivatives else context.caches.get(collective)
     if driver is None:
-        driver = driver_of(context, collective, _kind_of_driver)
+        driver = driver_of(context, collective)
     size, rank = context.size, context.rank
     return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
 
@@ -110,11 +115,3 @@ def in_background(function: Callable[..., Any], context: Any, x: Any, **words: A
     from shardmath.collectives.background import start
 
     return start(function, context, x, **words)
-
-
-def _kind_of_driver(context: Context) -> type[Driver]:
-    if context.team is None:
-        return Driver
-    from shardmath.collectives.gpu_calls import GPUCalls
-
-    return GPUCalls

@@ -2,7 +2,7 @@
 
 Kernels of `kernels/experts.cu` push the rows straight into every rank's result, which is symmetric
 memory, between two barriers on the stream. They can be captured in CUDA graphs, and replayed with
-other counts. What does not fit all ranks find alike: nothing is written then, and the next call of
+other counts. If rows do not fit, all ranks find the same: nothing is written, and the next call of
 each, or its wait, raises ValueError, which ends the context.
 """
 
@@ -29,9 +29,9 @@ _TILE_BYTES = 32 << 10
 class RowExchange(NamedTuple):
     """One rank's part of an exchange: addresses, on its GPU, and sizes.
 
-    `counts` and `told` are of int64, `starts` too, or 0 where chunks lie one after the other.
-    `targets` are the results of all ranks, of `room` rows here; a row has `width` bytes. See
-    `kernels/experts.cu`.
+    `counts`, `told` and `starts` are addresses of int64; `starts` is 0 if chunks lie one after the
+    other. `targets` are the results of all ranks; this rank's has `room` rows, of `width` bytes
+    each. See `kernels/experts.cu`.
     """
 
     source: int
@@ -48,7 +48,7 @@ class RowExchange(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number for what all ranks of an exchange have in common."""
+        """A number for what has to be equal on all ranks of an exchange."""
         words = repr((self.width, self.experts, self.align, self.combines)).encode()
         return int.from_bytes(blake2b(words, digest_size=7).digest(), "little")
 
@@ -73,7 +73,7 @@ class Experts:
         return context.cache("experts", lambda: cls(context))
 
     def put(self, exchange: RowExchange, stream: int) -> None:
-        """Put an exchange on `stream`. Collective; the hosts meet where tables have to grow.
+        """Put an exchange on `stream`. Collective; the hosts meet if the tables have to grow.
 
         Raises HeapExhausted on all ranks.
         """

@@ -1,8 +1,8 @@
-"""Which part of a call all ranks share, and which is each rank's own: what lets calls run ahead.
+"""Which part of a call all ranks share, and which is each rank's own: this lets calls run ahead.
 
-A rank that knows the shared part of a call knows the call: it sends what is its own along with its
-elements, and the kernels of the peers see whether that fits what they have room for. Only where the
-host has to know it, as for the shape of a new result, does it wait for the peers' hosts.
+A rank that knows the shared part of a call knows the call. Its kernels send its own part along with
+the elements, and the peers' kernels check whether that fits. A host waits for the peers' hosts only
+if it has to know their parts itself, for example for the shape of a new result.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from shardmath.collectives.operand import OutputSpec, Shape
 
-UNKNOWN = (1 << 64) - 1  # in a row that kernels send, what a rank does not know
-_OUT = 3  # where `call_spec` has what `out` is
+UNKNOWN = (1 << 64) - 1  # in a row of counts that kernels send: the rank does not know this one
+_OUT = 3  # where a spec has `out`
 
-Spec = tuple[Any, ...]  # of a rank's call: `call_spec`
+Spec = tuple[Any, ...]  # a rank's spec of a call: see `dispatch.Collective`
 
 
 class OwnParts(NamedTuple):
-    """What a rank knows of a call that moves elements when it has not heard of its peers.
+    """What a rank knows by itself about a call that moves elements.
 
-    Of the axis, `sent[r]` indices go to rank r, or all that there are if `whole`; `expected[r]`
-    come from it, where that is known. `shape` is the result's.
+    `sent[r]` indices of the axis go to rank r, or all of them if `whole`; `expected[r]` come from
+    it, if that is known. `shape` is the result's.
     """
 
     axis: int
@@ -34,14 +34,14 @@ class OwnParts(NamedTuple):
 
 
 class Form:
-    """How the calls of one collective run ahead: a reduction's, of which all ranks share all but
-    `out`.
+    """How the calls of one collective run ahead. This one is a reduction's: all ranks share all of
+    the spec but `out`.
     """
 
-    counted = False  # whether a rank lists words with a call
+    counted = False  # whether ranks list words with a call
 
     def common(self, spec: Spec) -> Spec | None:
-        """The shared part of a rank's spec; None where this rank does not know it."""
+        """The shared part of a rank's spec; None if this rank does not know it."""
         return (*spec[:_OUT], *spec[_OUT + 1 :])
 
     def agreed(self, spec: Spec, plan: Any) -> Spec:
@@ -51,7 +51,7 @@ class Form:
         return common
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
-        """The spec of a rank without `out`, given the words that it has listed."""
+        """The spec of a rank that has listed these words, and has no `out`."""
         return (*common[:_OUT], None, *common[_OUT:])
 
     def words(self, spec: Spec) -> Shape:
@@ -59,25 +59,23 @@ class Form:
         return ()
 
     def fits(self, spec: Spec, result: OutputSpec) -> bool:
-        """Whether `out` may be right; `result` is what it must be where that is known."""
+        """Whether `out` may be right; `result` is what it has to be, None if that is not known."""
         return spec[_OUT] in (None, result)
 
     def result(self, common: Spec) -> OutputSpec:
-        """The spec that `out` must have, where the shared part says it."""
+        """The spec that `out` must have, None if the shared part does not say."""
         return None
 
     def alone(self, spec: Spec) -> OwnParts | None:
-        """The facts that this rank knows, where they suffice to make the call; else None."""
+        """What this rank knows by itself, if that is enough to make the call; else None."""
         return None
 
     def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
-        """Whether the next such call, with the same first argument, may have other counts along the
-        first axis.
-        """
+        """Whether such calls with the same first argument may have other counts, along axis 0."""
         return False
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
-        """The spec of the rank that has sent this row to its peers' kernels; see exchange.cu."""
+        """The spec of a rank whose kernel has sent this row of counts; see exchange.cu."""
         return self.whole(common)
 
 
@@ -88,9 +86,9 @@ def _as_form_says(operand: Any, plan: Any) -> tuple[()]:
 class OnGPUs(NamedTuple):
     """How GPUs perform a collective, and how its calls run ahead.
 
-    `launch(operand, plan)` gives the result, of this rank's `DeviceOperand`. `result(operand,
-    plan)` is the dtype and the shape of this rank's result in all such calls; () where `form` says
-    it, and None where their ranks meet all the same.
+    `launch(operand, plan)` gives the result, where `operand` is this rank's `DeviceOperand`.
+    `result(operand, plan)` is (dtype, shape) of this rank's result in all such calls; () if `form`
+    says it, and None if ranks have to meet for such calls.
     """
 
     form: Form
@@ -99,7 +97,7 @@ class OnGPUs(NamedTuple):
 
 
 class Broadcast(Form):
-    """A broadcast, of which a rank that has an array, or an `out`, knows all."""
+    """A broadcast: a rank that has an array, or an `out`, knows the whole call."""
 
     def common(self, spec: Spec) -> Spec | None:
         *given, out, root = spec
@@ -115,7 +113,7 @@ class Broadcast(Form):
 
 
 class Gathered(Form):
-    """An all_gather: extents along the axis are each rank's own."""
+    """An all_gather: each rank has its own extent along the axis."""
 
     counted = True
 
@@ -149,7 +147,7 @@ class Gathered(Form):
 
 
 class Scattered(Gathered):
-    """An all_to_all: how much a rank sends to each is its own, and what it expects of each."""
+    """An all_to_all: each rank has its own counts of what it sends, and of what it expects."""
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
         return (*super().whole(common, words), tuple(words), None)
@@ -192,7 +190,7 @@ def _shape(others: Shape, axis: int, extent: int) -> Shape:
 
 
 def _with_room(spec: Spec, row: Sequence[int]) -> Spec:
-    """The spec, with the `out` of which a row says how much it takes."""
+    """The spec with an `out` of the extent that the row ends with, or without one."""
     kind, dtype, shape, _, axis, *rest = spec
     room = row[-1]
     into = _shape(_others(shape, axis), axis, room)

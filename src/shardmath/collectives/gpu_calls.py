@@ -1,8 +1,9 @@
-"""Calls of collectives on GPUs: the driver's, but those that all ranks know wait for nobody.
+"""Calls of collectives on GPUs: a driver whose calls wait for no peer's host once all know them.
 
-Such a call is listed and launched, see `ahead`; only where this rank's host has to learn how much
-its peers send does it wait for them. All else meets, as the driver has it. What was one launch,
-from the operand and to the result as they lie, compiled code can make again, see `repeats`.
+Such a call is listed and launched, see `ahead`; this rank's host waits for its peers only if it has
+to learn how much they send. In all other calls the ranks meet, as the driver has it. If a call was
+one launch, from the operand and to the result as they lie, compiled code can repeat it, see
+`repeats`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PLAIN = frozenset([int, str, tuple, type(None)])  # words by which calls are fo
 class CollectivePerformer:
     """Performs one collective on GPUs: the driver's performer."""
 
-    number, repeat, direct = 0, None, None
+    number, direct = 0, None
 
     def __init__(self, context: Context, names: Names, collective: OnGPUs) -> None:
         self.collective = collective
@@ -69,9 +70,7 @@ class CollectivePerformer:
             return (self.collective.launch(self.operand(turn, problem, tag), problem),)
 
     def operand(self, turn: Turn, problem: Any, tag: int) -> DeviceOperand:
-        """The operand of the call of that `tag`, which the turn holds; a placeholder where this
-        rank gives none.
-        """
+        """The operand of a call with this tag; a placeholder if this rank gives none."""
         (x,), (out,) = turn.arguments.operands, turn.arguments.results
         held: DeviceOperand | None = turn.known.arrays
         if held is None and x is not None:
@@ -82,7 +81,7 @@ class CollectivePerformer:
         return held
 
     def put(self, operand: DeviceOperand, plan: Plan | OwnParts) -> Any:
-        """The result of a known call, of which this rank may know its own part alone."""
+        """The result of a known call, given its plan, or only this rank's own part."""
         if isinstance(plan, OwnParts):
             return operand.exchange(plan)
         return self.collective.launch(operand, plan.problem)
@@ -104,7 +103,7 @@ class GPUCalls(Driver):
                 return self._meet(turn)
             result = self._go(turn, known)
         finally:
-            del turn  # the traceback of an error refers to this frame: a cycle that keeps arrays
+            del turn  # the traceback of an error refers to this frame: that cycle would keep arrays
         return result
 
     def _described(self, arguments: Arguments) -> Turn | Exception:
@@ -115,7 +114,7 @@ class GPUCalls(Driver):
             return error
 
     def _known_call(self, turn: Turn) -> KnownCall | None:
-        """The known call that this is, if it is one."""
+        """The known call that this turn makes; None if the ranks have to meet."""
         operation, ahead = self.operation.names.operation, Ahead.of(self.context)
         form, spec = self.performer.collective.form, turn.spec.spec
         if form.common(spec) is None:
@@ -123,7 +122,7 @@ class GPUCalls(Driver):
         return ahead.find_fitting(operation, form, spec)
 
     def _meet(self, described: Turn | Exception) -> Any:
-        """The result of a call on which all ranks agree now, and which they know from now on."""
+        """The result of a call on which the ranks agree now: they know the next such call."""
         operation, collective = self.operation.names.operation, self.performer.collective
         ahead, form = Ahead.of(self.context), collective.form
         own = described if isinstance(described, Exception) else described.spec.spec
@@ -144,13 +143,13 @@ class GPUCalls(Driver):
                 return result
             into = (turn.held.kind, *of_all) if of_all else form.result(common)
             known = ahead.keep(operation, form, common, into, plan, self.build)
-        # A launch of a call with counts for which all have met has the peers' parts.
+        # Where calls have counts, this launch has the peers' counts, so it is not the next one's.
         if known is not None and not form.counted:
             self._keep_compiled(turn, known, None, result)
         return result
 
     def _go(self, turn: Turn, known: KnownCall) -> Any:
-        """The result of a call that all ranks know."""
+        """The result of a call that all ranks know: no host waits for another's."""
         ahead, spec = Ahead.of(self.context), turn.spec.spec
         with self.context.executing(known.operation):
             ahead.go(known, known.form.words(spec))
@@ -166,7 +165,7 @@ class GPUCalls(Driver):
     def _keep_compiled(
         self, turn: Turn, known: KnownCall, others: Sequence[Shape] | None, result: Any
     ) -> None:
-        """Let the next such call, in which the peers list `others`, be made by compiled code."""
+        """Let compiled code make the next such call, if the peers list `others` in it again."""
         repeats, operand, own = Repeats.of(self.context), turn.held, turn.spec.spec
         (x,), (out,) = turn.arguments.operands, turn.arguments.results
         words, given = turn.arguments.words[2:], out if x is None else x
@@ -177,7 +176,7 @@ class GPUCalls(Driver):
             return
         counted = known.form.takes_counts(own, words)
         if counted and others is not None:
-            return  # which of the launches is right, the peers' words say
+            return  # the launch depends on the peers' words
         listed = known.form.words(own)
         performer, tag = self.performer, known.tag
 
@@ -210,7 +209,7 @@ def _raised(described: Turn | Exception) -> Turn:
 
 
 def _direct(operand: DeviceOperand, given: Any, result: Any) -> DirectLaunch | None:
-    """The launch of a call that was one, from the operand and to the result as they lie."""
+    """The launch of a call, if it was the only one: from the operand to the result, as they lie."""
     direct = operand.direct
     if given is None or direct is None or operand.on_host:
         return None

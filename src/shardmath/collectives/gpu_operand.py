@@ -1,8 +1,8 @@
 """One rank's operand and result in a collective of a context of GPUs.
 
-Calls are agreed on as on the host, by the same specs and plans; then kernels move the elements on
-the user's current stream, and the call returns. Operands in host memory are copied to the GPU and
-results back to the host, for which the call waits.
+The ranks agree on specs and plans as on cores. Then kernels move the elements on the user's current
+stream, and the call returns. Operands in host memory are copied to the GPU, and their results back
+to the host; the call waits for that.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from shardmath.local.reduction import Reduction
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
-# In the rank's own operand, the part for a rank; in the result, the part of a rank.
+# By rank: indices of the operand that go to it, or indices of the result that come from it.
 Counts = Sequence[int]
-# Of the addresses of an operand and a result; the stream. What was put there, None for nothing.
+# (address of the operand, address of the result, stream): what was launched, None for nothing.
 Launch = Callable[[int, int, int], ReadyLaunch | None]
 
 
 class DirectLaunch(Immutable):
-    """The one launch of a call, with its addresses; `launch` takes any others, `ready` was put.
+    """The launch of a call that took only one, and its addresses.
 
-    `in_place`: the result may lie where the operand does.
+    `launch` works for other addresses; `ready` is what was launched. With `in_place`, the result
+    may lie where the operand does.
     """
 
     source: int
@@ -60,11 +61,10 @@ class DeviceOperand:
     """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
     def __init__(self, context: Context, x: Any, out: Any = None, *, tag: int = 0) -> None:
-        """`tag` says which call this is, when all have agreed.
+        """`tag` says which call this is, once all ranks have agreed.
 
-        Raises ValueError for what is no array, or lies on another GPU; UseAfterFree.
-
-        Of `out` too, and where it cannot be written.
+        Raises ValueError if `x` or `out` is no array, or lies on another GPU, or if `out` cannot be
+        written; UseAfterFree.
         """
         team = context.team
         assert team is not None, "a context of GPUs"
@@ -78,7 +78,7 @@ class DeviceOperand:
             if block is not None:
                 require_live(block)
         self.out = None if out is None else DeviceOutput(context, out)
-        self.direct: DirectLaunch | None = None  # the launch of the call, where there was only one
+        self.direct: DirectLaunch | None = None  # the launch of the call, if there was only one
         self.tag = tag
 
     @property
@@ -88,7 +88,7 @@ class DeviceOperand:
 
     @property
     def kind(self) -> str:
-        """The library and where its memory is, which are equal on all ranks and for `out`."""
+        """The library, and where the memory is: equal on all ranks, and for `out`."""
         return kind_of(self.spec)
 
     @property
@@ -99,7 +99,7 @@ class DeviceOperand:
     # -- collectives, after agreement --------------------------------------------------------------
 
     def all_reduce(self, reduction: Reduction, *, new: bool) -> Any:
-        """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
+        """See `reducing.all_reduce`. With `new`, the results of all ranks are new arrays."""
         source, dtype, op = self._widened(reduction)
         tag = self.tag
         collectives = DeviceCollectives.of(self.context)
@@ -160,9 +160,9 @@ class DeviceOperand:
     ) -> Any:
         """The array of `shape` that all ranks' parts make, one after the other along the axis.
 
-        The part from rank src to rank dst has `table[src][dst]` indices of the axis; where the axis
-        is None they count whole arrays. `whole`: each rank sends all of its array to those to which
-        it sends anything.
+        The part from rank src to rank dst has `table[src][dst]` indices of the axis, or is as many
+        whole arrays if the axis is None. With `whole`, each rank sends its whole array to the ranks
+        to which it sends anything.
         """
         collectives, tag, rank = DeviceCollectives.of(self.context), self.tag, self.context.rank
         width = self.spec.nbytes if axis is None else self._width(axis)
@@ -175,7 +175,7 @@ class DeviceOperand:
         return self._received(source, axis or 0, received, shape, launch, in_place=in_place)
 
     def exchange(self, own: OwnParts) -> Any:
-        """The result of a call that moves elements, whose kernels tell each other how many."""
+        """The result of a call that moves elements. Kernels tell each other how many."""
         collectives, tag, size = DeviceCollectives.of(self.context), self.tag, self.context.size
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
         axis, width, sent = own.axis, self._width(own.axis), own.sent
@@ -192,7 +192,7 @@ class DeviceOperand:
         return self._received(source, axis, received, own.shape, launch)
 
     def _sent(self, axis: int, counts: Counts | None) -> Flat:
-        """The memory that is sent: the array, or so many indices of the axis for each rank."""
+        """The memory that is sent: the array, or these counts of the axis in the ranks' order."""
         return self._packed(self._x if counts is None else self._ordered_by_rank(axis, counts))
 
     def _received(
@@ -205,7 +205,7 @@ class DeviceOperand:
         *,
         in_place: bool = False,
     ) -> Any:
-        """The result of a launch, whose parts have so many indices of the axis."""
+        """The result of a launch; its parts have these counts of the axis."""
         dtype, contiguous = dtype_of(self.spec.dtype), prod(shape[:axis]) == 1
         if contiguous:
             flat = self._result_memory(shape, dtype, source, in_place=in_place)
@@ -236,7 +236,7 @@ class DeviceOperand:
     # -- memory ------------------------------------------------------------------------------------
 
     def _ordered_by_rank(self, axis: int, counts: Counts) -> Any:
-        """The elements in the order in which the ranks will have them, each's in C order."""
+        """The elements in the order of the ranks that get them, each rank's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
         if prod(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
             return x
@@ -254,7 +254,7 @@ class DeviceOperand:
         return joined
 
     def _packed(self, x: Any) -> Flat:
-        """`x` in C order on the GPU: where it lies if it does, else a copy."""
+        """`x` in C order on the GPU: where it lies if it lies so, else a copy."""
         if not self.on_host:
             spec = self.spec if x is self._x else self.library.spec(x)
             return Flat(self, self.library.contiguous(x), dtype_of(spec.dtype), spec.shape)
@@ -267,7 +267,7 @@ class DeviceOperand:
         return Flat(self, buffer, dtype_of(host.dtype), host.shape)
 
     def _widened(self, reduction: Reduction, x: Any = None) -> tuple[Flat, DType, str]:
-        """The operand in the type that the kernel combines, that type, and the operation."""
+        """The operand in the dtype that the kernel combines, that dtype, and the operation."""
         x = self._x if x is None else x
         wide = _combined_type(reduction)
         if wide.name != reduction.dtype:
@@ -284,9 +284,10 @@ class DeviceOperand:
         direct_write: bool = True,
         in_place: bool = False,
     ) -> Flat:
-        """Memory for a result: `out` where it can be written `direct_write` into it, else new.
+        """Memory for a result: `out` if kernels can write it there (`direct_write`), else new
+        memory.
 
-        `in_place`: the result may be written over the source, element by element.
+        With `in_place`, the result may be written over the source, element by element.
         """
         if self.on_host:
             buffer = self.context.heap.allocate(prod(shape) * dtype.itemsize)
@@ -298,10 +299,10 @@ class DeviceOperand:
         return Flat(self, array, dtype, shape)
 
     def _shared_result(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
-        """Such memory on the heap, and where every rank's lies. Collective.
+        """Memory on the heap for a result, and its addresses on all ranks. Collective.
 
-        If it is captured, it stays as long as the context: a graph writes it again after the last
-        user has dropped it.
+        If the stream is being captured, it stays as long as the context: a graph writes to it again
+        after its last user has dropped it.
         """
         context = self.context
         memory = allocate_on_all_ranks(
@@ -353,7 +354,9 @@ class Flat:
         return self.pointer + prod(self._shape) * self._dtype.itemsize
 
     def array(self) -> Any:
-        """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
+        """An array of these elements: of the library, or of NumPy, after waiting, for operands in
+        host memory.
+        """
         if not self._operand.on_host:
             return self._memory
         host = np.empty(self._shape, to_numpy(self._dtype))
@@ -363,7 +366,7 @@ class Flat:
         return host
 
     def cast_to(self, dtype: str) -> Flat:
-        """These elements, in another type when they are read."""
+        """These elements, which become this dtype when they are read."""
         known = dtype_of(dtype)
         if known == self._dtype:
             return self
@@ -383,7 +386,7 @@ class DeviceOutput:
     """The array that receives a rank's result."""
 
     def __init__(self, context: Context, out: Any) -> None:
-        """Raises ValueError for what is no array, or cannot be written here; UseAfterFree."""
+        """Raises ValueError if `out` is no array, or cannot be written here; UseAfterFree."""
         operand = DeviceOperand(context, out)
         if operand.on_host:
             operand.library.host_view(out, writable=True)  # raises where it cannot be written
@@ -393,12 +396,12 @@ class DeviceOutput:
 
     @property
     def spec(self) -> OutputSpec:
-        """The spec that all ranks check."""
+        """The spec of the array, which all ranks check."""
         spec = self._operand.spec
         return self._operand.kind, spec.dtype, spec.shape
 
     def can_take(self, source: Flat, *, in_place: bool) -> bool:
-        """Whether a result can be written straight into it: packed, and not over the source."""
+        """Whether a result can be written straight to it: it is packed, and not over the source."""
         spec, library = self._operand.spec, self._operand.library
         target = library.pointer(self.array)
         apart = target + spec.nbytes <= source.pointer or source.end <= target
@@ -407,14 +410,14 @@ class DeviceOutput:
 
 
 def _combined_type(reduction: Reduction) -> DType:
-    """The type whose elements kernels combine; of half precision they widen each themselves."""
+    """The dtype that kernels combine; they widen elements of half precision themselves."""
     own = dtype_of(reduction.dtype)
     inside = own.name in HALVES or reduction.accumulator == own.name
     return own if inside else dtype_of(reduction.accumulator)
 
 
 def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:
-    """An operand of that kind, for a rank that gives none but `out`: nobody reads its elements."""
+    """An operand for a rank that gives none, or only `out`: nobody reads its elements."""
     if out is not None:
         return DeviceOperand(context, out, out)
     library = library_named(kind.removesuffix(ON_GPUS))

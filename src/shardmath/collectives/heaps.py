@@ -1,9 +1,9 @@
 """Where a rank's kernels find the heaps of all ranks: a table in its GPU's memory.
 
-A kernel that is sent to a place on a peer's heap is told a segment and an offset by that peer's
-kernel, not an address by its host: no hosts need to meet. The table has the segments that were
-announced when it was last renewed; it only ever grows, while kernels that read it may run. To what
-is not in it, nothing is written straight.
+A kernel that is to write to a peer's heap learns a segment and an offset from the peer's kernel, in
+place of an address from its host: so hosts need not meet. The table has the segments that were
+announced when it was last renewed. It only ever grows, while kernels that read it may run. Kernels
+write straight only to segments that are in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-SEGMENTS = 16  # of each rank's heap, the first ones; each is as large as all before it, to 1 GiB
+SEGMENTS = 16  # of each rank's heap: the first; each is as large as all before it, up to 1 GiB
 
 
 def table_bytes(size: int) -> int:
@@ -28,8 +28,10 @@ def table_bytes(size: int) -> int:
 def table_of(
     size: int, own: Mapping[int, tuple[int, int]], peers: Mapping[tuple[int, int], int]
 ) -> bytes:
-    """The struct `Heaps` of kernels/exchange.cu as bytes. `own` has the start and the bytes of each
-    of this rank's segments, by number; `peers`, where those of peers lie here, by rank and number.
+    """The struct `Heaps` of kernels/exchange.cu as bytes.
+
+    `own` has (start, bytes) of this rank's segments, by number; `peers` has the addresses here of
+    the peers' segments, by (rank, number).
     """
     table = np.zeros(table_bytes(size) // 8, np.uint64)
     starts, reached, places = np.split(table, [2 * SEGMENTS, 2 * SEGMENTS + size])
@@ -55,12 +57,12 @@ class Heaps:
 
     @staticmethod
     def announce(context: Context) -> None:
-        """Let every peer reach what this rank's heap has now. Local; precedes an exchange."""
+        """Let every peer reach what this rank's heap has now. Local; an exchange has to follow."""
         for segment in context.heap.segments:
             context.announce_segment(segment)
 
     def renew(self) -> None:
-        """Add what the peers have announced, as far as it has come, and this rank's own. Local."""
+        """Add the segments that peers have announced so far, and this rank's own. Local."""
         context = self._context()
         assert context is not None, "it is in use"
         own, peers = context.heap.segments, context.announced_segments()
@@ -72,5 +74,5 @@ class Heaps:
         self._known = own, peers
 
     def holds(self, address: int) -> bool:
-        """Whether this rank's own heap is there, as far as the table has it."""
+        """Whether the address lies in this rank's own heap, as far as the table has it."""
         return any(start <= address < end for start, end in self._own)

@@ -21,6 +21,7 @@ from shardmath.collectives.operand import (
     as_counts,
     as_index,
     context_of,
+    hashable,
     require_outputs_fit,
     slab_counts,
 )
@@ -38,9 +39,9 @@ _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadc
 
 
 class _Moved(Immutable, words="{dtype}, {transfer}"):
-    """A collective on which all ranks have agreed: sections that move, of elements of `dtype`.
+    """A collective on which all ranks have agreed: sections of `dtype` that move.
 
-    `library` is that of the first rank's result; `root` is -1 where there is none.
+    `library` is the first rank's; `root` is -1 if there is none.
     """
 
     transfer: Sections
@@ -61,14 +62,14 @@ def _fitting(
     outs: Sequence[OutputSpec],
     root: int = -1,
 ) -> _Moved:
-    """The plan of a transfer. Raises ValueError where a rank's `out` is not what it will get."""
+    """The plan of a transfer. Raises ValueError if a rank's `out` is not like its result."""
     shapes = [transfer.result_shape(rank) for rank in range(len(outs))]
     require_outputs_fit(outs, libraries, dtype, shapes)
     return _Moved(transfer, dtype, libraries[0], root)
 
 
 def _steps(plan: _Moved, rank: int) -> Program:
-    """One move, which peers take part in only where something changes its rank."""
+    """One move. Peers take part in it only if something changes its rank."""
     steps: tuple[Step, ...] = (Move(plan.transfer, "x", "out"),)
     if plan.transfer.crosses:
         steps = (READ, *steps, REUSE)
@@ -301,7 +302,7 @@ def all_to_all(
             out=out,
         )
     context = context_of("all_to_all", context)
-    words = axis, _plain(send_counts), _plain(receive_counts)
+    words = axis, hashable(send_counts), hashable(receive_counts)
     if context.repeats is not None and type(axis) is int:
         if send_counts is not None:
             result = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
@@ -310,10 +311,6 @@ def all_to_all(
         if result is not None:
             return result
     return perform(context, ALL_TO_ALL, words, x, out)
-
-
-def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
-    return tuple(counts) if isinstance(counts, list) else counts
 
 
 def _arguments_of_all_to_all(

@@ -1,7 +1,6 @@
 """Arguments of collectives other than arrays, in normal form: roots, axes, counts, contexts.
 
-Every complaint is an exception of the door: it is raised inside `describe`, and so reaches all
-ranks.
+What is wrong with them is raised inside `describe`, and so on all ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.geometry import Spans
 
 Shape = tuple[int, ...]
-ON_GPUS = " on GPUs"  # in a kind
-OutputSpec = tuple[str, str, Shape] | None
+ON_GPUS = " on GPUs"  # ends a kind, see `kind_of`
+OutputSpec = tuple[str, str, Shape] | None  # kind, dtype and shape of `out`
 
 
 def context_of(operation: str, context: DistributedContext | None) -> DistributedContext:
     """`context`, or the current one where it is None.
 
-    Raises TypeError for anything else, RuntimeError when there is no current one. Where this
-    process has one context only, its ranks are told: they call `operation` there, if anywhere.
+    Raises TypeError for anything else, RuntimeError if there is no current one. If this process has
+    only one context, its ranks raise the TypeError, too: it is there that they call `operation`.
     """
     if context is None:
         return require_context()
@@ -43,13 +42,13 @@ def context_of(operation: str, context: DistributedContext | None) -> Distribute
         def refuse() -> bytes:
             raise wrong
 
-        with suppress(OpTimeout, RankFailure, CollectiveMismatch):  # they called nothing there
+        with suppress(OpTimeout, RankFailure, CollectiveMismatch):  # the ranks called nothing there
             candidates[0].gather(operation, refuse)
     raise wrong
 
 
 def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> int:
-    """`value` as an index below `bound`; negative ones count from the end where that is allowed."""
+    """`value` as an index below `bound`; with `negative`, negative ones count from the end."""
     try:
         index = operator.index(value)
     except TypeError:
@@ -61,7 +60,7 @@ def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> in
 
 
 def as_axis(axis: Any, ndim: int) -> int:
-    """`axis` as an index of one of `ndim` axes, counted from the end where it is negative."""
+    """`axis` as an index of one of `ndim` axes, counted from the end if it is negative."""
     if ndim == 0:
         raise ValueError(f"axis={axis!r}: an array of no axes has none; pass x.reshape(1)")
     return as_index("axis", axis, ndim, negative=True)
@@ -70,7 +69,7 @@ def as_axis(axis: Any, ndim: int) -> int:
 def as_counts(
     what: str, counts: Sequence[int] | None, size: int, total: int | None
 ) -> Shape | None:
-    """`counts`, one per rank, as a tuple that adds up to `total` where that is known."""
+    """`counts`, one per rank, as a tuple. It has to add up to `total`, if that is known."""
     if counts is None:
         return None
     try:
@@ -84,8 +83,13 @@ def as_counts(
     return numbers
 
 
+def hashable(counts: Sequence[int] | None) -> Sequence[int] | None:
+    """Counts as a word by which calls are recognised: a list as a tuple."""
+    return tuple(counts) if isinstance(counts, list) else counts
+
+
 def slab_counts(extent: int, size: int) -> Shape:
-    """`extent` divided among `size` ranks as a slab is."""
+    """`extent` divided among `size` ranks as evenly as possible, as a slab is."""
     return tuple(Spans.even(extent, size, rank).length for rank in range(size))
 
 
@@ -95,14 +99,14 @@ def bounds(counts: Sequence[int]) -> list[int]:
 
 
 def kind_of(spec: ArraySpec) -> str:
-    """The library of an array and where its memory is, which are equal on all ranks."""
+    """The library of an array, and whether its memory is on a GPU; equal on all ranks."""
     return spec.library if spec.device == "cpu" else f"{spec.library}{ON_GPUS}"
 
 
 def require_outputs_fit(
     outputs: Sequence[OutputSpec], libraries: Sequence[str], dtype: str, shapes: Sequence[Shape]
 ) -> None:
-    """Raise ValueError where a rank's `out` is not what its result will be."""
+    """Raise ValueError if a rank's `out` is not like its result."""
     for rank, (out, library, shape) in enumerate(zip(outputs, libraries, shapes, strict=True)):
         if out is not None and out != (library, dtype, shape):
             raise ValueError(

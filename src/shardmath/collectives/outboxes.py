@@ -1,10 +1,10 @@
-"""Collectives on memory of GPUs of several hosts: pack, meet, fetch, meet; all on a stream.
+"""Collectives on memory of GPUs of several hosts: pack, synchronise, fetch, synchronise.
 
-Each rank copies what peers read to its outbox on the heap; all ranks wait for each other on their
-streams; then each fetches its own part of every outbox, combines in the order of the ranks, and all
-meet again before an outbox is written anew. So the result has the bits that it has on one host, and
-no process waits. What is fetched passes through a room of fixed size, unless it goes to the heap:
-networks read and write the heap alone.
+All of it happens on a stream. Each rank copies what peers read to its outbox on the heap, and the
+ranks synchronise. Then each fetches its part of every outbox, and combines in rank order, so that
+the result has the same bits as on one host. The ranks synchronise again before an outbox is written
+anew. No process waits. Networks only reach the heap: what is fetched to other memory passes through
+staging memory of a fixed size.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _GRANULE = 1 << 20  # of an outbox
 
 
 class FarCollectives:
-    """The verbs of DeviceCollectives for ranks of which some have no address. All are collective.
+    """The verbs of DeviceCollectives for ranks on several hosts. All are collective.
 
-    Addresses are this rank's own memory, ordinary or symmetric. Get it with `of`.
+    Addresses are of this rank's own memory, ordinary or symmetric. Made by `of`.
     """
 
     def __init__(self, context: Context) -> None:
@@ -52,7 +52,7 @@ class FarCollectives:
         self._staging: Buffer | None = None
         self._outboxes: Sequence[Location] = ()  # of the ranks' outboxes
         self._capacity = 0  # of each, in bytes
-        self._kept: list[Buffer] = []  # what CUDA graphs refer to
+        self._kept: list[Buffer] = []  # buffers to which CUDA graphs refer
 
     @classmethod
     def of(cls, context: Context) -> FarCollectives:
@@ -60,7 +60,7 @@ class FarCollectives:
         return context.cache("far collectives", lambda: cls(context))
 
     def reduction_pushes(self, nbytes: int, dtype: DType) -> None:
-        """See DeviceCollectives: nothing is pushed to where there is no address."""
+        """See DeviceCollectives. Nothing is pushed: peers on other hosts have no address."""
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -149,9 +149,8 @@ class FarCollectives:
         operation: str,
         stream: int,
     ) -> None:
-        """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`.
-
-        As many at a time as the room has space for.
+        """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`: as
+        many at a time as the staging memory holds.
         """
         assert self._staging is not None, "shown"
         item, staging = dtype.itemsize, self._staging.block.address
@@ -171,13 +170,13 @@ class FarCollectives:
                 stream, blocks, _THREADS, argument
             )
 
-    # -- showing and fetching ----------------------------------------------------------------------
+    # -- packing and fetching ----------------------------------------------------------------------
 
     @contextmanager
     def _packed(self, source: int, nbytes: int, most: int, stream: int) -> Iterator[None]:
-        """Around the reading of outboxes into which all ranks have packed what is at `source`.
+        """Surround the reading of outboxes, after all ranks have packed what is at their `source`.
 
-        An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks when one lacks
+        An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks if one lacks
         the memory, RankFailure after a call that was given up.
         """
         self.team.require_usable()
@@ -203,7 +202,7 @@ class FarCollectives:
         if self._outbox is not None:
             if self._order.captured:
                 self._kept.append(self._outbox)
-            self._order.wait()  # its memory may go to anyone
+            self._order.wait()  # its memory may be given to another array
         self._capacity, self._outbox = 0, None
         memory = allocate_on_all_ranks(context, "collectives, outbox", allocate)
         self._outbox, self._outboxes, self._capacity = memory.buffer, memory.locations, nbytes
@@ -211,7 +210,7 @@ class FarCollectives:
     def _fetch(
         self, rank: int, offset: int, target: int, nbytes: int, own: int, stream: int
     ) -> None:
-        """Bytes of `rank`, from `at` on of its outbox; this rank's own are at `own`."""
+        """Bring bytes to `target`: from `offset` of a rank's outbox, this rank's from `own`."""
         if rank == self.team.rank:
             self._copy(target, own, nbytes, stream)
             return

@@ -1,10 +1,10 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
-A kernel pushes to all peers at once (`kernels/push.cu`), or a copy engine to one after the other:
-it is faster for large parts, takes 10 us from one copy to the next, and works on one stream, since
-two copies to different peers at once halve the rate. Every rank begins with another peer, so that
-no two send to the same. Which of both pushes is each rank's own choice; the peers see the barriers
-only.
+A kernel pushes to all peers at once (`kernels/push.cu`), or a copy engine to one after the other.
+The engine is faster for large parts, and takes 10 us from one copy to the next. It works on one
+stream, since two copies to different peers at once halve the rate. Every rank begins with another
+peer, so that no two send to the same. Each rank chooses one of them by itself; the peers only see
+the barriers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardmath.symmetric.team import RESERVED, Team
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-UNIT = 16  # bytes, which whole elements of every type fill
+UNIT = 16  # bytes: a whole number of elements of every dtype
 CHANNEL = RESERVED  # of the barriers
 _ENGINE_SLICE_BYTES = 48 << 20  # from here on a copy engine moves the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
@@ -51,11 +51,11 @@ class Pushes:
         self._context = weakref.ref(context)  # it keeps this
         self._order = StreamOrder(team.device)
         self._side = SideStream(team.device)
-        # By what they are for: bytes, and addresses by rank.
+        # By purpose: bytes, and addresses by rank.
         self._memory: dict[str, tuple[int, list[int]]] = {}
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
-        """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
+        """Copy `nbytes` at `source` to an address on each rank; all multiples of 16. No barrier."""
         size = self.team.size
         self.push_to_each([source] * size, targets, [nbytes] * size, stream)
 
@@ -68,9 +68,10 @@ class Pushes:
         *,
         blocks: int = 0,
     ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every r; no barrier.
+        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every r. No barrier.
 
-        Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
+        All are multiples of 16. The kernel has at most so many `blocks`; 0 stands for as many as
+        the device holds.
         """
         self.team.check()
         order, most = self.team.ring_order, max(sizes)
@@ -122,13 +123,13 @@ class Pushes:
                 self.barrier(stream)  # the targets are complete, the inboxes free
 
     def barrier(self, stream: int) -> None:
-        """Around pushes: before them, the owners may use the targets; after, all is there."""
+        """A barrier: before pushes owners may use the targets, after them all is there."""
         self.team.barrier(stream, channel=CHANNEL)
 
     # -- launching ---------------------------------------------------------------------------------
 
     def _blocks(self, nbytes: int, most: int = 0) -> int:
-        """Enough for every thread to have 16 of the bytes, and no more than run at once."""
+        """Enough blocks for every thread to have 16 bytes, and no more than run at once."""
         most = most or self.team.device.processors * _BLOCKS_EACH
         return min(most, -(-nbytes // (UNIT * _THREADS)))
 
@@ -141,7 +142,7 @@ class Pushes:
         *,
         by_engine: bool,
     ) -> None:
-        """Copy as `push_to_each`, of any alignment; `by_engine` where a copy engine is faster."""
+        """As `push_to_each`, of any alignment; `by_engine` if a copy engine is faster."""
         aligned = not any(word % UNIT for word in (*sources, *targets))
         if aligned and not by_engine:
             ends = [size // UNIT * UNIT for size in sizes]
@@ -159,7 +160,7 @@ class Pushes:
                 self._copy(sources[own], targets[own], sizes[own], stream)
 
     def _copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
-        """A copy within this rank, by a kernel if it can be: that leaves the engine to others."""
+        """A copy within this rank, by a kernel if possible: the engine is left to other copies."""
         if (source | target | nbytes) % UNIT:
             call("cuMemcpyAsync", target, source, nbytes, stream)
         else:
@@ -201,7 +202,7 @@ class Pushes:
 
 
 def chunked(nbytes: int, size: int, most: int) -> list[tuple[Slice, ...]]:
-    """Cut `nbytes` into even chunks whose slices have at most `most` bytes: each's slices by rank.
+    """Cut `nbytes` into even chunks, and each into slices by rank, of at most `most` bytes.
 
     Slices start at multiples of 16. The last ones are shorter, and may be empty.
     """
@@ -214,7 +215,7 @@ def chunked(nbytes: int, size: int, most: int) -> list[tuple[Slice, ...]]:
 
 
 def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
-    """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
+    """The addresses of heap memory on every rank, all bits set, kept until the context has ended.
 
     Collective. Raises HeapExhausted on all ranks.
     """

@@ -21,6 +21,7 @@ from shardmath.collectives.operand import (
     as_counts,
     bounds,
     context_of,
+    hashable,
     require_outputs_fit,
     slab_counts,
 )
@@ -92,10 +93,10 @@ def all_reduce(
 
 
 class _Combined(Immutable, words="{reduction.op} of {reduction.dtype}, {needed}"):
-    """A collective on which all ranks have agreed: what all have is combined, and each gets what is
-    `needed`: all of it, or `counts` indices of the axis.
+    """A collective on which all ranks have agreed: their arrays are combined, and each rank gets
+    its part of `needed`: all, or `counts` indices of the axis.
 
-    `new`: no rank has given an array for the result.
+    With `new`, no rank has given an array for the result.
     """
 
     reduction: Reduction
@@ -192,7 +193,7 @@ def reduce_scatter(
     if async_op:
         return in_background(reduce_scatter, context, x, op=op, axis=axis, counts=counts, out=out)
     context = context_of("reduce_scatter", context)
-    words = op, axis, tuple(counts) if isinstance(counts, list) else counts
+    words = op, axis, None if counts is None else hashable(counts)
     if context.repeats is not None and counts is None and type(axis) is int:
         result = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
         if result is not None:

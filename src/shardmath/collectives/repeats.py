@@ -1,11 +1,11 @@
-"""Calls on GPUs that come again on arrays that look the same: each is one compiled call.
+"""Repeated calls on GPUs, on arrays that look the same: each is one compiled call.
 
-What `cuda/launch.c` makes again was made before by `device_calls`, which makes it whenever
-something is not as it was: another stream, an array that is not aligned, a peer that is far behind,
-a report of a kernel. Without a compiler at installation it always does.
+`cuda/launch.c` repeats a call that `gpu_calls` has made. Whenever something has changed `gpu_calls`
+makes it again: the stream is another, an array is not aligned, a peer is far behind, or a kernel
+has reported. Where no compiler was there at installation, it makes every call.
 
-A call whose host has to know what its peers send looks into their lists, and launches if they send
-what they sent the last time. Calls that meet are not among those that are made so.
+If a host has to know what its peers send, it looks into their lists, and launches if they send what
+they sent the last time. Calls in which ranks meet are not repeated so.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ End = Callable[[Context, Any, Any], tuple[Any, bool]]
 
 
 class _Entry(NamedTuple):
-    """A call that may come again: compiled, what makes a new result, and `end(context, x, out)`,
-    if it may be listed and not launched: it gives the result then, and whether the peers have
-    listed what they did. `counted`: each such call may have other counts.
+    """A call that may be repeated: what compiled code knows of it, and what makes a new result.
+
+    Compiled code may have listed the call without launching it: `end(context, x, out)` then gives
+    the result, and whether the peers have listed the same as before. None if that cannot be. With
+    `counted`, each call may have other counts.
     """
 
     repeat: Any
@@ -69,7 +71,7 @@ class Repeats:
 
     @classmethod
     def of(cls, context: Context) -> Repeats | None:
-        """The context's; None where nothing was compiled."""
+        """The compiled calls of a context; None if nothing was compiled."""
         if context.repeats is None:
             compiled = None if context.multi_host else extension(_NAME)
             if compiled is None:
@@ -93,13 +95,13 @@ class Repeats:
         new: bool,
         counted: bool,
     ) -> None:
-        """Let a call be made again that was this launch, from the operand to the result.
+        """Let a call be repeated that was this launch, from the operand to the result.
 
-        Both are given by their specs and arrays, of which is kept how they look. `listed` are the
-        tag and the words by which such a call is listed. If the launch depends on what the peers
-        list, `others` has all ranks' words, and `end` is what follows where they have listed
-        others, or are late. The call may come with an array for the result (`given`), without one
-        (`new`), and with other counts along the first axis (`counted`), see `make_counted`.
+        Of both arrays only their looks are kept. `listed` are the tag and the words with which the
+        call is listed. If the launch depends on what the peers list, `others` has all ranks' words,
+        and `end` follows if they list other words, or are late. The call may be repeated with an
+        array for the result (`given`), without one (`new`), and with other counts along the first
+        axis (`counted`), see `make_counted`.
         """
         library, spec, x = operand
         like, made = result
@@ -137,18 +139,18 @@ class Repeats:
                 self.calls[call, x.dtype, looks, is_new] = entry
 
     def forget(self) -> None:
-        """Let no call be made that was made before."""
+        """Drop all calls."""
         self.calls.clear()
         context = self._context()
         if context is not None:
             context.again.clear()
 
     def _of_peers(self, words: Sequence[Sequence[int]]) -> bytes:
-        """The words that the peers list, packed, of those of all ranks."""
+        """Of all ranks' words, the packed words of the peers."""
         return b"".join(packed(each) for r, each in enumerate(words) if r != self._board.rank)
 
     def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:
-        """The result of a call that comes again; None where it is another, and nothing was done.
+        """The result of a repeated call; None if the call is another, and then nothing was done.
 
         `call` is the operation and its other arguments.
         """
@@ -167,7 +169,7 @@ class Repeats:
         sent: Sequence[int],
         expected: Sequence[int] | None,
     ) -> Any:
-        """As `make`, of a call with counts for and of all ranks; they may differ each time."""
+        """As `make`, for a call with counts to and from all ranks, which may differ each time."""
         try:
             key = call, x.dtype, x.shape[1:], out is None
             entry = self.calls.get(key)
@@ -176,7 +178,7 @@ class Repeats:
         return None if entry is None else self._made(key, entry, x, out, sent, expected)
 
     def _made(self, key: _Key, entry: _Entry, x: Any, out: Any, *counts: Any) -> Any:
-        """The result, None where nothing was done after all."""
+        """The result; None if nothing was done after all."""
         stream = libraries()["torch"].stream(self._team.device.ordinal)
         this_process.on_stream(stream)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
@@ -207,8 +209,8 @@ class Repeats:
     def _remember(
         self, operation: str, entry: _Entry, x: Any, out: Any, call: Call, rounds: int
     ) -> None:
-        """Let direct.c make the public call that has returned, without its function, if it was that
-        of a collective: wherever such arrays lie.
+        """Let direct.c make the public call that has just returned, on any such arrays, without
+        entering its function. This holds only if the function is a collective's.
         """
         function, context, compiled = call[0], self._context(), direct_calls()
         public = function.__name__ == operation and function.__module__.startswith(_PUBLIC)
@@ -241,7 +243,7 @@ class Repeats:
 
 
 def _differs(x: Any) -> bool:
-    """Whether an object may differ from one that equals it, or says where a call is made."""
+    """Whether an object may differ from one that equals it, or is a context."""
     return isinstance(x, Context) or type(x).__hash__ is None
 
 

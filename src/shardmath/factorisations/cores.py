@@ -26,9 +26,9 @@ from shardmath.factorisations.steps import (
 )
 from shardmath.local import lapack
 from shardmath.program.cores import Cores, HostArrays, Performing
-from shardmath.program.cores_blocks import Calls
 from shardmath.program.performing import Arguments
-from shardmath.program.steps import OwnStep
+from shardmath.program.steps import Step
+from shardmath.redistribution.bound_copies import Calls
 
 Arrays = Mapping[str, HostArray]
 
@@ -174,7 +174,7 @@ def _subtract(step: Subtract, arrays: Arrays) -> Calls:
     return [subtract]
 
 
-PERFORMERS: Mapping[type[OwnStep], Performing] = {
+PERFORMERS: Mapping[type[Step], Performing] = {
     Fill: _fill,
     CheckFinite: _check_finite,
     Conjugate: _conjugate,
@@ -192,7 +192,7 @@ PERFORMERS: Mapping[type[OwnStep], Performing] = {
 class FactorisationsOnCores(Cores):
     """Performs programs of factorisations, all in the same workspace: one follows another."""
 
-    performers: ClassVar[Mapping[type[OwnStep], Performing]] = PERFORMERS
+    performers: ClassVar[Mapping[type[Step], Performing]] = PERFORMERS
 
     def read(self, arguments: Arguments) -> HostArrays:
         """See Performer. Raises BackendUnavailable without SciPy."""

@@ -50,9 +50,9 @@ from shardmath.program.steps import (
     Memory,
     Move,
     On,
-    OwnStep,
     Program,
     Record,
+    Step,
     Synchronise,
 )
 from shardmath.redistribution import TransferPlan
@@ -65,7 +65,7 @@ _ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
 _ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
-class Least(OwnStep, words="the least of {source} to {target}"):
+class Least(Step, words="the least of {source} to {target}"):
     """The least number of `source` goes to the one element of `target`."""
 
     source: str

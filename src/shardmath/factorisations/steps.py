@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardmath.local.lapack import Op
-from shardmath.program.steps import OwnStep
+from shardmath.program.steps import Step
 
 # Codes of a `status`. Numbers from 1 on are that of the first minor or pivot at fault.
 NOT_FINITE_B, NOT_FINITE_A, NOT_PIVOTS, GOOD = -2, -1, 1 << 61, 1 << 62
@@ -36,14 +36,14 @@ class Cut(NamedTuple):
         return f"{self.buffer}[{top}:{bottom}, {left}:{right}]"
 
 
-class Fill(OwnStep, words="fill {target} with {number}"):
+class Fill(Step, words="fill {target} with {number}"):
     """Every element of a buffer becomes a number."""
 
     target: str
     number: int
 
 
-class CheckFinite(OwnStep, words="look for NaN and infinity in {source}"):
+class CheckFinite(Step, words="look for NaN and infinity in {source}"):
     """`status` becomes `code`, if that is less, where an element of `source` is NaN or infinite."""
 
     source: str
@@ -51,27 +51,27 @@ class CheckFinite(OwnStep, words="look for NaN and infinity in {source}"):
     code: int
 
 
-class Conjugate(OwnStep, words="conjugate {target}"):
+class Conjugate(Step, words="conjugate {target}"):
     """Every element of a buffer becomes its complex conjugate."""
 
     target: str
 
 
-class SetIdentity(OwnStep, words="fill {target} with the identity from column {first} on"):
+class SetIdentity(Step, words="fill {target} with the identity from column {first} on"):
     """A buffer becomes columns of the identity, from column `first` of it on."""
 
     target: str
     first: int
 
 
-class KeepLower(OwnStep, words="keep the lower triangle of {columns}"):
+class KeepLower(Step, words="keep the lower triangle of {columns}"):
     """Elements of `columns` above the diagonal, which begins in row `first`, become 0."""
 
     columns: Cut
     first: int
 
 
-class CopyDiagonal(OwnStep, words="copy the diagonal of {block} to {target}"):
+class CopyDiagonal(Step, words="copy the diagonal of {block} to {target}"):
     """Elements of a diagonal block to elements (from, to) of a vector."""
 
     block: Cut
@@ -79,7 +79,7 @@ class CopyDiagonal(OwnStep, words="copy the diagonal of {block} to {target}"):
     place: tuple[int, int]
 
 
-class FactoriseCholesky(OwnStep, words="factorise {diagonal}, and {below} by it"):
+class FactoriseCholesky(Step, words="factorise {diagonal}, and {below} by it"):
     """The Cholesky factor of a panel: of the block on the diagonal, whose first row is `first` of
     the matrix, and of what is below.
     """
@@ -90,7 +90,7 @@ class FactoriseCholesky(OwnStep, words="factorise {diagonal}, and {below} by it"
     first: int
 
 
-class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows"):
+class FactoriseLU(Step, words="factorise {panel}, with pivots of all its rows"):
     """The LU factors of a panel, whose first row is `first` of the matrix. All rows of the panel
     are candidates for a pivot. Elements `place` of `pivots` get the rows, of the matrix, that were
     exchanged.
@@ -103,7 +103,7 @@ class FactoriseLU(OwnStep, words="factorise {panel}, with pivots of all its rows
     first: int
 
 
-class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
+class ExchangeRows(Step, words="exchange rows of {target} by {pivots}"):
     """Exchange rows of `target`, whose first row is `first` of the matrix, as elements `place` of
     `pivots` say, from the last to the first if `backward`. If one of these is no row of `target`,
     that is noted in `status`, and none are exchanged.
@@ -117,7 +117,7 @@ class ExchangeRows(OwnStep, words="exchange rows of {target} by {pivots}"):
     backward: bool = False
 
 
-class Substitute(OwnStep):
+class Substitute(Step):
     """`target` becomes op(triangle)^-1 target. The place of the first 0 on the diagonal is noted in
     `status`, if that is given; `first` is the triangle's first row in the matrix.
     """
@@ -134,7 +134,7 @@ class Substitute(OwnStep):
         return f"solve {self.target} by the {'lower' if self.lower else 'upper'} {self.triangle}"
 
 
-class Subtract(OwnStep):
+class Subtract(Step):
     """`target` minus op(left) op(right), or, `rounded`, minus the product of these rounded to
     bfloat16, summed in the target's type.
     """

@@ -1,15 +1,15 @@
 """Programs on cores: each rank pulls what it needs from where its peers hold it.
 
-What peers read has to be on the heap. Operands there are read where they lie; of others, what peers
-read is staged there before the ranks agree, so that the exchange in which they agree is also the
-synchronisation before reading. A call that comes again finds its copies bound: nothing is worked
+What peers read has to be on the heap. Operands on the heap are read where they lie; of others, the
+part that peers read is copied there before the ranks agree. So the exchange in which they agree is
+also the synchronisation before reading. A repeated call finds its copies bound: nothing is worked
 out between that exchange and the first byte.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from math import prod
@@ -26,63 +26,61 @@ from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of, maker_on_heap
 from shardmath.handles.operand import Operand
-from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_readers
 from shardmath.program import two_shots
-from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
-from shardmath.program.blocks import Blocks
-from shardmath.program.cores_blocks import Calls, Pass, run
-from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
+from shardmath.program.analysis import (
+    agreed_at,
+    buffers_of,
+    fused,
+    overwritten,
+    staged,
+    waits_at_end,
+)
+from shardmath.program.binding import Binding
+from shardmath.program.notes import (
+    TAG_BYTES,
+    UNPREPARED,
+    agree_on_numbers,
+    numbers_bytes,
+    pack_numbers,
+    pack_parts,
+)
 from shardmath.program.offers import (
     LENT,
     STAGED,
     STAGED_BYTES,
     DoubleBuffer,
+    Offered,
     Offers,
-    Payload,
     announced,
     array_at,
     note_of,
     offer,
-    raw_note,
     room_for,
-    window_at,
 )
+from shardmath.program.passes import Blocks
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
-from shardmath.program.steps import (
-    Arrive,
-    Combine,
-    Convert,
-    Move,
-    OwnStep,
-    Program,
-    SplitArray,
-    Step,
-    Synchronise,
-    Transform,
-)
-from shardmath.redistribution import StridedCopy, Transfer, Window
-from shardmath.redistribution.bound_copies import bind
+from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
+from shardmath.redistribution import Transfer
+from shardmath.redistribution.bound_copies import Calls, run
+from shardmath.redistribution.plan import Ranges
 from shardmath.symmetric.heap import Block, Buffer
 
 _KEPT = 128  # calls of which the copies stay bound
-_KEPT_PLACES = 16  # of new results, of each such call
-_KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
-_COPIED_BYTES = 32 << 10  # of new results, which are sooner copied than steps bound to them
-_TAG = 8  # bytes, of a plan
-_HEAD = struct.Struct("<I")  # bytes of a note that a payload follows
-_UNPREPARED = bytes(_TAG)
-_SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
+_KEPT_PLACES = 16  # places of new results, for each such call
+_KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
+_COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
+_HEAD = struct.Struct("<I")  # the length of a note, where a payload follows it
 
-Ranges = tuple[tuple[int, int], ...]  # of each axis
-Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # what binds a step to buffers
+Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
 
 
 class HostArrays(Immutable):
-    """One rank's arrays: operands, and results that were given. New ones are of `library`.
+    """One rank's arrays: its operands, and the results that it gave.
 
-    `held` keeps their memory. There is no `library` where all operands were left out.
+    New results are of `library`, which is None if all operands were left out. `held` keeps the
+    memory of the arrays.
     """
 
     library: Library | None
@@ -105,34 +103,27 @@ class _Result(NamedTuple):
 
 
 class _Prepared(Immutable, eq=False):
-    """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
-    the steps before the first synchronisation.
+    """What a rank does before the ranks agree on `plan`: it makes results, and offers its arrays.
 
-    It holds while the workspace's buffers, by name and bytes, are in these blocks; `halved`, for
-    the calls in which a half of the double buffer has its turn. `replaced` are operands of which
-    copies take the place. `payload` is what is sent along.
+    The copies of `offered` include the steps before the first synchronisation. All this can be
+    repeated while `memory`, the buffers of the workspace by name and bytes, lies in these blocks.
     """
 
     plan: Plan
     library: Library  # of the arrays
     note: bytes
     makes: tuple[_Result, ...]
-    copies: Calls
-    replaced: Mapping[str, Operand]
+    offered: Offered
     memory: tuple[tuple[str, int, Block], ...]
-    halved: bool
-    payload: Payload | None
 
 
 class _Bound(Immutable, eq=False):
-    """What performs a program between the same arrays, by the number of each step: `parts`.
+    """The calls that perform a program between the same arrays, step by step in `parts`.
 
-    `by_place` is all of it, in order, by where new results lie. Where none have lain before, small
-    ones are copied from `homes`: those of a program that keeps its results lie nowhere twice.
+    `by_place` has all calls in order, by where new results lie. In a user's program that keeps its
+    results no two lie in the same place: at a new place, small results are copied from `homes`.
     """
 
-    arrays: dict[str, Operand]
-    offers: Offers
     binding: Binding
     parts: list[tuple[int, Calls]]
     lasting: bool
@@ -142,19 +133,18 @@ class _Bound(Immutable, eq=False):
     )
 
     def calls(self) -> Calls:
-        """All, for the results that they were bound to."""
+        """All calls, for the results that they were bound to first."""
         return [call for _, calls in self.parts for call in calls]
 
 
 class Cores:
     """Performs programs on cores.
 
-    `kept`: for an object, whose workspace stays until it is released. Else it is the context's, and
-    what is large is given back after each call.
+    With `kept`, those of one object, whose workspace stays until it is released. Otherwise the
+    workspace is the context's, and large buffers are given back after each call.
     """
 
-    repeat = None
-    performers: ClassVar[Mapping[type[OwnStep], Performing]] = {}  # of an operator's own steps
+    performers: ClassVar[Mapping[type[Step], Performing]] = {}  # of an operator's own steps
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -167,7 +157,7 @@ class Cores:
         self._arrive = partial(context.board.arrive, names.operation)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
-        self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
+        self._blocks: LRUCache[Plan, dict[int, Blocks]] = LRUCache(_KEPT)
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -176,8 +166,8 @@ class Cores:
         self.read(arguments)
 
     def read(self, arguments: Arguments) -> HostArrays:
-        """See Performer. Raises ValueError when a result cannot be written to, or overlaps an
-        operand that it has to be separate from; UseAfterFree.
+        """See Performer. Raises ValueError if a result cannot be written to, or overlaps an operand
+        from which it has to be separate; UseAfterFree.
         """
         context, names = self._context, self._names
         operands: dict[str, Operand] = {}
@@ -191,7 +181,7 @@ class Cores:
             on_heap = on_heap and (place is not None or name in names.beside)
             if host is not x and host.size:  # a lazily conjugated tensor has its values elsewhere
                 place = block_of(context, host)
-            operands[name] = _operand(host, None if place is None else place[0])
+            operands[name] = _operand(host, place and place[0])
             hosts[id(x)] = host
         for name, x in zip(names.results, arguments.results, strict=True):
             if x is None:
@@ -204,7 +194,7 @@ class Cores:
             others = [host for key, host in hosts.items() if key != reused]
             if names.separate and any(share_memory(host, target) for host in others):
                 raise ValueError(f"{name_given} overlaps {names.separate}")
-            operands[name] = _operand(target, None if place is None else place[0])
+            operands[name] = _operand(target, place and place[0])
             hosts[id(x)] = target
         first, left_out = arguments.operands[0], names.operands[0] in names.optional
         library = None if first is None and left_out else library_of(first)
@@ -212,14 +202,14 @@ class Cores:
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
         """See Performer."""
-        return HostArrays(arrays.library, arrays.arrays, arrays.on_heap, ())
+        return replace(arrays, held=())
 
     # -- prepare -----------------------------------------------------------------------------------
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
         if plan is None:
-            turn.note = pack_numbers(turn.known.numbers) + _UNPREPARED
+            turn.note = pack_numbers(turn.known.numbers) + UNPREPARED
             return
         half, known = self._halves.turn(), turn.known
         by_half: list[_Prepared | None] = known.prepared or [None, None]
@@ -228,14 +218,13 @@ class Cores:
             prepared = self._prepare(turn, plan)
             if known.lasting and turn.held is None:
                 by_half[half] = prepared
-                known.prepared = by_half if prepared.halved else [prepared] * 2
-        turn.prepared = prepared
-        for copy in prepared.copies:
+                known.prepared = by_half if prepared.offered.halved else [prepared] * 2
+        turn.prepared, turn.note = prepared, prepared.note
+        for copy in prepared.offered.copies:
             copy()
-        turn.note = prepared.note
-        payload = prepared.payload
+        payload = prepared.offered.payload
         if payload is None:
-            turn.payload = b""  # not what was sent along in expectation of another plan
+            turn.payload = b""  # not the one that was sent when another plan was expected
         else:
             turn.payload = bytes(payload) if isinstance(payload, memoryview) else payload()
         if prepared.makes:
@@ -248,7 +237,7 @@ class Cores:
 
     def _prepare(self, turn: Turn, plan: Plan) -> _Prepared:
         context, program = self._context, self._fused(plan)
-        arrays = self._operands(turn, program)
+        arrays = _transposed(turn.known.arrays.arrays, program)
         makes = tuple(
             self._result(turn, program, name) for name in program.results if name not in arrays
         )
@@ -263,49 +252,41 @@ class Cores:
         lends = not workspace.keys().isdisjoint(program.published)
 
         def buffer(name: str, nbytes: int) -> Buffer:
-            staging = self._staging(turn, name, nbytes)
+            large = not self._kept and nbytes > KEPT_STAGING
+            if large and turn.held is None:
+                turn.held = Workspace(context)
+            staging = (turn.held if large else self._workspace).buffer(self._name(name), nbytes)
             memory.append((self._name(name), staging.block.nbytes, staging.block))
             return staging
 
         offered = offer(context, arrays, read, late, combines, buffer, lends=lends)
-        note = [pack_numbers(turn.known.numbers), plan.tag]
+        parts = []
         for name in program.published:
             if name in by_parts:
                 operand, combine = offered.replaced.get(name) or arrays[name], by_parts[name]
                 into = arrays.get(combine.target)
                 place, staging = two_shots.offer(context, combine, operand, into)
-                note.append(raw_note(place))
+                parts.append(place)
                 offered.copies += staging
             elif name in workspace:
                 lent = any(workspace[name].block is block for *_, block in memory)
                 kind = LENT if lent else STAGED
-                note.append(note_of(kind, announced(context, workspace[name])))
+                parts.append(note_of(kind, announced(context, workspace[name])))
             else:
-                note.append(offered.notes.get(name) or note_of(LENT, None))
+                parts.append(offered.notes.get(name, b""))
         arrays |= {**workspace, **offered.replaced}
-        copies, library = offered.copies, _library(turn, program)
-        hosts = {name: array_at(array) for name, array in arrays.items()}
-        for number, step in enumerate(program.steps[: _agreed_at(program)]):
-            if isinstance(step, Move | Transform):
-                copies += self._bind_pass(plan, number, arrays, None, library)
-            else:
-                copies += bind_arithmetic(step, hosts, turn.known.numbers)
-        return _Prepared(
-            plan,
-            library,
-            b"".join(note),
-            makes,
-            copies,
-            offered.replaced,
-            tuple(memory),
-            offered.halved,
-            offered.payload,
-        )
+        library = turn.known.arrays.library or library_named(program.library)
+        nothing = Offers(context, (), (), 0)  # before the ranks agree
+        binding = self._binding(turn, plan, library, arrays, nothing)
+        for number in range(agreed_at(program)):
+            offered.copies += binding.bind(number)
+        note = pack_numbers(turn.known.numbers) + plan.tag + pack_parts(parts)
+        return _Prepared(plan, library, note, makes, offered, tuple(memory))
 
     def _combined_by_parts(
         self, program: Program, arrays: Mapping[str, Operand]
     ) -> tuple[dict[str, Combine], set[str]]:
-        """The operands that are combined in two shots, and those that have to be copied before."""
+        """The operands that are combined in two shots, and those that have to be copied first."""
         by_parts = {
             step.source: step
             for step in program.steps
@@ -326,30 +307,13 @@ class Cores:
         """The program of a plan as cores perform it."""
         return self._programs.made(plan, lambda: fused(plan.program))
 
-    def _operands(self, turn: Turn, program: Program) -> dict[str, Operand]:
-        """Operands, and results that were given, as the steps see them."""
-        arrays: dict[str, Operand] = dict(turn.known.arrays.arrays)
-        for name in program.transposed:
-            if name in arrays:
-                arrays[name] = arrays[name].transposed()
-        return arrays
-
     def _result(self, turn: Turn, program: Program, name: str) -> _Result:
         arrays, result = turn.known.arrays, program.results[name]
         order = result.order_among(arrays.arrays)
         on_heap = arrays.on_heap and isinstance(result, SplitArray)
         shape, place = result.local_shape(self._context.rank), program.in_place.get(name, "")
-        strides, nbytes = (
-            packed_strides(shape, axes=order),
-            prod(shape) * dtypes.of(result.dtype).itemsize,
-        )
+        strides, nbytes = packed_strides(shape, axes=order), _bytes_of(shape, result.dtype)
         return _Result(name, shape, result.dtype, order, strides, nbytes, on_heap, place)
-
-    def _staging(self, turn: Turn, name: str, nbytes: int) -> Buffer:
-        workspace = self._workspace
-        if not self._kept and nbytes > KEPT_STAGING:
-            workspace = turn.held = turn.held or Workspace(self._context)
-        return workspace.buffer(self._name(name), nbytes)
 
     def _name(self, name: str) -> str:
         """The name of a buffer of the program in the workspace, which operations share."""
@@ -393,9 +357,9 @@ class Cores:
                 self._bound.keep((turn.prepared, agreement), bound)
             steps = bound.by_place.keep(_pointers(turn.prepared.library, made), bound.calls())
         else:
-            steps = self._steps(turn, plan, bound)
-        if bound.offers.landing is not None:
-            bound.offers.landing.data[:] = b"".join(turn.payloads)
+            steps = self._steps(turn, bound)
+        if bound.binding.offers.landing is not None:
+            bound.binding.offers.landing.data[:] = b"".join(turn.payloads)
         run(steps)
         given = turn.arguments.results
         if not made:
@@ -409,25 +373,25 @@ class Cores:
         bound, makes = self._bound.find((prepared, agreement)), prepared.makes
         if bound is None or len(makes) > 1 or any(result.in_place for result in makes):
             return None
-        plan, barrier, library = agreement.plan, self._barrier, prepared.library
+        barrier, library, program = self._barrier, prepared.library, bound.binding.program
 
         def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
             return into({result.name: new for result in makes})
 
         def into(made: Mapping[str, Any]) -> tuple[Callable[[], object] | None, ...]:
-            steps = self._steps_into(made, plan, bound, library)
+            steps = self._steps_into(made, bound)
             return tuple(None if call is barrier else call for call in steps)
 
-        landing, steps = bound.offers.landing, self._fused(plan).steps
+        landing = bound.binding.offers.landing
         homes = [library.host_view(x, writable=True) for x in bound.homes.values()]
         summed = None
-        if landing is not None and len(bound.parts) == len(plan.program.published) == 1:
-            summed = bound.binding.payload_sum(steps[bound.parts[0][0]])
+        if landing is not None and len(bound.parts) == len(program.published) == 1:
+            summed = bound.binding.payload_sum(program.steps[bound.parts[0][0]])
         return Direct(
-            before=tuple(prepared.copies),
+            before=tuple(prepared.offered.copies),
             memory=(self._workspace, self._workspace.version) if prepared.memory else None,
-            half=self._halves.half if prepared.halved else None,
-            payload=prepared.payload,
+            half=self._halves.half if prepared.offered.halved else None,
+            payload=prepared.offered.payload,
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
             bind=bind if summed is None else None,
@@ -438,7 +402,7 @@ class Cores:
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for this plan. Collective.
 
-        They tell each other once more where some have not.
+        If some have not, they do, and all exchange their notes once more.
         """
         start = numbers_bytes(self._names.numbers)
         if all(note.startswith(plan.tag, start) for note in notes):
@@ -455,15 +419,15 @@ class Cores:
         return [text[_HEAD.size : end] for text, end in zip(texts, ends, strict=True)]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
-        """The calls that perform the program, each time that it is run between the same arrays.
+        """The calls that perform the program, each time that it runs between the same arrays.
 
-        It is not to be kept with large scratch, which it holds.
+        They hold scratch, and are not kept where that is large.
         """
-        program = self._fused(plan)
-        made = _made(turn.prepared.library, turn.made, program.transposed)
-        arrays = {**self._operands(turn, program), **made}
-        arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
-        skip = numbers_bytes(self._names.numbers) + _TAG
+        program, library = self._fused(plan), turn.prepared.library
+        made = _made(library, turn.made, program)
+        arrays = {**_transposed(turn.known.arrays.arrays, program), **made}
+        arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.offered.replaced}
+        skip = numbers_bytes(self._names.numbers) + TAG_BYTES
         offers = Offers(self._context, tuple(program.published), notes, skip)
         arrays |= {
             name: offers.own(name, arrays[name]) for name in program.published if name in arrays
@@ -474,123 +438,81 @@ class Cores:
             host = np.empty_like(like, dtype)
             arrays[name] = replace(_operand(host, None), keep=host)
             room += host.nbytes
-        hosts = {name: array_at(array) for name, array in arrays.items()}
-        binding = Binding(self._context, hosts, offers, turn.known)
-        bound = _Bound(arrays, offers, binding, [], room <= _KEPT_SCRATCH, _homes(turn.prepared))
-        first, last = _agreed_at(program), len(program.steps)
+        binding = self._binding(turn, plan, library, arrays, offers)
+        first, last = agreed_at(program), len(program.steps)
         if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
             first += 1
         if isinstance(program.steps[-1], Synchronise) and not waits_at_end(program, offers):
-            last -= 1  # no peer reads anything any more that is written next
-        for number in range(first, last):
-            calls = self._bind_step(plan, number, bound, turn.prepared.library)
-            bound.parts.append((number, calls))
-        return bound
+            last -= 1  # no peer is still reading what is written next
+        parts = [(number, self._bind_step(number, binding)) for number in range(first, last)]
+        return _Bound(binding, parts, room <= _KEPT_SCRATCH, _homes(turn.prepared))
 
-    def _steps(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
+    def _binding(
+        self,
+        turn: Turn,
+        plan: Plan,
+        library: Library,
+        arrays: Mapping[str, Operand],
+        offers: Offers,
+    ) -> Binding:
+        hosts = {name: array_at(array) for name, array in arrays.items()}
+        program, blocks = self._fused(plan), self._blocks.made(plan, dict)
+        return Binding(self._context, program, library, turn.known.numbers, hosts, offers, blocks)
+
+    def _steps(self, turn: Turn, bound: _Bound) -> Calls:
         """The calls that follow the exchange, for the new results of this call."""
-        made, homes, library = turn.made, bound.homes, turn.prepared.library
+        made, homes, library = turn.made, bound.homes, bound.binding.library
         if not homes or _pointers(library, made) in bound.by_place:
-            return self._steps_into(made, plan, bound, library)
+            return self._steps_into(made, bound)
         copies = [
             partial(
                 np.copyto, library.host_view(made[name], writable=True), library.host_view(home)
             )
             for name, home in homes.items()
         ]
-        return [*self._steps_into(homes, plan, bound, library), *copies]
+        return [*self._steps_into(homes, bound), *copies]
 
-    def _steps_into(
-        self, made: Mapping[str, Any], plan: Plan, bound: _Bound, library: Library
-    ) -> Calls:
-        """The calls that leave new results there, of which only those that reach them are bound."""
-        places, by_place = _pointers(library, made), bound.by_place
-        known = by_place.find(places)
+    def _steps_into(self, made: Mapping[str, Any], bound: _Bound) -> Calls:
+        """The calls that write these new results: steps that reach them are bound anew."""
+        library, program = bound.binding.library, bound.binding.program
+        places = _pointers(library, made)
+        known = bound.by_place.find(places)
         if known is not None:
             return known
-        program = self._fused(plan)
-        arrays, steps = _made(library, made, program.transposed), program.steps
-        binding = bound.binding.between({name: array_at(x) for name, x in arrays.items()})
-        other = replace(bound, arrays={**bound.arrays, **arrays}, binding=binding)
+        results = _made(library, made, program)
+        binding = bound.binding.between({name: array_at(x) for name, x in results.items()})
         rebound: Calls = []
         for number, calls in bound.parts:
-            reaches = not buffers_of(steps[number]).isdisjoint(made)
-            rebound += self._bind_step(plan, number, other, library) if reaches else calls
-        return by_place.keep(places, rebound)
+            reaches = not buffers_of(program.steps[number]).isdisjoint(made)
+            rebound += self._bind_step(number, binding) if reaches else calls
+        return bound.by_place.keep(places, rebound)
 
-    def _bind_step(self, plan: Plan, number: int, bound: _Bound, library: Library) -> Calls:
-        step = self._fused(plan).steps[number]
+    def _bind_step(self, number: int, binding: Binding) -> Calls:
+        step = binding.program.steps[number]
         if isinstance(step, Synchronise):
             return [self._barrier]
         if isinstance(step, Arrive):
             return [self._arrive]
-        if isinstance(step, OwnStep):
-            return self.performers[type(step)](step, bound.binding.hosts)
-        if isinstance(step, Move | Transform):
-            return self._bind_pass(plan, number, bound.arrays, bound.offers, library)
-        return bound.binding.bind(step)
-
-    def _bind_pass(
-        self,
-        plan: Plan,
-        number: int,
-        arrays: Mapping[str, Operand],
-        offers: Offers | None,
-        library: Library,
-    ) -> Calls:
-        """A move or a transform, with what it brings from peers, of what they offer."""
-        context, step = self._context, self._fused(plan).steps[number]
-        assert isinstance(step, Move | Transform), "these only"
-        transfer, source, target = step.transfer, arrays.get(step.source), arrays[step.target]
-        if isinstance(step, Move) and (context.threads == 1 or target.nbytes < _SHARED_BYTES):
-            perform_now = partial(_copies, context, step, source, offers, target)
-        else:
-            blocks = self._blocks.made(
-                (plan, number), lambda: self._cut(self._fused(plan), step, arrays)
-            )
-            perform_now = partial(_pass, context, step, blocks, source, offers, target, library)
-        peers = [src for src in transfer.sources(context.rank) if src != context.rank]
-        if offers is None or all(offers.has_address(step.source, src) for src in peers):
-            return perform_now()
-        return [lambda: run(perform_now())]  # what is elsewhere is copied here when it can be read
-
-    def _cut(
-        self, program: Program, step: Move | Transform, arrays: Mapping[str, Operand]
-    ) -> Blocks:
-        target = program.workspace.get(step.target) or program.results[step.target]
-        rank, order = self._context.rank, target.order
-        if step.target in program.transposed:
-            order = "C" if order == "F" else "F"
-        if isinstance(step, Move):
-            return Blocks(step.transfer, rank, order=order, itemsize=step.transfer.itemsize)
-        itemsize = arrays[step.source].itemsize
-        if step.kind == "R2C":
-            itemsize = arrays[step.target].itemsize
-        return Blocks(
-            step.transfer, rank, axes=step.axes, kind=step.kind, order=order, itemsize=itemsize
-        )
+        perform = self.performers.get(type(step))
+        return binding.bind(number) if perform is None else perform(step, binding.hosts)
 
     # -- workspace ---------------------------------------------------------------------------------
 
     def _workspace_arrays(
         self, program: Program, arrays: Mapping[str, Operand]
     ) -> tuple[dict[str, Operand], list[tuple[str, int, Block]]]:
-        """This rank's parts of the buffers of a program, in the workspace, shown to its peers; and
-        the memory that they lie in, where that may be given back: its name, its bytes and its
-        block.
+        """This rank's parts of a program's workspace, announced to its peers; and the memory that
+        they lie in, if it may be given back: (name, bytes, block).
         """
         operands: dict[str, Operand] = {}
         sizes: dict[str, int] = {}
         for name, array in program.workspace.items():
-            shape, itemsize = (
-                array.local_shape(self._context.rank),
-                dtypes.of(array.dtype).itemsize,
-            )
+            shape, itemsize = array.local_shape(self._context.rank), dtypes.of(array.dtype).itemsize
             strides = packed_strides(shape, itemsize, array.order_among(arrays))
             operands[name] = Operand(0, shape, strides, array.dtype)
             memory = self._name(array.memory or name)
             sizes[memory] = max(sizes.get(memory, 0), operands[name].nbytes)
-        stays = {self._name(name) for name in _staged(program)}
+        stays = {self._name(name) for name in staged(program)}
         stays = {name for name in stays if sizes[name] <= STAGED_BYTES}
         blocks = {
             name: kept_for_readers(self._context, name, room_for(nbytes)).block
@@ -611,35 +533,34 @@ class Cores:
             self._bound.clear()
 
 
-def _library(turn: Turn, program: Program) -> Library:
-    """The library of a call's arrays."""
-    library: Library | None = turn.known.arrays.library
-    return library or library_named(program.library)
-
-
 def _pointers(library: Library, made: Mapping[str, Any]) -> tuple[int, ...]:
     """Where new results begin."""
     return tuple([library.pointer(x) for x in made.values()]) if made else ()
 
 
-def _made(
-    library: Library, made: Mapping[str, Any], transposed: Collection[str]
-) -> dict[str, Operand]:
-    """Where new results lie, whose memory nothing that is bound keeps, as the steps see them."""
-    operands = {
-        name: _operand(library.host_view(x, writable=True), None) for name, x in made.items()
-    }
-    return operands | {name: operands[name].transposed() for name in transposed if name in made}
+def _transposed(arrays: Mapping[str, Operand], program: Program) -> dict[str, Operand]:
+    """Arrays as the steps of a program see them."""
+    turned = program.transposed
+    return {name: x.transposed() if name in turned else x for name, x in arrays.items()}
+
+
+def _made(library: Library, made: Mapping[str, Any], program: Program) -> dict[str, Operand]:
+    """Where new results lie, as the steps see them. It does not keep their memory."""
+    hosts = {name: library.host_view(x, writable=True) for name, x in made.items()}
+    return _transposed({name: _operand(host, None) for name, host in hosts.items()}, program)
 
 
 def _homes(prepared: _Prepared) -> dict[str, Any]:
     """Arrays for new results to be copied from, if those are small and lie in C order."""
     makes, library = prepared.makes, prepared.library
-    if not 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES or any(
-        result.in_place or result.order != "C" for result in makes
-    ):
+    small = 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES
+    if not small or any(result.in_place or result.order != "C" for result in makes):
         return {}
     return {x.name: library.maker(x.shape, x.dtype, x.order)() for x in makes}
+
+
+def _bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * dtypes.of(dtype).itemsize
 
 
 def _bytes(array: HostArray) -> memoryview:
@@ -647,38 +568,10 @@ def _bytes(array: HostArray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _agreed_at(program: Program) -> int:
-    """How many steps come before the ranks agree, which is the first synchronisation."""
-    kinds = [isinstance(step, Synchronise) for step in program.steps]
-    return kinds.index(True) if True in kinds else 0
-
-
-def _staged(program: Program) -> set[str]:
-    """The memory of workspace that peers read, and that is written only when the ranks agree."""
-    memory = {name: array.memory or name for name, array in program.workspace.items()}
-    early = {name for step in program.steps[: _agreed_at(program)] for name in buffers_of(step)}
-    read = {memory[name] for name in program.published if name in memory}
-    return read - {memory[name] for name in early if name in memory}
-
-
-def waits_at_end(program: Program, offers: Offers) -> bool:
-    """Whether a rank waits at the end: for the readers of what peers read behind the last other
-    synchronisation, or behind where they said that they had come to it; or since it has said that
-    it would.
-    """
-    steps = program.steps[:-1]
-    places = [n for n, step in enumerate(steps) if isinstance(step, Synchronise | Arrive)]
-    arrived = [isinstance(steps[place], Arrive) for place in places]
-    if arrived[-1:] == [True]:
-        return True
-    behind = steps[places[-2] if arrived[-2:-1] == [True] else places[-1] :] if places else steps
-    return offers.wait(replace(program, steps=behind).published)
-
-
 def _ranges(
     array: Operand, transfers: Sequence[Transfer | None], context: Context
 ) -> Ranges | None:
-    """For each axis of this rank's part the range in which peers read; None where they do not."""
+    """For each axis of this rank's part, the range in which peers read; None if they do not."""
     whole = tuple((0, extent) for extent in array.shape)
     read = [whole if move is None else move.read_by_peers(context.rank) for move in transfers]
     parts = [ranges for ranges in read if ranges is not None]
@@ -689,134 +582,7 @@ def _ranges(
     )
 
 
-def _windows(
-    context: Context, step: Move | Transform, source: Operand | None, offers: Offers | None
-) -> dict[int, Window]:
-    """Where this rank reads what a step brings it, by the rank that it comes from."""
-    windows = {}
-    for src in step.transfer.sources(context.rank):
-        if src == context.rank:
-            assert source is not None, "what this rank has stays"
-            windows[src] = window_at(source)
-        else:
-            assert offers is not None, "ranks have agreed"
-            windows[src] = offers.window(step.source, src, step.transfer)
-    return windows
-
-
-def _copies(
-    context: Context, step: Move, source: Operand | None, offers: Offers | None, target: Operand
-) -> Calls:
-    """The calls that perform a move as copies of whole parts."""
-    windows = _windows(context, step, source, offers)
-    strides = {src: window.strides for src, window in windows.items()}
-    copies = [
-        copy
-        for copy in step.transfer.copies(context.rank, strides, target.strides)
-        if not _is_there(copy, windows[copy.src], target)
-    ]
-    return bind(copies, windows, window_at(target))
-
-
-def _is_there(copy: StridedCopy, window: Window, target: Operand) -> bool:
-    """Whether what is to be copied lies where it goes."""
-    ends = window.address + copy.src_offset, target.address + copy.dst_offset
-    return ends[0] == ends[1] and copy.src_strides == copy.dst_strides
-
-
-def _pass(
-    context: Context,
-    step: Move | Transform,
-    blocks: Blocks,
-    source: Operand | None,
-    offers: Offers | None,
-    target: Operand,
-    library: Library,
-) -> Calls:
-    """The calls that perform a step block by block."""
-    windows = {} if blocks.stays else _windows(context, step, source, offers)
-    arrays = array_at(source or target), array_at(target)
-    if isinstance(step, Move):
-        return Pass(context, blocks, *arrays, windows).bound()
-    engine = engine_for(library.name, step.kind)
-    return Pass(context, blocks, *arrays, windows, engine, step.forward, step.norm).bound()
-
-
 def _operand(host: HostArray, block: Block | None) -> Operand:
-    """Where an array lies, whose memory somebody else keeps."""
+    """Where an array lies. It does not keep the array's memory."""
     address = int(host.__array_interface__["data"][0])
     return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block)
-
-
-def overwritten(arrays: Mapping[str, Operand], program: Program, rank: int) -> list[str]:
-    """The operands that a result may overwrite before all that is read of them has been read.
-
-    One that is read by the first step only, element by element of the result or before there is
-    one, and by no peer, is none.
-    """
-    steps = [step for step in program.steps if not isinstance(step, Synchronise)]
-    names = []
-    for name, operand in arrays.items():
-        if name in program.results or not _is_read(name, steps, rank):
-            continue
-        for result, array in program.results.items():
-            target = arrays.get(result)
-            taken = target is None and program.in_place.get(result) == name
-            if not taken and (target is None or not operand.overlaps(target)):
-                continue
-            looks = array.local_shape(rank), array.dtype
-            same = looks == (operand.shape, operand.dtype)
-            if target is not None:
-                same = _lie_alike(operand, target)
-            if not _read_at_once(name, steps, result, rank, in_place=same):
-                names.append(name)
-                break
-    return names
-
-
-def _lie_alike(one: Operand, other: Operand) -> bool:
-    facts = ("address", "shape", "strides", "dtype")
-    return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
-
-
-def _is_read(name: str, steps: Sequence[Step], rank: int) -> bool:
-    """Whether anything that `rank` has in an operand is read, by itself or by a peer."""
-    return any(
-        name in buffers_of(step)
-        for step in steps
-        if not (isinstance(step, Move) and step.source == name and not step.transfer.out_of(rank))
-    )
-
-
-def _stays_in_place(step: Move, rank: int) -> bool:
-    """Whether all that moves to `rank` is its own, and goes where it was."""
-    return all(
-        move.src == rank
-        and all(run.count == 1 and run.src_start == run.dst_start for run in move.runs)
-        for move in step.transfer.into(rank)
-    )
-
-
-def _read_at_once(
-    name: str, steps: Sequence[Step], result: str, rank: int, *, in_place: bool
-) -> bool:
-    """Whether only the first step reads an operand, and writes nothing that is still to be read."""
-    first, *others = steps
-    if isinstance(first, Combine) and first.reduction and first.held.size == 1 and in_place:
-        return not others
-    if not isinstance(first, Move | Transform | Convert) or name in _read_by(others):
-        return False
-    stays = isinstance(first, Move) and _stays_in_place(first, rank)
-    if stays and in_place and (first.source, first.target) == (name, result):
-        return True
-    if not isinstance(first, Convert) and first.transfer.crosses:
-        return False
-    return first.target != result or in_place
-
-
-def _read_by(steps: Sequence[Step]) -> set[str]:
-    names: set[str] = set()
-    for step in steps:
-        for what in ("source", "left", "right"):
-            names.add(getattr(step, what, ""))
-    return names

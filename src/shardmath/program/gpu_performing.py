@@ -1,13 +1,14 @@
-"""How GPUs perform programs: what the ranks tell each other of one, and what goes on the stream.
+"""How GPUs perform programs: what ranks tell each other about their arrays, and what they launch.
 
     read ──► prepare ──► agree ──► launch            a call like the last of its plan
                            └─► decide, prepare ──┘   any other
 
-After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
-takes memory is made before, so want of it on one rank is an error on all before an element is
-touched. How a program is performed may depend on how all ranks' arrays lie. So a rank tells that,
-and for which decision it has prepared: that of the last call like this. From what all have told
-all decide alike; those that had prepared for another prepare once more, and tell each other.
+After the ranks have agreed no process waits for another: GPUs do, by barriers on the stream. Memory
+is allocated before, so that a lack of it on one rank is an error on all, before an element is
+written. How a program is performed may depend on how all ranks' arrays lie: that is the `decision`.
+Each rank's note has the facts about its arrays, and the decision for which it has prepared, which
+is that of the last such call. From all facts all ranks derive the same decision. If any rank has
+prepared for another, all prepare once more, and exchange their notes again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import HostArray, host_array, share_memory
+from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
@@ -46,16 +48,24 @@ from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.program.gpu_repeats import Replay, Replays
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
-from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
+from shardmath.program.notes import (
+    TAG_BYTES,
+    UNPREPARED,
+    Numbers,
+    agree_on_numbers,
+    numbers_bytes,
+    pack_numbers,
+    pack_parts,
+    unpack_parts,
+)
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.steps import SplitArray
 
 
 class GPUArrays(Immutable):
-    """The user's arrays by name, `spec` being the first operand's:
-    `operands`, and as `targets` the results that were given.
+    """The user's arrays by name: `operands`, and the results that were given, as `targets`.
 
-    `places` are those of targets that are not to be found anew in each call.
+    `spec` is the first operand's. `places` are the targets as results, in the call that read them.
     """
 
     spec: ArraySpec
@@ -72,11 +82,11 @@ class GPUArrays(Immutable):
 
 
 def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArrays:
-    """Read the user's arrays, a copy of those in host memory. Local.
+    """Read the user's arrays; those in host memory are copied. Local.
 
-    Raises ValueError when one lies on another GPU, or a result cannot be written to or overlaps an
-    operand from which it has to be `separate`; UseAfterFree; HeapExhausted when there is no room
-    for an operand in host memory.
+    Raises ValueError if one lies on another GPU, or a result cannot be written to or overlaps an
+    operand from which it has to be `separate`; UseAfterFree; HeapExhausted if there is no room for
+    the copy of an operand.
     """
     given = {n: x for n, x in zip(names.operands, arguments.operands, strict=True) if x is not None}
     operands: dict[str, Operand] = {}
@@ -85,7 +95,7 @@ def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArra
         library = library_of(x, name)
         array = operands[name] = read(context, x, name, spec=library.spec(x))
         if name not in names.beside and array.block is None:
-            lazy = library.is_lazy(x)  # it was read into a copy
+            lazy = library.is_lazy(x)  # if so, it was read into a copy
             on_heap = on_heap and lazy and block_of(context, x) is not None
     places = {}
     for name, out in zip(names.results, arguments.results, strict=True):
@@ -104,7 +114,7 @@ def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArra
 
 
 def _share_memory(operand: Any, out: Any) -> bool:
-    """Whether two arrays of the user's, one of them to be written to, share memory."""
+    """Whether an operand and a result that the user gave share memory."""
     library, other = library_of(operand), library_of(out, "out")
     specs = library.spec(operand), other.spec(out)
     if specs[0].space != specs[1].space:
@@ -115,28 +125,26 @@ def _share_memory(operand: Any, out: Any) -> bool:
 
 
 def _address_range(library: Library, x: Any) -> HostArray:
-    """An array of NumPy at the same addresses, which nobody may read."""
+    """A NumPy array at the same addresses, whose elements nobody may read."""
     spec = library.spec(x)
     strides = [stride * spec.itemsize for stride in spec.strides]
     return host_array(library.pointer(x), spec.shape, strides, f"|V{spec.itemsize}", None)
 
 
-_KEPT = 128  # executions that are launched as before
+_KEPT = 128  # executions whose launches are kept
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
-_PLACES = 32  # of results of one call, for which all is prepared
-_TAG = 8  # bytes, of a plan
-_UNPREPARED = bytes(_TAG)
-# Whether peers reach the operand, and the result; whether this is packed; its order; the lane; the
-# decision for which the places at the end have been prepared, or 0; how long the form before is.
+_PLACES = 32  # places of the results of one call, for which all is prepared
+# In the order of `Facts`: operand, result, packed, order, lane; then the decision for which the
+# rank has prepared, or 0; and the length of the form, which follows, before the places.
 _HEAD = struct.Struct("<???cBBB")
-_LENGTH = struct.Struct("<H")
 
 
 class Facts(NamedTuple):
-    """A rank's description of its arrays in one execution: whether peers reach operand and result,
-    and whether the result is packed, from an address on that is aligned, and in which order: the
-    first letter of C, F or both. `lane` is the number of its stream's lane, `form` what else the
-    operation's performer says of the arrays.
+    """The facts about a rank's arrays in one execution, from which the ranks decide.
+
+    Whether peers reach `operand` and `result`; whether the result is `packed`, from an aligned
+    address on, and in which `order`: the first letter of C, F or both. `lane` is the number of the
+    stream's lane, and `form` is whatever else the operation's performer adds.
     """
 
     operand: bool
@@ -147,17 +155,31 @@ class Facts(NamedTuple):
     form: bytes = b""
 
 
-class Told(NamedTuple):
-    """A rank's facts in one execution, and where its arrays lie that peers reach."""
+class Note(NamedTuple):
+    """A rank's note of an execution: the tag of its plan, and the decision for which it has
+    prepared; the facts about its arrays, and the places of those that peers reach.
+    """
 
+    tag: bytes
+    decision: int
     facts: Facts
     places: tuple[Exposed | None, ...]
 
+    @classmethod
+    def unpack(cls, text: bytes) -> Note:
+        """The note that a rank has packed, see `_pack`."""
+        operand, result, packed, order, lane, decision, length = _HEAD.unpack_from(text, TAG_BYTES)
+        start = TAG_BYTES + _HEAD.size
+        form = text[start : start + length]
+        facts = Facts(operand, result, packed, order.decode(), lane, form)
+        places = [Exposed.unpack(x) if x else None for x in unpack_parts(text, start + length)]
+        return cls(text[:TAG_BYTES], decision, facts, tuple(places))
+
 
 class Given(NamedTuple):
-    """One rank's arrays in one execution, and its numbers, by the names that programs have.
+    """One rank's arrays and numbers in one execution, by their names in programs.
 
-    `lasting`: it can be launched again, since no array was copied for this execution alone.
+    If it is `lasting` it can be launched again: no array was copied for this execution alone.
     """
 
     arrays: Mapping[str, Operand]
@@ -166,9 +188,9 @@ class Given(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """One rank's arrays in one execution of a plan, by name, and its numbers, on a stream.
+    """One rank's arrays and numbers in one execution of a plan on a stream, by the user's names.
 
-    `new`: its first result is an array that the call makes.
+    With `new`, the call makes the first result.
     """
 
     plan: Plan
@@ -191,20 +213,24 @@ class Execution(NamedTuple):
 
 
 class Ready(Immutable, eq=False):
-    """One rank's side of an execution: where peers find what they reach, packed, and what binds the
-    launches to what all ranks have told. These keep their tables, and no array. `check` raises,
-    before each launch, where nothing more can be launched. `lasting`: it can be launched again.
+    """One rank's side of an execution.
+
+    `places`, packed, tell peers where they find what they reach. `bind` makes the launches from
+    what all ranks have told; these keep their tables, and no array. `check`, before each launch,
+    raises if nothing more can be launched. If it is `lasting` it can be launched again.
     """
 
     places: tuple[bytes, ...]
-    bind: Callable[[Sequence[Told]], Launch] = field(repr=False)
+    bind: Callable[[Sequence[Note]], Launch] = field(repr=False)
     check: Callable[[], None] | None = None
     lasting: bool = True
 
 
 class _Prepared(Immutable, eq=False):
-    """The note and the launches of executions with arrays in the same places, as long as the lane's
-    buffers are this `memory`. `ready` is None where that needs memory which is not there.
+    """The note and the launches of executions with arrays in the same places.
+
+    It holds as long as the lane's buffers are this `memory`. `ready` is None if that takes memory
+    which is not there yet.
     """
 
     lane: Lane
@@ -215,10 +241,7 @@ class _Prepared(Immutable, eq=False):
 
 
 class GPUPerformer(ABC):
-    """Performs the programs of an operation on GPUs.
-
-    `kept`: for an object, whose `number` is the same on all ranks.
-    """
+    """Performs the programs of an operation on GPUs; with `kept`, those of one object."""
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -235,35 +258,35 @@ class GPUPerformer(ABC):
 
     @property
     def replays(self) -> bool:
-        """Whether an execution that comes again is launched as it was, as one graph."""
+        """Whether a repeated execution is launched as one graph."""
         return True
 
     @abstractmethod
     def _lane(self, stream: int, decision: int) -> Lane:
-        """The lane of an execution: the same on all ranks that have decided so. 0: not decided."""
+        """The lane of an execution, the same on all ranks with this decision; 0: none yet."""
 
     @abstractmethod
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
-        """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
+        """How all ranks perform the plan, given all ranks' facts: a number from 1 to 255. Pure."""
 
     @abstractmethod
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
-        """This rank's program where its arrays lie so, kept in `_programs`. It holds no array."""
+        """This rank's program for arrays that lie so, kept in `_programs`. It holds no array."""
 
     def _given(self, execution: Execution) -> Given:
-        """What the program is performed on. Local. Raises HeapExhausted."""
+        """The arrays and numbers that the program works on. Local. Raises HeapExhausted."""
         return Given({"operand": execution.operand, "out": execution.result.array})
 
     def release(self) -> None:  # noqa: B027
         """See Performer. By default all workspace is the lanes', which other operations share."""
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
-        """Prepare an execution. Local. None where it would have to `allocate`, and may not.
+        """Prepare an execution. Local. None if that takes memory, and it may not `allocate`.
 
         Raises HeapExhausted.
         """
         lane, stream, result = execution.lane, execution.stream, execution.result.array
-        with beside_captures():  # memory and plans are no part of what is captured
+        with beside_captures():  # what the user captures has no part in memory and plans
             given = self._given(execution)
             gpu_program = self._program(execution, given, decision)
             own = {
@@ -277,17 +300,17 @@ class GPUPerformer(ABC):
                 own[name] = take(name, memory.nbytes)
             gpu_program.prepare(own, stream, result.span)
             shared = gpu_program.program.shared
-            places = tuple(self._told(lane, gpu_program, given, name) for name in shared)
+            places = tuple(self._shared_place(lane, gpu_program, given, name) for name in shared)
 
-        def bind(told: Sequence[Told]) -> Launch:
+        def bind(told: Sequence[Note]) -> Launch:
             lane.team.device.activate()
             peers = [rank.places for rank in told]
             return gpu_program.bind(Memories(own, peers, stream, given.numbers))
 
         return Ready(places, bind, gpu_program.check, given.lasting)
 
-    def _told(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
-        """Where peers find what is shared under a name, packed; b"" for ordinary memory."""
+    def _shared_place(self, lane: Lane, gpu_program: GPUProgram, given: Given, name: str) -> bytes:
+        """Where peers find what is shared under this name, packed; b"" if they cannot."""
         told = gpu_program.program.told
         view = told.get(name)
         if name in told and view is None:
@@ -303,13 +326,13 @@ class GPUPerformer(ABC):
         return array.told
 
     def _facts(self, execution: Execution) -> Facts:
-        """This rank's description of its arrays."""
+        """The facts about this rank's arrays."""
         array = execution.result.array
         packed = array.address % 16 == 0 and array.order != "strided"
         return Facts(_is_reached(execution.operand), _is_reached(array), packed, array.order[0])
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
-        """The facts of a call of which the plan is not known: a new result is packed."""
+        """The facts of a call whose plan is not known yet: new results are taken to be packed."""
         arrays: GPUArrays = turn.known.arrays
         on_heap = arrays.on_heap or arrays.spec.device == "cpu"
         for target in arrays.targets.values():
@@ -317,10 +340,10 @@ class GPUPerformer(ABC):
         return Facts(_is_reached(next(iter(arrays.operands.values()))), on_heap, True, "b")
 
     def _meet(self, lane: Lane, decision: int) -> None:  # noqa: B027
-        """Make what all ranks make together before. Collective. Raises HeapExhausted on all."""
+        """Make what all ranks make together before a launch. Collective. Raises HeapExhausted."""
 
     def _end(self, execution: Execution) -> None:  # noqa: B027
-        """Give back what is not to be kept, after an execution."""
+        """Give back what is not kept, after an execution."""
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -343,26 +366,24 @@ class GPUPerformer(ABC):
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def repeat(self, turn: Turn) -> Replay | None:
-        """See Performer."""
+    def _replay(self, turn: Turn, plan: Plan | None) -> Replay | None:
+        """The launch that makes this call again, into new results if there are any; None where the
+        call takes more than a launch. Local. Raises HeapExhausted.
+        """
         known = turn.known
         replays: Replays | None = known.repeats
-        if replays is None:
+        if replays is None or plan is None:
             return None
-        plan = known.expected
         stream = stream_of(self._context, known.arrays.spec, turn.arguments.stream)
-        if plan is None or not replays.hold((plan, stream), stream):
+        if not replays.hold((plan, stream), stream):
             return None
         place = None
         if replays.results:
             into = partial(replays.into, agreement=known.last)
-            results = self._new(replays.results, replays.lane, stream, into=into)
+            results = self._new_results(replays.results, replays.lane, stream, into=into)
             place = _place(results)
-            turn.held = self._execution(turn, plan, stream, replays.lane, results)
-        replay = replays.places.find(place)
-        if replay is not None:
-            turn.note = replay.note
-        return replay
+            turn.held = self._execution_into(turn, plan, stream, replays.lane, results)
+        return replays.places.find(place)
 
     def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
         """See Performer."""
@@ -379,16 +400,19 @@ class GPUPerformer(ABC):
         return replays.direct(turn, agreement, place, templates.get(name), library)
 
     def _resume(self, turn: Turn, launch: Replay) -> None:
-        """Take a turn up that compiled code has begun, and which is no launch after all."""
+        """Prepare a turn that was to be a launch, and is not: peers' arrays are others now. Where
+        compiled code has begun it, no execution is held yet.
+        """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
-        results = self._new(self._new_like(turn, plan), lane, stream, turn.made)
-        turn.held = self._execution(turn, plan, stream, lane, results)
+        if turn.held is None:
+            results = self._new_results(self._templates_of(turn, plan), lane, stream, turn.made)
+            turn.held = self._execution_into(turn, plan, stream, lane, results)
         self._prepare(turn, plan, stream, launch.prepared.decision, allocate=False)
 
-    def _execution(
+    def _execution_into(
         self, turn: Turn, plan: Plan, stream: int, lane: Lane, new: Mapping[str, Result]
     ) -> Execution:
-        """The execution of a call with these new results, and those that were given."""
+        """The execution of a call with these new results, and with the given ones."""
         known, given = turn.known, {}
         for name, target in known.arrays.targets.items():
             out = turn.arguments.results[self._names.results.index(name)]
@@ -396,14 +420,18 @@ class GPUPerformer(ABC):
             given[name] = place or Result(target.address, target, out)
         results, is_new = {**given, **new}, self._names.results[0] in new
         operands = known.arrays.operands
-        # What was prepared is found by places: there may be other blocks now, of which peers know.
+        # Preparations are found by places, where other blocks may lie by now: tell the peers.
         for array in (*operands.values(), *[result.array for result in results.values()]):
             if array.block is not None:
                 self._context.announce(array.block)
         return Execution(plan, stream, lane, operands, results, known.numbers, is_new)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
-        """See Performer. Only memory that is there is used for what is but expected."""
+        """See Performer. What is only expected may use memory that is there, and allocates none."""
+        replay = self._replay(turn, plan)
+        if replay is not None:
+            turn.prepared, turn.note, turn.last = replay, replay.note, replay.agreement
+            return
         stream = stream_of(self._context, turn.known.arrays.spec, turn.arguments.stream)
         if plan is not None:
             try:
@@ -413,18 +441,18 @@ class GPUPerformer(ABC):
                 if self._kept:
                     raise
         turn.held = None
-        told = _pack(_UNPREPARED, self._foreseen(turn, stream), 0, ())
+        told = _pack(UNPREPARED, self._foreseen(turn, stream), 0, ())
         turn.note = pack_numbers(turn.known.numbers) + told
 
     def _prepare(
         self, turn: Turn, plan: Plan, stream: int, decision: int | None, *, allocate: bool
     ) -> None:
-        """Prepare for a decision; with None, for that of the last call like this."""
+        """Prepare for a decision: None is that of the last such call."""
         known = turn.known
         if decision is None:
             of_call = self._decisions.find((known, plan, stream))
             decision = of_call or self._decisions.find(plan) or 0
-        execution = self._held(turn, plan, stream, self._lane(stream, decision))
+        execution = self._execution_of(turn, plan, stream, self._lane(stream, decision))
         if known.prepared is None:
             known.prepared = LRUCache(_PLACES)
         key = plan, stream, tuple([result.place for result in execution.results.values()])
@@ -436,25 +464,25 @@ class GPUPerformer(ABC):
             or prepared.lane is not execution.lane
             or not prepared.lane.holds(prepared.memory)
         ):
-            prepared = self._prepared(execution, decision, allocate=allocate)
+            prepared = self._prepare_anew(execution, decision, allocate=allocate)
             lasting = prepared.ready is None or prepared.ready.lasting
             if lasting and known.lasting and self.replays:
                 known.prepared.keep(key, prepared)
         turn.prepared, turn.note = prepared, pack_numbers(known.numbers) + prepared.note
 
-    def _prepared(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
+    def _prepare_anew(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
         plan, lane, facts = execution.plan, execution.lane, self._facts(execution)
         decision = decision or self._decide(plan, [facts] * self._context.size)
         ready = self._ready(execution, decision, allocate=allocate)
         places = () if ready is None else ready.places
         note = _pack(plan.tag, facts, 0 if ready is None else decision, places)
         memory = lane.memory()
-        memory.pop(NEW_RESULT, None)  # executions are found by its address
+        memory.pop(NEW_RESULT, None)  # its address is part of the key that finds executions
         return _Prepared(lane, decision, note, ready, memory)
 
-    def _held(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
+    def _execution_of(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
         """The execution of a call, with places for its results. Raises HeapExhausted; RuntimeError
-        when one is to take the memory of an operand that is too small for it.
+        if a result is to take the memory of an operand that is too small for it.
         """
         held: Execution | None = turn.held
         if held is not None and held.plan is plan and held.lane is lane:
@@ -464,8 +492,8 @@ class GPUPerformer(ABC):
             new = self._in_place(turn, plan)
         else:
             with beside_captures() if streams.capturing(stream) else nullcontext():
-                new = self._new(self._new_like(turn, plan), lane, stream, turn.made)
-        turn.held = held = self._execution(turn, plan, stream, lane, new)
+                new = self._new_results(self._templates_of(turn, plan), lane, stream, turn.made)
+        turn.held = held = self._execution_into(turn, plan, stream, lane, new)
         return held
 
     def _in_place(self, turn: Turn, plan: Plan) -> dict[str, Result]:
@@ -476,7 +504,7 @@ class GPUPerformer(ABC):
         place = array_in_place(context, operand, shape, look.dtype, look.order)
         return {name: result_in(context, place, "the operand")}
 
-    def _new(
+    def _new_results(
         self,
         templates: Mapping[str, ResultTemplate],
         lane: Lane,
@@ -484,10 +512,12 @@ class GPUPerformer(ABC):
         made: Mapping[str, Any] = MappingProxyType({}),
         into: Callable[[int], Any] = lambda address: None,
     ) -> dict[str, Result]:
-        """New results. The first is written to memory of the lane, and copied, where that is
-        better, and there is nothing that writes `into` its place; to an array that has been made
-        for it, if there is one. Others begin as zeros. Those on the heap that are captured stay as
-        long as the lane: a graph writes them again after their last user has dropped them.
+        """New results; all but the first are filled with zeros.
+
+        The first is the array in `made`, if there is one. It is written to memory of the lane and
+        copied from there where that is better, unless `into(address)` knows a launch that writes to
+        its place. Results on the heap that a stream captures stay as long as the lane: a graph
+        writes them again after their last user has dropped them.
         """
         results: dict[str, Result] = {}
         captured = streams.capturing(stream)
@@ -502,12 +532,12 @@ class GPUPerformer(ABC):
             if captured and template.on_heap:
                 lane.keep(result.user)
             if not is_first and result.array.nbytes:
-                lane.team.device.activate()  # a thread's first call may be one that comes again
+                lane.team.device.activate()  # this may be the first call of a thread
                 call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
         return results
 
-    def _new_like(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
-        """How the new results of a call like this look, by name."""
+    def _templates_of(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
+        """Templates of the new results of such a call, by name."""
         context, arrays, operand = self._context, turn.known.arrays, turn.arguments.operands[0]
         looks = {
             name: (look, look.order_among(arrays.operands))
@@ -532,12 +562,14 @@ class GPUPerformer(ABC):
     # -- perform -----------------------------------------------------------------------------------
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
-        """See Performer. Returns when all is launched; for an operand in host memory, or where the
-        program blocks, when all is done.
+        """See Performer. Returns when all is launched; for operands in host memory, and if the
+        program is `blocking`, when all is done.
         """
-        context = self._context
-        if isinstance(turn.prepared, Replay):
-            self._resume(turn, turn.prepared)
+        context, replay = self._context, turn.prepared
+        if isinstance(replay, Replay):
+            if replay.agreement is agreement:
+                return self._launch_again(turn, replay)
+            self._resume(turn, replay)
         launch = self._launches.find((turn.prepared, agreement))
         notes: list[bytes] = []
         if launch is None:
@@ -558,33 +590,49 @@ class GPUPerformer(ABC):
             if plan.program.blocking:
                 lane.team.synchronize(stream)
             self._end(execution)
-        self._remember(turn, agreement, launch)
+        self._keep_replay(turn, agreement, launch)
         return tuple([given.get(name) for name in self._names.results])
 
-    def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
-        """Let the next such call be a launch of the graph, where there is one by now."""
+    def _launch_again(self, turn: Turn, replay: Replay) -> tuple[Any, ...]:
+        """The results of a repeated call on which all ranks have agreed once more. An error here
+        ends the wait of the peers at once.
+        """
+        try:
+            if replay.check is not None:
+                replay.check()
+            results, copy = turn.arguments.results, None
+            if turn.held is not None:  # some results are new
+                places = turn.held.results
+                results = tuple(
+                    [places[n].user if n in places else None for n in self._names.results]
+                )
+                copy = places[self._names.results[0]].copy
+            replay.lane.launch(replay.graph, copy, replay.stream)
+            return results
+        except BaseException as error:
+            self._context.board.interrupted(error, caller_line())
+            raise
+
+    def _keep_replay(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
+        """Let the next such call be a launch of the graph, if there is one by now."""
         execution, known, ready = turn.held, turn.known, turn.prepared.ready
         plan, lane, stream = execution.plan, execution.lane, execution.stream
         if not (known.lasting and ready.lasting) or plan.program.blocking or plan.program.in_place:
             return
-        templates, graph = self._new_like(turn, plan), launch.graph
+        templates, graph = self._templates_of(turn, plan), launch.graph
         first = templates.get(self._names.results[0])
         if first is not None and not streams.capturing(stream):
             lane.make_room(first.carried)
         if graph is None:
             return
         place = _place({name: execution.results[name] for name in templates}) or None
-        give, elsewhere = (self._new_ones if templates else _out), None
+        elsewhere = None
         if first is not None and first.on_heap and len(execution.results) == 1:
-            elsewhere = partial(self._elsewhere, known.arrays.operands, known.numbers, first)
-        replay = Replay(
-            *(self._context, agreement, turn.note, turn.prepared, lane, graph, stream),
-            give=give,
-            check=ready.check,
-        )
+            elsewhere = partial(self._replay_at, known.arrays.operands, known.numbers, first)
+        replay = Replay(agreement, turn.note, turn.prepared, lane, graph, stream, ready.check)
         Replays.keep(known, (plan, stream), templates, place, replay, elsewhere)
 
-    def _elsewhere(
+    def _replay_at(
         self,
         operands: Mapping[str, Operand],
         numbers: Numbers,
@@ -592,13 +640,13 @@ class GPUPerformer(ABC):
         launch: Replay,
         address: int,
     ) -> Replay | None:
-        """A launch like that one, for a new result at another address. Local. None where peers are
-        told of it, or where that needs memory which is not there.
+        """A launch like that one, for a new result at another address. Local. None if peers have to
+        be told of the address, or if that takes memory which is not there.
         """
         plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
         results = {self._names.results[0]: template.at(address)}
         execution = Execution(plan, stream, lane, operands, results, numbers, new=True)
-        prepared = self._prepared(execution, launch.prepared.decision, allocate=False)
+        prepared = self._prepare_anew(execution, launch.prepared.decision, allocate=False)
         ready = prepared.ready
         if (
             ready is None
@@ -606,32 +654,26 @@ class GPUPerformer(ABC):
             or pack_numbers(numbers) + prepared.note != launch.note
         ):
             return None
-        run = ready.bind(self._told_by(launch.agreement.notes))
+        run = ready.bind(self._told_in(launch.agreement.notes))
         graph = lane.graph(run)
         return replace(launch, prepared=prepared, graph=graph, check=ready.check)
 
-    def _new_ones(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-        """The results of a repeat, of which some are new, and the copy that the first one takes."""
-        results = turn.held.results
-        given = [results[name].user if name in results else None for name in self._names.results]
-        return tuple(given), results[self._names.results[0]].copy
-
     def complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
-        """All ranks' notes, when all have prepared for one decision. Collective.
+        """All ranks' notes, once all have prepared for the same decision. Collective.
 
-        What had to be allocated for a call that is refused goes again.
+        If a rank cannot prepare, what the lane allocated for the call is freed again.
         """
         context, names, known = self._context, self._names, turn.known
         agree_on_numbers(context.board, names.numbers, plan.program.equal, notes)
         stream = stream_of(context, known.arrays.spec, turn.arguments.stream)
         while True:
-            heads = [_unpack(note[self._start :]) for note in notes]
-            decision = self._decide(plan, [told.facts for _, _, told in heads])
+            told = self._told_in(notes)
+            decision = self._decide(plan, [note.facts for note in told])
             self._decisions.keep(plan, decision)
             if known.lasting and self._decisions.find((known, plan, stream)) != decision:
                 self._decisions.keep((known, plan, stream), decision)
-                known.repeats = None  # they tell of another one
-            if all((tag, prepared) == (plan.tag, decision) for tag, prepared, _ in heads):
+                known.repeats = None  # their notes tell of another decision
+            if all((note.tag, note.decision) == (plan.tag, decision) for note in told):
                 self._meet(turn.held.lane, decision)
                 return notes
 
@@ -648,28 +690,28 @@ class GPUPerformer(ABC):
                 raise
 
     def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
-        """The launches of an execution, as one graph when it comes again."""
-        run = turn.prepared.ready.bind(self._told_by(notes))
+        """The launches of an execution, which become one graph when it is repeated."""
+        run = turn.prepared.ready.bind(self._told_in(notes))
         return Launching(turn.held.lane, run, replays=self.replays)
 
-    def _told_by(self, notes: Sequence[bytes]) -> list[Told]:
-        """What the ranks have told in these notes."""
-        return [_unpack(note[self._start :])[2] for note in notes]
+    def _told_in(self, notes: Sequence[bytes]) -> list[Note]:
+        """What the ranks tell in these notes, which begin with their numbers."""
+        return [Note.unpack(note[self._start :]) for note in notes]
 
 
 class Launching:
-    """One execution, put on a stream: as one CUDA graph from the second time on, if it `replays`.
+    """One execution on a stream; with `replays` one CUDA graph, from the second time on.
 
-    The ranks have agreed that all of them do what they did before.
+    It may be called only when the ranks have agreed that all repeat what they did before.
     """
 
     def __init__(self, lane: Lane, run: Launch, *, replays: bool) -> None:
         self.lane, self.run, self.replays = lane, run, replays
         self.graph: Graph | None = None
-        self._launched = False  # and not captured into a graph of the user's
+        self._launched = False  # on a stream that was not being captured
 
     def __call__(self, stream: int, copy: Copy | None) -> bool:
-        """Launch on the stream, `copy` of a result behind it; whether the user captures it."""
+        """Launch on the stream, then `copy` a result; whether the user captures the stream."""
         lane = self.lane
         lane.team.check()
         with lane.section(stream) as section:
@@ -685,18 +727,13 @@ class Launching:
         return bool(section.captured)
 
 
-def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-    """The user's array for the result, which is written where it lies."""
-    return turn.arguments.results, None
-
-
 def _place(results: Mapping[str, Result]) -> tuple[int, ...]:
     """Where results lie."""
     return tuple([result.address for result in results.values()])
 
 
 def _is_reached(array: Operand) -> bool:
-    """Whether peers reach an array."""
+    """Whether peers reach an array; trivially if it is empty."""
     return array.block is not None or not array.size
 
 
@@ -704,20 +741,4 @@ def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> b
     """A rank's note of an execution."""
     *reached, order, lane, form = facts
     head = _HEAD.pack(*reached, order.encode(), lane, decision, len(form))
-    return tag + head + form + b"".join(_LENGTH.pack(len(place)) + place for place in places)
-
-
-def _unpack(text: bytes) -> tuple[bytes, int, Told]:
-    """The tag of the plan, the decision that a rank has prepared for, and what it has told."""
-    operand, result, packed, order, *numbers = _HEAD.unpack_from(text, _TAG)
-    lane, decision, length = numbers
-    start = _TAG + _HEAD.size
-    form = text[start : start + length]
-    facts = Facts(operand, result, packed, order.decode(), lane, form)
-    places: list[Exposed | None] = []
-    start += length
-    while start < len(text):
-        (length,) = _LENGTH.unpack_from(text, start)
-        start += _LENGTH.size + length
-        places.append(Exposed.unpack(text[start - length : start]) if length else None)
-    return text[:_TAG], decision, Told(facts, tuple(places))
+    return tag + head + form + pack_parts(places)

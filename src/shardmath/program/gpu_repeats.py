@@ -1,9 +1,9 @@
-"""Calls on GPUs that come again: each is a CUDA graph, launched if all ranks agree as before.
+"""Repeated calls on GPUs: each is a CUDA graph, which is launched if all ranks agree as before.
 
-A launch is found by what the call depends on besides its arrays: the plan, the stream, the lane's
-memory. There is one for each of the places where results have lain so far. A new result on the heap
-that comes to lie elsewhere gets one, too, while there are few, where peers are told nothing of its
-place; any other is written to memory of the lane and copied from there.
+A launch depends on the call's arrays, and on the plan, the stream, and the lane's memory. There is
+one for each place where results have lain so far. A new result on the heap at another place gets a
+launch of its own if peers are told nothing of that place, and if there are few launches yet; any
+other new result is written to memory of the lane, and copied from there.
 """
 
 from __future__ import annotations
@@ -14,57 +14,40 @@ from functools import partial
 from typing import Any
 
 from shardmath.arrays import library_named
-from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
-from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
-from shardmath.handles.device_array import Copy, ResultTemplate
+from shardmath.handles.device_array import ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 
-_PLACES = 128  # of results, of which the launches are kept
+_PLACES = 128  # places of results for which launches are kept
 _MOST_MADE = 512  # launches for places on the heap, however often peers' arrays change
 
 Elsewhere = Callable[["Replay", int], "Replay | None"]
 
 
 class Replay(Immutable, eq=False):
-    """A graph that makes a call again on `stream`, if all ranks agree as in `agreement`.
+    """A graph that repeats a call on `stream`, if all ranks agree as in `agreement`.
 
-    This rank's note is `note`, and `prepared` what the performer had prepared. `check` raises where
-    nothing more can be launched; `give(turn)` has the results, and the copy that brings a new one
-    to its place.
+    `note` is this rank's note, and `prepared` is what the performer had prepared. `check` raises if
+    nothing more can be launched.
     """
 
-    context: Context
     agreement: Agreement[Any]
     note: bytes
     prepared: Any
     lane: Lane
     graph: Graph
     stream: int
-    give: Callable[[Turn], tuple[tuple[Any, ...], Copy | None]]
     check: Callable[[], None] | None = None
-
-    def launch(self, turn: Turn) -> tuple[Any, ...]:
-        """See Repeat. An error here ends the wait of the peers at once."""
-        try:
-            if self.check is not None:
-                self.check()
-            given, copy = self.give(turn)
-            self.lane.launch(self.graph, copy, self.stream)
-            return given
-        except BaseException as error:
-            self.context.board.interrupted(error, caller_line())
-            raise
 
 
 class _Facts:
-    """The facts that a launch depends on besides arrays: `version` is equal while they hold."""
+    """What a launch depends on besides arrays: it holds while `version` stays the same."""
 
     __slots__ = ("_device", "_lane", "_stream")
 
@@ -82,11 +65,11 @@ class _Facts:
 
 
 class Replays:
-    """Replays for calls on the same arrays, by the place of this rank's results: while `facts` are
-    what they were, and the lane's memory has that version. Calls look for them by `results`.
+    """Replays of calls on the same arrays, by the places of this rank's results.
 
-    `elsewhere(launch, address)` is a launch like that one, on which the ranks have agreed likewise,
-    for a new result at that address; None where there is none.
+    They hold while the `facts` of a call, (plan, stream), and the `version` of the lane's memory
+    are the same. `results` are templates of the new results. `elsewhere(launch, address)` makes a
+    launch like that one, of the same agreement, for a new result at that address, or gives None.
     """
 
     __slots__ = ("_elsewhere", "_made", "facts", "lane", "places", "results", "version")
@@ -110,15 +93,15 @@ class Replays:
         launch: Replay,
         elsewhere: Elsewhere | None,
     ) -> None:
-        """Let calls of which that is `known` find a launch."""
+        """Let calls of which this is `known` find the launch."""
         kept: Replays | None = known.repeats
         if kept is None or kept.facts != facts or kept.version != launch.lane.version:
             kept = known.repeats = cls(launch.lane, facts, results, elsewhere)
         kept.places.keep(place, launch)
 
     def into(self, address: int, agreement: Agreement[Any] | None) -> Replay | None:
-        """The launch that writes a new result at that address, if the ranks agree so: made now, if
-        there are few.
+        """The launch of that agreement that writes a new result at that address. It is made now if
+        there is none, and there are few so far.
         """
         if self._elsewhere is None:
             return None
@@ -147,18 +130,18 @@ class Replays:
         template: ResultTemplate | None,
         library: str,
     ) -> Direct | None:
-        """What compiled code does in place of `Replay.launch`, for a given result, or a new one.
+        """What compiled code does to launch such a call, for a given result or a new one.
 
-        None for a new one of whose place the ranks tell each other each time.
+        None for new results whose places the ranks tell each other in each call.
         """
         launch, lane = self.places.find(place), self.lane
-        turn.prepared = launch  # what is told from now on
+        turn.prepared = launch  # whose note is sent from now on
         if launch is None or launch.agreement is not agreement:
             return None
         room = None if template is None else lane.room(template.carried)
         if template is not None and template.on_heap and room is None:
             try:
-                new, address = template.new()  # one that lies elsewhere than this call's
+                new, address = template.new()  # at another place than this call's result
             except HeapExhausted:
                 return None
             if self.into(address, agreement) is None:
@@ -187,6 +170,6 @@ class Replays:
         return Direct(memory=(facts, version), new=make, bind=bind)
 
     def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
-        """Whether they can be launched on `stream`: what is captured is not launched now."""
+        """Whether they can be launched on `stream`, which must not be being captured."""
         same = self.facts == facts and self.version == self.lane.version
         return same and (stream == 0 or not streams.capturing(stream))

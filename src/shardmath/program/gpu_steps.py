@@ -1,7 +1,7 @@
 """One rank's program on its GPU: each step is bound to addresses once, and then put on streams.
 
-`PERFORMERS` has what binds a step of each type. An operator adds those of its own steps; of fused
-ones, by the type of their plan.
+The table `PERFORMERS` says what binds a step of each type, and a fused step by the type of its
+plan. An operator adds its own steps to it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ExposedArrays = Sequence[Exposed | None]  # of one rank
 
 
 class Memories(NamedTuple):
-    """Where memories begin in one execution: this rank's, by name, and those that its peers share.
+    """Where memories begin in one execution: this rank's, by name, and those that peers share.
 
-    `stream` is the user's stream; `numbers` are those of the call, by name.
+    `stream` is the user's stream; `numbers` are the call's, by name.
     """
 
     own: Mapping[str, int]
@@ -62,8 +62,8 @@ class Memories(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The addresses between which the boxes of a step are copied, and the strides of the arrays of
-    peers, by rank, on which these boxes depend.
+    """The addresses between which a step copies boxes, and the strides of peers' arrays, by rank,
+    on which the boxes depend.
     """
 
     sources: Sequence[int]
@@ -86,23 +86,23 @@ class GPUProgram:
         self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT + len(self.steps))
 
     def performed(self, steps: Sequence[Any]) -> Sequence[Any]:
-        """The steps, with others in place of those that are done otherwise here."""
+        """The steps; a subclass may replace some by others."""
         return steps
 
     @property
     def memories(self) -> Mapping[str, Memory]:
-        """The memories of the lane that are needed."""
+        """The memories of the lane that the program needs."""
         return self.program.memories
 
     @property
     def check(self) -> Callable[[], None] | None:
-        """A function that raises, before each launch, where nothing more can be launched."""
+        """A function that raises, before each launch, if nothing more can be launched."""
         return None
 
     def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
-        """Do what takes memory or time before a launch on `stream`. Local. Raises HeapExhausted.
+        """Do what takes memory or time, before a launch on `stream`. Local. Raises HeapExhausted.
 
-        `span` are the first byte of `out` and the one behind its last, from where it begins.
+        `span` is (first byte of `out`, byte after its last), counted from where it begins.
         """
         for _, step in self.steps:
             if isinstance(step, Copy | Pack | Unpack):
@@ -113,7 +113,7 @@ class GPUProgram:
         return self.sequence(self.steps, memories)
 
     def sequence(self, steps: Iterable[tuple[str, Any]], memories: Memories) -> Launch:
-        """A function that puts steps on their streams, whose names come first, in this order."""
+        """A function that puts (name of a stream, step) in this order on the streams."""
         launches: list[tuple[str, Launch]] = []
         for stream, step in steps:
             launch = self.bound(step, memories)
@@ -128,7 +128,7 @@ class GPUProgram:
         return run
 
     def bound(self, step: Any, memories: Memories) -> Launch | None:
-        """A function that puts one step on a stream; None where nothing is to be done."""
+        """A function that puts one step on a stream; None if there is nothing to do."""
         kind = type(step.plan if isinstance(step, Fused) else step)
         launch: Launch | None = self.PERFORMERS[kind](self, step, memories)
         return launch
@@ -172,7 +172,7 @@ class GPUProgram:
     def _boxes_made(
         self, step: Move | Copy | Pack | Unpack, ends: Ends, first: int = 0
     ) -> BoxCopies:
-        """The boxes of a step; of many sources, those from the `first` on."""
+        """The boxes of a step, from the source number `first` on, for one launch."""
 
         def make() -> BoxCopies:
             sources = range(first, first + _MOST_SOURCES)
@@ -183,7 +183,7 @@ class GPUProgram:
         return self._copies.made((step, first, *ends.strides.items()), make)
 
     def boxes(self, step: Move | Copy | Pack | Unpack, ends: Ends) -> list[StridedCopy]:
-        """What a step copies, from memories to memories in the order of its ends."""
+        """The copies of a step. They number memories in the order of its `ends`."""
         arrays = self.program.arrays
         if isinstance(step, Copy):
             source, target = step.source, step.target
@@ -236,7 +236,7 @@ class GPUProgram:
         return Ends(here, bases, strides) if pushes else Ends(bases, here, strides)
 
     def _pulled(self, step: Move) -> list[BoxMove]:
-        """The moves into this rank, from the next rank's on: no two begin with the same."""
+        """The moves into this rank, the next rank's first: no two ranks begin with one peer."""
         moves = step.transfer.into(self.rank)
         return sorted(moves, key=lambda move: (move.src - self.rank - 1) % self.size)
 
@@ -253,8 +253,8 @@ class GPUProgram:
         return memories.own[name] if array is None else memories.address(array)
 
     def reached(self, peer: int, name: str, memories: Memories) -> tuple[int, tuple[int, ...]]:
-        """Where what a rank shares under a name begins for this GPU, 0 where it has none; and the
-        strides of an array of which it tells them.
+        """Where the memory that a rank shares under a name begins for this GPU, 0 if there is none;
+        and its strides, if the rank tells them.
         """
         exposed = memories.peers[peer][self.program.shared.index(name)]
         if peer == self.rank or exposed is None or not exposed.nbytes:
@@ -262,7 +262,7 @@ class GPUProgram:
         return self._peer_address(peer, exposed), exposed.strides
 
     def peers_view(self, peer: Peer, memories: Memories) -> tuple[int, tuple[int, ...]]:
-        """The address of a matrix of a rank, which may be this one, and its strides in bytes."""
+        """The address of a rank's matrix, which may be this rank's, and its strides in bytes."""
         exposed = memories.peers[peer.rank][self.program.shared.index(peer.name)]
         assert exposed is not None, "told by its rank"
         address, strides = self._peer_address(peer.rank, exposed), exposed.strides
@@ -294,14 +294,14 @@ class GPUProgram:
 
 
 def with_streams(steps: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    """Steps with the names of their streams, "" for the user's."""
+    """(name of its stream, step) for each step; the user's stream has the name ""."""
     for step in steps:
         yield (step.stream, step.step) if isinstance(step, On) else ("", step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _CopyLaunch:
-    """Copies between certain addresses, and their tables, which live as long."""
+    """A launch of copies, which keeps the tables that it reads."""
 
     launch: ReadyLaunch
     tables: BoxCopies

@@ -1,11 +1,13 @@
 """Moves on GPUs: synchronise, push or pull, synchronise; all on a stream.
 
-Every rank pushes what it has straight into its place in the peers' results, where all results were
-given and are on the heap; otherwise it pulls from the operands, where all of those are: peers need
-not be told where a new result lies, which is elsewhere each time. Otherwise results in ordinary
-memory are pushed to heap memory beside them, and copied from there. Two barriers on the
-stream are around the copies: owners may still use the memory that is written to before the first,
-and all is there after the second. Between hosts moves are packed and fetched, as `hosts` says.
+    push     into the peers' results, if all results were given, and are on the heap
+    pull     from the peers' operands, if all of those are on the heap: so peers need not be told
+             where a new result lies, which differs from call to call
+    staged   otherwise: push to heap memory of the peers, from which they copy their results
+    deliver  between hosts: pack and fetch, as `hosts` says
+
+Before the first barrier, owners may still use the memory that is written; after the second, all
+elements are there.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _STAGING = "staging"  # of the lane's memories
 
 
 class GPUs(GPUPerformer):
-    """Performs programs of one move on GPUs. All calls without an object are one object."""
+    """Performs programs of one move on GPUs. All calls without an object share one lane."""
 
     _used: Lane | None = None
 
@@ -83,7 +85,7 @@ class GPUs(GPUPerformer):
             execution.lane.drop(_STAGING)
 
     def release(self) -> None:
-        """See Performer. What calls without an object keep is the context's."""
+        """See Performer. The memory of calls without an object belongs to the context."""
         if self._kept and self._used is not None:
             self._launches.clear()
             self._used.drop(_STAGING, NEW_RESULT, OUTBOX, FETCHED)
@@ -92,8 +94,8 @@ class GPUs(GPUPerformer):
 def moved_program(
     program: Program, operand: View, out: View, *, pulls: bool, staged: bool
 ) -> RankProgram:
-    """A move on one host. `pulls`: ranks pull from operands, and do not push into what peers share:
-    their results or, `staged`, memory beside one from which it is copied.
+    """A move on one host. Ranks pull from operands (`pulls`), or push into the peers' results; if
+    this rank's result is `staged`, into memory from which it is copied.
     """
     arrays, steps = {"operand": operand, "out": out}, program.steps
     order = _order(program)
@@ -109,8 +111,8 @@ def moved_program(
 def delivered_program(
     program: Program, operand: View, out: View, *, rank: int, hosts: tuple[int, ...]
 ) -> RankProgram:
-    """A move between hosts. Outbox and fetch buffer are the lane's, in which operations follow each
-    other; the barrier at the end says that no peer reads them any more.
+    """A move between hosts. The outbox and the fetch buffer are the lane's, whose operations follow
+    each other: after the barrier at the end no peer reads them any more.
     """
     steps = between_hosts(program, rank, hosts).steps
     (delivery,) = (step.delivery for step in steps if isinstance(step, Pack))

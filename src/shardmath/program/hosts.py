@@ -2,8 +2,8 @@
 
     move     ►     pack   synchronise   get, unpack   synchronise
 
-Pure. No operator knows of it, and neither does a program until it is lowered. What a rank packs and
-who takes what of it follows from the move, so nothing is told but where each outbox lies.
+Pure. No operator knows of this, nor does a program until it is lowered. What a rank packs, and who
+takes which part of it, follows from the move: ranks only tell each other where their outboxes lie.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of a
 
 
 def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Program:
-    """The program of `rank` where ranks are on these hosts.
+    """The program of `rank`, for ranks on these hosts.
 
-    Peers read outboxes only, so what moves bring with them is all the synchronisation there is.
+    Peers read nothing but outboxes, so the synchronisations of moves replace those of the program.
     """
     steps: list[Step] = []
     for step in program.steps:
@@ -51,7 +51,7 @@ def delivered(
 ) -> tuple[Pack, Synchronise, Get, Unpack]:
     """The steps that bring array `source` to `target` in place of a move.
 
-    The outbox may be packed again when all ranks have synchronised after this: see TAKEN.
+    The outbox may be packed again once all ranks have synchronised after them: see TAKEN.
     """
     unpack = Unpack(delivery, source, outbox, fetched, target)
     return Pack(delivery, source, outbox), READ, Get(delivery, outbox, fetched), unpack

@@ -1,25 +1,23 @@
-"""How peers find what a rank lets them read of its arrays, during one call on cores.
+"""Where peers read a rank's arrays during one call on cores.
 
-A rank's note says of each buffer that its program publishes where peers read it:
+A rank's note says, of each buffer that its program publishes, where peers read it:
 
     sent     few bytes are the payload of the exchange that carries the note
     staged   more are copied to the heap, to one half of a double buffer
     lent     many are read where they lie on the heap, or from a copy there
 
-A half is written again only in the second call after, before whose exchange every peer has entered
-that of the call between, and so has read what was there. Workspace is staged, too, where it is
-small and written only after the exchange of each call. Nobody waits at the end of a call for the
-readers of what was staged; an owner waits for those of what it has lent.
+At the end of a call an owner waits for the readers of what it has lent, and for no others. A half
+of the double buffer is written again two calls later: before the exchange of that call, every peer
+has entered the exchange of the call between, and so has read the half. Small workspace that is
+written only after the exchange of each call is staged, too.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -29,27 +27,26 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.workspace import kept_for_readers
+from shardmath.program.notes import unpack_parts
 from shardmath.redistribution import Transfer, Window
-from shardmath.redistribution.bound_copies import bind
+from shardmath.redistribution.bound_copies import Calls, bind, part_of
 from shardmath.redistribution.copies import whole
+from shardmath.redistribution.plan import Ranges
 from shardmath.symmetric.heap import Buffer, Location
 
 _SENT_BYTES = 2 << 10  # of all that a rank sends along
-STAGED_BYTES = 1 << 20  # above, a rank waits for its readers
-_LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
+STAGED_BYTES = 1 << 20  # of a half; of more, a rank waits for its readers
+_LENT_IN_PLACE_BYTES = 64 << 10  # of an array: a copy of less takes less time than its readers
 _SENT, STAGED, LENT = b"e", b"s", b"l"
 
-_LENGTH = struct.Struct("<H")
-_NOWHERE = Location(0, 0)  # of what is sent: it lies where it lands
+_NOWHERE = Location(0, 0)  # of what is sent: it lies where it is received
 _ALIGNED = 16  # bytes, at multiples of which what is sent or staged begins
 
-Ranges = tuple[tuple[int, int], ...]  # of each axis
-Calls = list[Callable[[], object]]
-Payload = memoryview | Callable[[], bytes]  # where it lies, or what packs it
+Payload = memoryview | Callable[[], bytes]  # memory, or a function that packs
 
 
 class DoubleBuffer:
-    """The halves of one context, used by turns."""
+    """Two buffers of one context, used by turns."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._board = context, context.board
@@ -57,11 +54,11 @@ class DoubleBuffer:
 
     @classmethod
     def of(cls, context: Context) -> DoubleBuffer:
-        """The one of a context."""
+        """The context's double buffer."""
         return context.cache("double buffer", lambda: cls(context))
 
     def turn(self) -> int:
-        """The half of the call that begins, the other one if ranks have met since the last."""
+        """The half for the call that begins: another one if ranks have met since the last."""
         rounds = self._board.rounds
         if rounds != self._rounds:
             self._rounds = rounds
@@ -69,21 +66,21 @@ class DoubleBuffer:
         return self.half
 
     def buffer(self, nbytes: int) -> Buffer:
-        """At least so many bytes of the half whose turn it is. Local. Raises HeapExhausted."""
+        """At least `nbytes` of the half whose turn it is. Local. Raises HeapExhausted."""
         return kept_for_readers(self._context, f"half {self.half}", room_for(nbytes))
 
 
 def room_for(nbytes: int) -> int:
-    """At least so many bytes, of which there are few: memory of growing sizes grows seldom."""
+    """A power of two of at least `nbytes`, and of 64 KiB: memory that grows does so seldom."""
     return 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
 
 
 @dataclass
 class Offered:
-    """One rank's offers: a note on each buffer, the `payload`, and staging copies.
+    """One rank's offers: a note on each buffer, the `payload`, and the calls that make copies.
 
-    `replaced` are operands of which staged copies take the place. `halved`: they lie in a half of
-    the double buffer.
+    Where an operand is `replaced`, its copy takes its place on this rank, too. With `halved`,
+    copies lie in a half of the double buffer.
     """
 
     notes: dict[str, bytes] = field(default_factory=dict)
@@ -103,52 +100,53 @@ def offer(
     *,
     lends: bool,
 ) -> Offered:
-    """Offer what peers `read` of operands: the range of each axis, None where it is nothing. Local.
+    """Offer what peers `read` of operands: a range of each axis, or None for nothing. Local.
 
-    Results may overwrite those `overwritten`, which are copied; what is `combined` with other
-    ranks' lies in C order. `buffer(name, nbytes)` is memory on the heap for what is too long for
-    the double buffer; `lends`: the call waits for readers anyway. Must be followed by an exchange.
-    Raises HeapExhausted.
+    Operands that results may overwrite (`overwritten`) are copied. Those that are `combined` with
+    other ranks' have to lie in C order. `buffer(name, nbytes)` is heap memory for copies that are
+    too long for the double buffer. With `lends`, the call waits for readers anyway. An exchange has
+    to follow. Raises HeapExhausted.
     """
-    offered = Offered()
     ranges = {name: cut for name, cut in read.items() if cut is not None}
-    whole = {name: _whole(arrays[name]) for name in {*ranges, *overwritten}}
-    part = sum(_bytes_of(arrays[name], cut) for name, cut in ranges.items())
-    if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
-        sent = {name: whole[name] for name in ranges}
-    elif part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten):
-        sent = ranges
-    else:
-        sent = {}
-    if sent:
-        offered.payload = _packing([_part(arrays[name], cut) for name, cut in sent.items()])
-    staged = {name: whole[name] for name in overwritten if name not in sent}
-    kept = {name: cut for name, cut in ranges.items() if name not in {*sent, *staged}}
+    sent = _sent(arrays, ranges, overwritten)
+    rest = {name: cut for name, cut in ranges.items() if name not in sent}
+    rest |= {name: _whole(arrays[name]) for name in overwritten if name not in sent}
     lent = {
         name
-        for name in kept
+        for name in rest.keys() - set(overwritten)
         if arrays[name].block is not None
         and (name not in combined or arrays[name].order in ("C", "both"))
     }
-    staged |= {name: cut for name, cut in kept.items() if name not in lent}
-    together = {**kept, **staged}
-    room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in together.items())
+    room = sum(_padded(_bytes_of(arrays[name], cut)) for name, cut in rest.items())
     small = all(arrays[name].nbytes <= _LENT_IN_PLACE_BYTES for name in lent)
-    if together and small and not lends and room <= STAGED_BYTES:
-        half = DoubleBuffer.of(context).buffer(room)
-        staged, lent, offered.halved = together, set(), True
+    offered = Offered(halved=bool(rest) and small and not lends and room <= STAGED_BYTES)
+    if offered.halved:
+        half, lent = DoubleBuffer.of(context).buffer(room), set()
         buffer = partial(_same, half)
-    _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
-    for name in staged:
-        if name not in overwritten:
-            del offered.replaced[name]
-        if name not in ranges:
-            del offered.notes[name]
+    staged = {name: cut for name, cut in rest.items() if name not in lent}
+    places = _stage(context, offered, arrays, staged, ordered=combined, buffer=buffer)
+    for name, (copy, exposed) in places.items():
+        if name in ranges:
+            offered.notes[name] = note_of(STAGED if offered.halved else LENT, exposed)
+        if name in overwritten:
+            offered.replaced[name] = copy
     for name in lent:
         offered.notes[name] = note_of(LENT, announced(context, arrays[name]))
     for name, cut in sent.items():
         offered.notes[name] = note_of(_SENT, _dense(arrays[name], cut, _NOWHERE, in_c_order=True))
+    if sent:
+        offered.payload = _packing(arrays, sent)
     return offered
+
+
+def _sent(
+    arrays: Mapping[str, Operand], ranges: Mapping[str, Ranges], overwritten: Collection[str]
+) -> Mapping[str, Ranges]:
+    """What is sent along: whole arrays, or else what peers read of them, where either is little."""
+    if sum(arrays[name].nbytes for name in ranges) <= _SENT_BYTES:
+        return {name: _whole(arrays[name]) for name in ranges}
+    part = sum(_bytes_of(arrays[name], cut) for name, cut in ranges.items())
+    return ranges if part <= _SENT_BYTES and ranges.keys().isdisjoint(overwritten) else {}
 
 
 def _same(buffer: Buffer, name: str, nbytes: int) -> Buffer:
@@ -163,12 +161,13 @@ def _stage(
     *,
     ordered: Collection[str],
     buffer: Callable[[str, int], Buffer],
-) -> None:
-    """Add to `offered` the copies of ranges of arrays, the notes on them and where they lie then.
+) -> dict[str, tuple[Operand, Exposed]]:
+    """Where copies of these ranges of arrays lie, for this rank and for its peers; what makes the
+    copies is added to `offered`.
 
     Those `ordered` are copied in C order. In the double buffer they lie one after the other.
     """
-    kind, start = STAGED if offered.halved else LENT, 0
+    places, start = {}, 0
     for name, ranges in staged.items():
         array, nbytes = arrays[name], _bytes_of(arrays[name], ranges)
         block = buffer(name, nbytes).block
@@ -176,11 +175,10 @@ def _stage(
         exposed = _dense(array, ranges, block.location.behind(start), in_c_order=name in ordered)
         target = Window(block.address + start, exposed.strides, None)
         offered.copies += _bind_copy(array, ranges, target)
-        offered.notes[name] = note_of(kind, exposed)
-        offered.replaced[name] = Operand(
-            target.address, array.shape, target.strides, array.dtype, block
-        )
+        copy = Operand(target.address, array.shape, target.strides, array.dtype, block)
+        places[name] = copy, exposed
         start += _padded(nbytes) if offered.halved else 0
+    return places
 
 
 def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
@@ -194,14 +192,10 @@ def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
     return bind(copies, {0: source}, target)
 
 
-def window_at(array: Operand) -> Window:
-    """An array of this rank's as a window."""
-    return Window(array.address, array.strides, array.keep)
-
-
 def array_at(array: Operand) -> HostArray:
     """An array of this rank's as NumPy sees it."""
-    return window_at(array).array(array.shape, dtypes.to_numpy(array.dtype))
+    window = Window(array.address, array.strides, array.keep)
+    return window.array(array.shape, dtypes.to_numpy(array.dtype))
 
 
 def announced(context: Context, array: Operand) -> Exposed:
@@ -211,20 +205,15 @@ def announced(context: Context, array: Operand) -> Exposed:
     return array.exposed
 
 
-def note_of(kind: bytes, exposed: Exposed | None) -> bytes:
-    """The part of a note that is for one buffer; `exposed` is None where no peer reads that."""
-    return raw_note(b"" if exposed is None else kind + exposed.pack())
-
-
-def raw_note(place: bytes) -> bytes:
-    """The part of a note that is for one buffer, as a lowering of its own has it."""
-    return _LENGTH.pack(len(place)) + place
+def note_of(kind: bytes, exposed: Exposed) -> bytes:
+    """The part of a note that is for one buffer. It is empty for a buffer that no peer reads."""
+    return kind + exposed.pack()
 
 
 class Offers:
-    """All ranks' offers of the buffers of these names, read from their notes, byte `start` on.
+    """All ranks' offers of the buffers of these names, read from byte `start` of their notes.
 
-    `landing` is memory of this rank for all ranks' payloads, one after the other; None if nothing
+    `landing` is memory on this rank for all ranks' payloads, one after the other; None if nothing
     was sent.
     """
 
@@ -236,15 +225,11 @@ class Offers:
         self._size = len(notes)
         room = 0
         for rank, note in enumerate(notes):
-            offset = start
-            for name in names:
-                (length,) = _LENGTH.unpack_from(note, offset)
-                offset += _LENGTH.size
-                if length:
-                    kind, place = note[offset : offset + 1], note[offset + 1 : offset + length]
+            for name, part in zip(names, unpack_parts(note, start), strict=True):
+                if part:
+                    kind, place = part[:1], part[1:]
                     self._places[name, rank] = kind, place, room
                     room += _padded(Exposed.unpack(place).nbytes) if kind == _SENT else 0
-                offset += length
         sent = any(kind == _SENT for kind, _, _ in self._places.values())
         self.landing = np.empty(room, np.uint8) if sent else None
 
@@ -260,7 +245,7 @@ class Offers:
         return place is not None and place[0] == _SENT
 
     def own(self, name: str, array: Operand) -> Operand:
-        """This rank's buffer: where its elements landed if all were sent, else `array`."""
+        """This rank's buffer: in `landing` if all of it was sent, else `array`."""
         rank = self._context.rank
         if not self.sent(name, rank):
             return array
@@ -270,7 +255,7 @@ class Offers:
         return Operand(window.address, array.shape, window.strides, array.dtype, None, self.landing)
 
     def raw(self, name: str) -> list[bytes]:
-        """The parts of all ranks' notes that are for a buffer, for a lowering of its own."""
+        """The parts of all ranks' notes that are for a buffer, see `two_shots`."""
         return [self._places[name, rank][1] for rank in range(self._size)]
 
     def has_address(self, name: str, rank: int) -> bool:
@@ -278,12 +263,12 @@ class Offers:
         return self.sent(name, rank) or self._context.same_host(rank)
 
     def window(self, name: str, rank: int, transfer: Transfer | None = None) -> Window:
-        """The window through which this rank reads the buffer of another: in place, or a copy where
-        that has no address.
+        """The window through which this rank reads the buffer of another: in place, or in a copy if
+        the buffer has no address here.
 
-        A copy is made now: when the exchange or barrier has passed after which peers may read. With
-        `transfer` it has what that plan moves here from `rank`, else all. Raises CollectiveMismatch
-        when the rank has no such memory.
+        A copy is made now, so the exchange or barrier after which peers may read has to be over. It
+        has what `transfer` moves here from `rank`, or all. Raises CollectiveMismatch if the rank
+        has no such memory.
         """
         kind, place, offset = self._places[name, rank]
         context, exposed = self._context, Exposed.unpack(place)
@@ -297,15 +282,6 @@ class Offers:
             pieces = [(origin + low, origin + high) for low, high in ranges]
         view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
         return Window(int(view.__array_interface__["data"][0]) + origin, strides, view)
-
-
-def _part(array: Operand, ranges: Ranges) -> HostArray:
-    """A view of the elements in these ranges; without the ellipsis, NumPy would copy the element of
-    an array that has no axes, and calls that come again would send what it was at first.
-    """
-    index: tuple[Any, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
-    part: HostArray = array_at(array)[index]
-    return part
 
 
 def _whole(array: Operand) -> Ranges:
@@ -331,8 +307,12 @@ def _dense(array: Operand, ranges: Ranges, place: Location, *, in_c_order: bool)
     return Exposed(place, _bytes_of(array, ranges), origin, strides)
 
 
-def _packing(parts: Sequence[HostArray]) -> Payload:
-    """Where these arrays lie as they are sent, or a function that packs them each time."""
+def _packing(arrays: Mapping[str, Operand], sent: Mapping[str, Ranges]) -> Payload:
+    """Where these parts of arrays lie as they are sent, or a function that packs them each time."""
+    parts = [
+        part_of(array_at(arrays[name]), [slice(lo, hi) for lo, hi in ranges])
+        for name, ranges in sent.items()
+    ]
     pads = [bytes(_padded(part.nbytes) - part.nbytes) for part in parts]
     if len(parts) == 1 and not pads[0]:
         only = parts[0]

@@ -1,10 +1,11 @@
-"""What the driver and the performers of programs say to each other: a call, in four stages.
+"""The interface between the driver and what performs programs: the stages of a call.
 
-read       the arrays of a call, in full: once for all calls whose arrays look and lie alike
-repeat     new results alone, where all else of an earlier call holds
-prepare    results, workspace and what peers are told, before the ranks agree
-complete   the same once more, where a rank had expected another plan
-perform    the steps, when nothing may fail any more on one rank only
+    read      the arrays of a call, in full: once for all calls whose arrays look and lie alike
+    prepare   results, workspace, and the note for the peers, before the ranks agree
+    perform   the steps, after agreement, when nothing may fail on one rank only
+
+A rank prepares for the plan that it expects. If any rank expected another, all prepare once more
+when they perform.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 from shardmath.base.immutable import Immutable
 from shardmath.call.agreement import Agreement, HashedSpec
-from shardmath.program.numbers import Numbers
+from shardmath.program.notes import Numbers
 from shardmath.program.steps import Program
 
 
 class Names(NamedTuple):
-    """The operation, its operands and its results by name, as programs and messages have them.
+    """The names of an operation, its operands and its results, in programs and in messages.
 
-    `separate` is what is said of a result that overlaps an operand; "" where it may. Operands that
-    are `optional` may be None. New results lie on the heap where all operands do but those
-    `beside`. `numbers` are those that each call has, by name.
+    `separate` ends the message about a result that overlaps an operand; it is "" where results may.
+    Operands that are `optional` may be None. New results lie on the heap if all operands do, not
+    counting those `beside`. `numbers` are the names of the numbers that each call has.
     """
 
     operation: str
@@ -37,9 +38,10 @@ class Names(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """One rank's arguments of a call: its operands, the arrays that it gave for results or None,
-    and all `words` that say what is to be done: distributions, axes, and the like. Its `numbers`
-    may differ from call to call.
+    """One rank's arguments of a call.
+
+    `results` are the arrays that it gives for results, or None for new ones. `words` say what is to
+    be done: distributions, axes, and the like. `numbers` may differ from call to call.
     """
 
     operands: tuple[Any, ...]
@@ -51,9 +53,9 @@ class Arguments(NamedTuple):
 
 
 class Plan(Immutable, eq=False):
-    """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's.
+    """What all ranks have agreed to do. `tag` names it, and is the same on all ranks.
 
-    `kept` is what performers keep for all executions of it.
+    Performers keep in `kept` what all its executions share.
     """
 
     tag: bytes
@@ -65,12 +67,11 @@ class Plan(Immutable, eq=False):
 
 @dataclass(eq=False)
 class Known:
-    """What has been found out about calls whose arguments are equal, and whose arrays lie alike.
+    """What is known about calls whose arguments are equal, and whose arrays look and lie alike.
 
-    `lasting`: it refers to no memory, and serves later calls. `expected` is the plan of the last
-    call with that spec, which likely is that of the next; `last` is what was agreed on in the last
-    call like this. `prepared` and `repeats` are the performer's. A note begins with the `numbers`,
-    packed.
+    If it is `lasting` it refers to no memory, and serves later calls. `expected` is the plan of the
+    last call with that spec, and so probably of the next; `last` is the agreement of the last such
+    call. `prepared` and `repeats` belong to the performer.
     """
 
     spec: HashedSpec
@@ -81,45 +82,45 @@ class Known:
     prepared: Any = field(default=None, repr=False)
     last: Agreement[Any] | None = field(default=None, repr=False)
     repeats: Any = field(default=None, repr=False)
-    blocks: Any = field(default=None, repr=False)  # what says whether this holds
-    direct: Any = field(default=None, repr=False)  # what the driver has last asked `direct` about
+    blocks: Any = field(default=None, repr=False)  # of the heap; this holds while they do
+    direct: Any = field(default=None, repr=False)  # (agreement, prepared) of the last `direct`
 
 
 class Turn:
-    """One call on one rank: what it says, and what is made for it alone.
+    """One call on one rank: what the rank sends for it, and what is made for it alone.
 
-    Ranks compare `spec` and `note` with those of the last call, and not `payload`; `payloads` are
-    all ranks'. `made` are new results by name, `held` is whatever has to live until the call ends.
+    `spec`, `note`, `payload` and `last` are those of `Described`; `payloads` are all ranks'. `made`
+    are new results by name, and `held` is whatever has to live until the call ends.
     """
 
     __slots__ = (
         *("arguments", "held", "known", "last", "made", "note", "payload", "payloads"),
-        *("prepared", "repeat", "spec"),
+        *("prepared", "spec"),
     )
 
-    def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
-        self.arguments, self.known, self.spec, self.last = arguments, known, spec, known.last
+    def __init__(self, arguments: Arguments, known: Known) -> None:
+        self.arguments, self.known, self.spec, self.last = arguments, known, known.spec, known.last
         self.note = self.payload = b""
         self.payloads: Sequence[bytes] = ()
         self.made: dict[str, Any] = {}
         self.held: Any = None
         self.prepared: Any = None  # the performer's
-        self.repeat: Repeat | None = None
 
 
 class Direct(NamedTuple):
-    """What performs a call that comes again on all ranks, by compiled code: see call.compiled.
+    """How compiled code makes a call that comes again unchanged on all ranks: see call.compiled.
 
-    `before` the ranks agree these are called, while what is in `memory` has the `version` there, of
-    the workspace and of whatever else may change; None where nothing does. With a `half` that is
-    for every other call, in which that half of the double buffer has its turn. `payload`, or what
-    it returns, is sent along, and `new()` makes the result of that number, if there are any, or
-    (result, its address) where the address is known. `bind(result)` gives the steps that end there,
-    in which None is a barrier, or None where the driver is to make this call. A `home` is memory
-    and the steps that end there, from which a result is copied where none has lain before. When all
-    have agreed, `receive` says where all payloads are put, or how they are summed into the result
-    (the address of a function of sum.c, bytes, where they begin in each payload); then come those
-    steps.
+    before    calls made before the ranks agree
+    memory    (an object, its `version`): all this holds while the version is the same; None: always
+    half      the half of the double buffer for whose turn this is; None for both
+    payload   what is sent along, or a function that returns it
+    new       makes the new result, or (result, its address); None if there is none
+    result    the number of that result
+    receive   where the payloads of all ranks are put, or how they are summed into the result:
+              (address of a function of sum.c, bytes, where they begin in each payload)
+    bind      gives the steps after agreement that write a given result, where None stands for a
+              barrier; it gives None if the driver has to make this call
+    home      (memory, steps that write to it): at a new place, a result is copied from there
     """
 
     before: tuple[Callable[[], object], ...] = ()
@@ -133,34 +134,13 @@ class Direct(NamedTuple):
     receive: memoryview | tuple[int, int, int] | None = None
 
 
-class Repeat(Protocol):
-    """A call that can be made again as it was, if all ranks agree on it as in `agreement`."""
-
-    @property
-    def agreement(self) -> Agreement[Any]:
-        """The plan that all ranks agreed on."""
-        ...
-
-    def launch(self, turn: Turn) -> tuple[Any, ...]:
-        """The results, when all ranks have agreed once more. Nothing may fail on one rank only."""
-        ...
-
-
 class Performer(Protocol):
-    """Cores or GPUs: what performs the programs of one operation, or of one object.
+    """Performs the programs of one operation, or of one object, on cores or on GPUs.
 
     An object has a `number`, the same on all ranks.
     """
 
     number: int
-
-    @property
-    def repeat(self) -> Callable[[Turn], Repeat | None] | None:
-        """What finds the earlier call that a turn may repeat, and adds new results and the note;
-        None where that takes more. Local. It raises as `prepare`, which can follow, and finds the
-        same note.
-        """
-        ...
 
     def inspect(self, arguments: Arguments) -> None:
         """Raise what is wrong with this rank's operands. Local. Nothing is copied."""
@@ -175,20 +155,19 @@ class Performer(Protocol):
         ...
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
-        """Make what the turn needs for the plan that it expects, and its note. Local.
-
-        Raises HeapExhausted, or MemoryError; peers have been told nothing then.
+        """Make what the turn needs for the plan that it expects, None if it expects none, and its
+        note. Local. Raises HeapExhausted, or MemoryError.
         """
         ...
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
-        """The results, when all ranks have agreed. Collective."""
+        """The results, after agreement. Collective."""
         ...
 
     @property
     def direct(self) -> Callable[[Turn, Agreement[Any]], Direct | None] | None:
-        """What finds how such a call as this was is performed, when it has been; None where its
-        steps differ from call to call. Local.
+        """A function that finds how compiled code makes a call like the one that was just
+        performed, None if it cannot. None in place of the function if it can make none. Local.
         """
         ...
 

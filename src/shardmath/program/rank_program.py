@@ -2,8 +2,8 @@
 
     operand ── transform ──► work ── move ──► "receive 0" of all ranks ── transform ──► out
 
-Memories are the user's arrays and the lane's. Of those that peers reach, ranks tell each other
-where they lie.
+Memories are the user's arrays, and memory of the lane. Ranks tell each other where the memories lie
+that peers reach.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ class Copy(Immutable, words="copy {source} to {target.memory}"):
 
 
 class Peer(Immutable):
-    """A box of a matrix of `rank`, which shares it under this name: rows and columns, each from a
-    first to behind a last. A `parcel` is an offset and strides in bytes within the memory that is
-    shared; without one the rank tells how its matrix lies.
+    """A box of a matrix that `rank` shares under this name: rows and columns, each (first, end).
+
+    A `parcel` is (offset, strides) in bytes within the shared memory; without one, the rank tells
+    how its matrix lies.
     """
 
     name: str
@@ -123,14 +124,14 @@ class Peer(Immutable):
 
 
 class RankProgram(Immutable):
-    """One rank's steps, in order. The steps of all programs name `arrays`; others hold views.
+    """One rank's steps, in order. Steps of `program.steps` name `arrays`; others hold views.
 
-    A `Move` pushes into arrays of its target where peers reach that, and else pulls from its
-    source. Of what is `shared` ranks tell each other, in this order: the first of one rank is the
-    first of another. These are memories, whatever their names, in which arrays of the lane have no
-    gaps, and lie in memory `order`; or they are names for what `told` has, an array and its
-    strides, or None where a rank shares nothing. `peers` are matrices of others, by name. With
-    `pulls` no move pushes.
+    A `Move` pushes into arrays of its target if peers reach that, and otherwise pulls from its
+    source; with `pulls` no move pushes. Ranks tell each other where what is `shared` lies, in this
+    order: the first of one rank corresponds to the first of another. A shared name is that of a
+    memory, in which arrays of the lane lie without gaps in memory `order`, or one of `told`: an
+    array whose strides are told, too, or None if the rank shares nothing. `peers` are matrices of
+    other ranks, by name.
     """
 
     steps: tuple[Any, ...]

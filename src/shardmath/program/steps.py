@@ -26,15 +26,23 @@ from shardmath.redistribution.plan import Transfer, TransferPlan
 
 
 class Reason(Enum):
-    """Why ranks wait for each other. There is no other reason."""
+    """Why ranks wait for each other. There are no other reasons."""
 
     BEFORE_READING = "before reading what a peer wrote"
     AFTER_WRITING = "after writing what a peer will read"
     BEFORE_REUSING = "before reusing what a peer may still read"
 
 
-class Synchronise(Immutable):
-    """All ranks have come here, and all that they wrote before can be read."""
+class Step(Immutable):
+    """One step of a program.
+
+    A step of an operator's own changes nothing but this rank's buffers, and a table of the operator
+    says what performs it: `Cores.performers`, and `GPUProgram.PERFORMERS`.
+    """
+
+
+class Synchronise(Step):
+    """Wait until all ranks have come here: what they wrote before can be read after."""
 
     reasons: tuple[Reason, ...]
 
@@ -42,11 +50,11 @@ class Synchronise(Immutable):
         return f"synchronise {', and '.join(reason.value for reason in self.reasons)}"
 
 
-class Arrive(Immutable, words="arrive"):
-    """This rank has come to the next `Synchronise`, where it waits later.
+class Arrive(Step, words="arrive"):
+    """Tell the peers that this rank has come to the next `Synchronise`, at which it waits later.
 
-    What it has done so far can be read where that ends on a peer. What it does until it gets there
-    itself need not have been done then: so peers begin what they wait for while it goes on.
+    A peer that waits there may go on, and read what this rank has done so far; it does not wait for
+    what this rank does between here and there.
     """
 
 
@@ -55,11 +63,11 @@ TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 REUSE = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
 
 
-class Move(Immutable, words="move {source} to {target}: {transfer.kind}"):
+class Move(Step, words="move {source} to {target}: {transfer.kind}"):
     """Move elements from every rank's buffer `source` to every rank's `target`, as `transfer` says.
 
-    Between the `Synchronise` before it and the one behind it peers may read the source and write
-    the target: whether they push or pull is for the lowering to say.
+    Between the `Synchronise` before it and the one after it, peers may read the source and write
+    the target. The lowering decides whether ranks push or pull.
     """
 
     transfer: Transfer
@@ -67,7 +75,7 @@ class Move(Immutable, words="move {source} to {target}: {transfer.kind}"):
     target: str
 
 
-class Multiply(Immutable, words="multiply {left} by {right} into {target}"):
+class Multiply(Step, words="multiply {left} by {right} into {target}"):
     """The matrix product of two of this rank's buffers, summed in the type of `target`.
 
     `conjugate` says of each factor whether its complex conjugate is multiplied.
@@ -79,11 +87,11 @@ class Multiply(Immutable, words="multiply {left} by {right} into {target}"):
     conjugate: tuple[bool, bool] = (False, False)
 
 
-class Product(Immutable):
-    """A `Multiply` that takes its factors from where `moves` do, without the buffers in between.
+class Product(Step):
+    """A `Multiply` that reads its factors where the `moves` would read them: nothing moves first.
 
-    `rounding` are the steps that make a result of the sums, if nothing but rounding is left to do:
-    a library of the user's may have a product that rounds.
+    `rounding` are the steps that turn the sums into the result, if they do nothing but round: the
+    user's library may have a product that rounds.
     """
 
     multiply: Multiply
@@ -95,14 +103,14 @@ class Product(Immutable):
         return f"{self.multiply}{''.join(moved)}"
 
 
-class Combine(Immutable):
-    """What all ranks have in `source`, each its part of layout `held`, added up in rank order.
+class Combine(Step):
+    """Add up what all ranks have in `source`, each its part of layout `held`, in rank order.
 
-    `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
-    Parts that overlap are added, unless only this rank's part is taken (`alone`): then replicas
-    count once. With `weight`, the name of a number, each part times that number is added to what
-    `target` has, and nothing where the number is 0. A `reduction` is done in place of the sum: of
-    arrays that all ranks have whole, element by element.
+    Each rank gets its part of layout `needed` in `target`, rounded once to the type of that. Parts
+    that overlap are added. If only this rank's part is taken (`alone`), replicas count once. With
+    `weight`, the name of a number, each part times that number is added to what `target` has, and
+    nothing is if the number is 0. A `reduction` takes the place of the sum, for arrays that all
+    ranks have whole, element by element.
     """
 
     held: Layout
@@ -122,10 +130,10 @@ class Combine(Immutable):
         return (rank,) if self.alone else tuple(range(self.held.size))
 
 
-class Axpby(Immutable):
+class Axpby(Step):
     """`target` times the number `alpha`, plus buffer `addend` times the number `beta`.
 
-    Without an `addend` nothing is added; one whose number is 0 is not read, as in BLAS.
+    Without an `addend` nothing is added. If `beta` is 0 the addend is not read, as in BLAS.
     """
 
     target: str
@@ -138,11 +146,11 @@ class Axpby(Immutable):
         return f"{self.target} becomes {self.alpha} {self.target}{plus}"
 
 
-class Finish(Immutable):
-    """The epilog of a product: sums in `source` to elements of `target`, rounded once.
+class Finish(Step):
+    """The epilog of a product: it turns sums in `source` into elements of `target`, rounded once.
 
-    `inputs` are the buffers that the epilog reads, which have their names. `outputs` are pairs of
-    an output's name and the buffer where it goes. `extras` is the type of what is beside D.
+    `inputs` are the names of the epilog's inputs, and of the buffers that they are in. `outputs`
+    are pairs (name of the output, its buffer), and `extras` is the dtype of these buffers.
     """
 
     source: str
@@ -156,7 +164,7 @@ class Finish(Immutable):
         return f"finish {self.source} as {self.target}: {self.epilog.name.lower()}"
 
 
-class SumLines(Immutable):
+class SumLines(Step):
     """The sums of the rows of matrix `source`, or of its columns, in the type of `target`."""
 
     source: str
@@ -168,14 +176,14 @@ class SumLines(Immutable):
         return f"sum the {'columns' if self.columns else 'rows'} of {self.source} in {self.target}"
 
 
-class Convert(Immutable, words="convert {source} to {target}"):
+class Convert(Step, words="convert {source} to {target}"):
     """The values of `source` in the type of `target`."""
 
     source: str
     target: str
 
 
-class Dequantize(Immutable, words="dequantize {source} by {scale} to {target}"):
+class Dequantize(Step, words="dequantize {source} by {scale} to {target}"):
     """The numbers that the eight-bit elements of `source` stand for.
 
     `scale` is a buffer with a scale for each of the `blocks`, or a number for the whole matrix.
@@ -187,11 +195,11 @@ class Dequantize(Immutable, words="dequantize {source} by {scale} to {target}"):
     target: str
 
 
-class Quantize(Immutable, words="quantize {source} by {scale} to {target}"):
+class Quantize(Step, words="quantize {source} by {scale} to {target}"):
     """`source` times the number `scale`, rounded to the eight-bit type of `target`.
 
-    On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
-    greater than what it has.
+    On GPUs, buffer `largest`, if there is one, becomes the greatest absolute value in `source` if
+    that is greater than what it holds.
     """
 
     source: str
@@ -200,21 +208,19 @@ class Quantize(Immutable, words="quantize {source} by {scale} to {target}"):
     largest: str = ""
 
 
-class Largest(Immutable, words="the largest of {source} to {target}"):
-    """The greatest absolute value in `source`, 0 where that is empty, to the one element of
-    `target`.
-    """
+class Largest(Step, words="the largest of {source} to {target}"):
+    """Write the greatest absolute value in `source`, 0 if there is none, to `target`."""
 
     source: str
     target: str
 
 
-class Transform(Immutable):
-    """The transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
+class Transform(Step):
+    """Transform each rank's part of `transfer.dst` along `axes`, which are whole in the part.
 
-    Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
-    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R
-    change the length of the last of `axes`.
+    The part comes from all ranks' `source`, as in a `Move`, and each piece of it is transformed as
+    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R change
+    the length of the last of `axes`.
     """
 
     transfer: TransferPlan
@@ -232,9 +238,9 @@ class Transform(Immutable):
         return f"{taken}{self.kind} along {axes}, {self.source} to {self.target}"
 
 
-class Fused(Immutable):
-    """Steps that a performer of the operator's own does together: how, its `plan` says. Where
-    it cannot, and in the tests, the steps that it `replaces` are performed.
+class Fused(Step):
+    """Steps that a performer of the operator's own does together, as its `plan` says. If it cannot,
+    and in the tests, the steps that it `replaces` are performed.
     """
 
     plan: Any
@@ -244,31 +250,24 @@ class Fused(Immutable):
         return str(self.plan)
 
 
-class OwnStep(Immutable):
-    """The base of an operator's own steps, which change nothing but this rank's buffers.
-
-    What performs them on cores is in the operator's table: see `Cores.performers`.
-    """
-
-
-class Pack(Immutable, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
-    """What peers take of `source`, copied into this rank's `outbox`."""
+class Pack(Step, words="pack {source} into {outbox}: {delivery.outbox.nbytes:,} bytes"):
+    """Copy what peers take of `source` into this rank's `outbox`."""
 
     delivery: Delivery
     source: str
     outbox: str
 
 
-class Get(Immutable, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
-    """This rank's parcels in the outboxes of ranks on other hosts, fetched into `target`."""
+class Get(Step, words="get {delivery.room:,} bytes from the {outbox} of other hosts"):
+    """Fetch this rank's parcels from the outboxes of ranks on other hosts into `target`."""
 
     delivery: Delivery
     outbox: str
     target: str
 
 
-class Unpack(Immutable, words="unpack into {target}"):
-    """Parcels to where they belong in `target`: from `fetched`, and from outboxes on this host.
+class Unpack(Step, words="unpack into {target}"):
+    """Copy parcels from `fetched`, and from outboxes on this host, to their places in `target`.
 
     What stays on this rank comes from `source`.
     """
@@ -290,22 +289,22 @@ class Memory(NamedTuple):
     shared: bool = False
 
 
-class On(Immutable, words="beside, on {stream}: {step}"):
+class On(Step, words="beside, on {stream}: {step}"):
     """A step on a stream of the lane's, by name, in place of the user's."""
 
     stream: str
     step: Any
 
 
-class Record(Immutable, words="record {event!r}"):
-    """All that is on the stream so far is known by the name of an event."""
+class Record(Step, words="record {event!r}"):
+    """Record an event of this name: it stands for all that is on the stream so far."""
 
     event: str
 
 
-class Await(Immutable):
-    """Make the stream wait for all that the event was last recorded behind: on this rank, or
-    `everywhere`, on all.
+class Await(Step):
+    """Make the stream wait for the event as it was last recorded: on this rank or, `everywhere`, on
+    all ranks.
 
         side     gather ── record "come 0" ── gather ── record "come 1"
         user's   await "come 0" ── multiply ── await "come 1" ── multiply
@@ -319,7 +318,7 @@ class Await(Immutable):
 
 
 def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Steps with what fused ones replace in their place."""
+    """These steps, where the steps that fused ones replace take their place."""
     performed: list[Any] = []
     for step in steps:
         if isinstance(step, On):
@@ -331,34 +330,12 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # -- programs --------------------------------------------------------------------------------------
 
-Step = (
-    Synchronise
-    | Arrive
-    | Move
-    | Multiply
-    | Product
-    | Combine
-    | Axpby
-    | Finish
-    | SumLines
-    | Convert
-    | Dequantize
-    | Quantize
-    | Largest
-    | Transform
-    | Fused
-    | OwnStep
-    | Pack
-    | Get
-    | Unpack
-)
-
 
 class SplitArray(Immutable):
     """An array of which every rank has a part: how it is split, its dtype, and its memory order.
 
-    With `like`, names of operands, it is in column-major order where all of those are. Buffers of
-    the same `memory` lie in the same place, and are in use one after the other.
+    With `like`, names of operands, it is in column-major order if all of those are. Buffers of the
+    same `memory` lie in the same place, and are used one after the other.
     """
 
     layout: Layout
@@ -404,15 +381,17 @@ class Scratch(Immutable):
 class Program(Immutable):
     """What one rank does, in order. All ranks have the same synchronisations.
 
-    What comes before the first of those is done before the ranks agree: it writes nothing but
-    workspace. A program without any waits for nobody.
+    The steps before the first synchronisation run before the ranks agree, and write nothing but
+    workspace. A program without synchronisations waits for nobody.
 
-    `results` are the buffers that the call returns, by name: what a new one looks like, and what
-    one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
-    `scratch` those that they may not. Operands and results in `transposed` are seen with their axes
-    reversed. `equal` are the numbers of the call that all ranks must give alike. `in_place` names
-    the operand whose memory a result takes, where it does. New results are of `library` where no
-    operand says of which. `blocking`: the call returns when the results are there, also on GPUs.
+    results      the buffers that the call returns, by name, and how they look, new or given
+    workspace    buffers of the program that peers may reach
+    scratch      buffers of the program that peers do not reach
+    transposed   operands and results that the steps see with their axes reversed
+    equal        numbers of the call that have to be equal on all ranks
+    in_place     the operand whose memory a result takes, by the name of the result
+    library      of new results, if all operands may be left out
+    blocking     the call returns when the results are there, also on GPUs
     """
 
     steps: tuple[Step, ...]
@@ -427,9 +406,8 @@ class Program(Immutable):
 
     @cached_property
     def published(self) -> dict[str, list[Transfer | None]]:
-        """The buffers that peers read, in the order of the steps, and by which moves.
-
-        None where all of a buffer is read.
+        """The buffers that peers read, in the order of the steps, and the moves that read them:
+        None stands for a step that reads all of the buffer.
         """
         moved: dict[str, list[Transfer | None]] = {}
         for step in self.steps:

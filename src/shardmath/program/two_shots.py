@@ -1,25 +1,23 @@
-"""Long arrays combined in two shots: each rank reduces one part, and all get it from there.
+"""Long arrays combined in two shots: each rank reduces one part, and all ranks take it from there.
 
-That is a reduce-scatter followed by an all-gather, in a pipeline of blocks. An operand on the heap
-is read where it lies; of any other, one block at a time is staged. A result whose array is on the
-heap is written there by the rank that reduces it; any other is fetched from a slot. One barrier
-per block:
+That is a reduce-scatter followed by an all-gather, in a pipeline of blocks with a barrier each:
 
     between barriers k and k+1:   fetch block k-1   reduce block k   stage block k+1
 
-A rank on another host reads the same memory by copies of the parts that it needs, and writes
-nobody's result: its parts are fetched from its slots.
+An operand on the heap is read where it lies; any other is copied to a stage, one block at a time. A
+result on the heap is written by the rank that reduces it; any other is fetched from that rank's
+slot. Between hosts a rank reads copies of the parts that it needs, and writes no peer's result:
+its parts are fetched from its slots. If all is on the heap of one host there is one block only.
 
-There are two stages and two slots, used by even and odd blocks, and each is written between one
-pair of barriers, read between the next, and written again after that. So one barrier is all three:
-after writing what a peer will read, before reading what a peer wrote, before reusing what a peer
-may still read. Where everything is on the heap there is one block.
+Even and odd blocks have a stage and a slot each, which are written between one pair of barriers,
+read between the next, and written again after that. So each barrier has all three reasons: after
+writing what a peer will read, before reading what a peer wrote, before reusing what a peer may
+still read.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -31,11 +29,14 @@ from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry.integers import up
-from shardmath.handles.operand import Operand
+from shardmath.handles.operand import Exposed, Operand
 from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.operators.workspace import kept_for_readers
+from shardmath.program.notes import pack_parts, unpack_parts
+from shardmath.program.offers import announced
 from shardmath.program.steps import Combine
 from shardmath.redistribution import Window
+from shardmath.redistribution.bound_copies import Calls
 from shardmath.symmetric.heap import Location
 
 # One shot reads every operand on every rank, and takes one exchange; two shots read each operand
@@ -44,16 +45,13 @@ _ONE_SHOT_BYTES = 1 << 20  # of one operand
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 _BLOCK_BYTES = 2 << 20  # of one stage; measured, 1 to 32 MB do not differ clearly
 _LINE_ELEMENTS = 64  # parts begin at whole cache lines
-_NOTE = struct.Struct("<6q")
-_NOWHERE = (-1, -1)
-_KIND = b"t"  # of what a note says of a buffer
+_KIND = b"t"  # the first byte of a note on a buffer
 _STAGING = "staging of two shots"
 
 
 class StagingLayout(Immutable):
-    """How blocks of `block` elements, and each rank's part of one, lie in a rank's staging buffer.
-
-    Two stages of `block` elements of `source`, then two slots of `part` elements of `target`.
+    """A rank's staging buffer: two stages of `block` elements of dtype `source`, then two slots of
+    `part` elements of dtype `target`, each rank's part of a block.
     """
 
     block: int
@@ -86,8 +84,8 @@ class StagingLayout(Immutable):
 class _Peer(Immutable):
     """One rank's memory as this rank sees it.
 
-    `operand` and `result` say where those lie if they are on the heap, `staging` where the staging
-    buffer does; of a rank on another host nothing can be written.
+    `operand` and `result` are the places of these arrays, None if they are not on the heap;
+    `staging` is that of the staging buffer. Nothing on another host can be written.
     """
 
     context: Context
@@ -99,14 +97,14 @@ class _Peer(Immutable):
     staging: Location
 
     @property
-    def is_near(self) -> bool:
+    def same_host(self) -> bool:
         """Whether this rank and the peer are on one host, and can write each other's memory."""
         return self.context.same_host(self.rank)
 
     @property
     def writes_result(self) -> bool:
         """Whether this rank writes its parts of the result straight into the peer's."""
-        return self.result is not None and self.is_near
+        return self.result is not None and self.same_host
 
     def operand_view(self, number: int, start: int, low: int, high: int) -> HostArray:
         """Elements `low` to `high` of block `number`, which begins at `start`."""
@@ -158,28 +156,28 @@ def needs_copy(operand: Operand, result: Operand | None) -> bool:
 
 def offer(
     context: Context, step: Combine, operand: Operand, result: Operand | None
-) -> tuple[bytes, list[Callable[[], object]]]:
-    """Make the operand, or its first block, readable for the peers: a note, and copies. Local.
+) -> tuple[bytes, Calls]:
+    """A note on where peers read the operand, or its first block, and the calls that put it there.
 
-    Must be followed by an exchange of the notes. Raises HeapExhausted when there is no room.
+    Local. An exchange of the notes has to follow. Raises HeapExhausted.
     """
     assert step.reduction is not None, "taken"
     layout = StagingLayout.of(step.reduction, context.size)
     staging = kept_for_readers(context, _STAGING, layout.nbytes)
-    copies: list[Callable[[], object]] = []
+    copies: Calls = []
     if operand.block is None:
         stages, _ = layout.views(np.asarray(staging))
         first = _flat(operand, layout.source)[: layout.block]
         copies.append(partial(_copy, stages[0][: first.size], first))
     in_place = result if result is not None and result.order in ("C", "both") else None
-    places = _location(context, operand), _location(context, in_place), staging.block.location
-    note = _NOTE.pack(*(word for place in places for word in _words(place)))
-    return _KIND + note, copies
+    own = Exposed(staging.block.location, layout.nbytes, 0, ())
+    places = _on_heap(context, operand), _on_heap(context, in_place), own
+    return _KIND + pack_parts(place.pack() if place else b"" for place in places), copies
 
 
 def bind(
     context: Context, step: Combine, operand: HostArray, result: HostArray, notes: Sequence[bytes]
-) -> list[Callable[[], object]]:
+) -> Calls:
     """The calls that combine all ranks' operands, this rank's being `operand`, into `result`."""
     reduction = step.reduction
     assert reduction is not None, "taken"
@@ -205,7 +203,7 @@ def bind(
 
 
 class _Pipeline(Immutable):
-    """Calls on this rank between the same arrays: what happens to each block."""
+    """One rank's calls between the same arrays, and what happens to each block."""
 
     context: Context
     reduction: Reduction
@@ -238,7 +236,7 @@ class _Pipeline(Immutable):
             board.barrier(board.operation)
 
     def part(self, rank: int, number: int) -> tuple[int, int, int]:
-        """Where block `number` begins, and the range of it that `rank` reduces."""
+        """Where block `number` begins, and the range in it that `rank` reduces."""
         start = number * self.block
         extent = min(self.block, self.operand.size - start)
         part = _part(self.block, len(self.peers))
@@ -264,7 +262,7 @@ class _Pipeline(Immutable):
         reduce_local(self.reduction, [row[None] for row in inputs], [row[None] for row in outputs])
 
     def stage(self, number: int) -> None:
-        """Copy a block to where peers read it, but for the part that this rank reduces."""
+        """Copy a block to where peers read it, except for the part that this rank reduces."""
         if self.peers[self.rank].operand is None:
             start, low, high = self.part(self.rank, number)
             source = self.operand[start : start + self.block]
@@ -273,11 +271,11 @@ class _Pipeline(Immutable):
             _copy(into[high : source.size], source[high:])
 
     def fetch(self, number: int) -> None:
-        """Copy the parts of a block that peers have reduced and have not written here."""
+        """Copy the parts of a block that peers have reduced, unless they wrote them here."""
         on_heap = self.peers[self.rank].result is not None
         for src, peer in enumerate(self.peers):
             start, low, high = self.part(src, number)
-            if src != self.rank and not (on_heap and peer.is_near):
+            if src != self.rank and not (on_heap and peer.same_host):
                 into = self.result[start + low : start + high]
                 _copy(into, peer.reduced(number, high - low))
 
@@ -291,29 +289,20 @@ def _flat(operand: Operand, dtype: np.dtype[Any]) -> HostArray:
     return window.array((operand.size,), dtype)
 
 
-def _location(context: Context, array: Operand | None) -> Location | None:
-    """Where an array lies on the heap, which peers may read and write from now on."""
-    if array is None or array.block is None:
-        return None
-    context.announce(array.block)
-    return array.exposed.location
+def _on_heap(context: Context, array: Operand | None) -> Exposed | None:
+    """Where an array lies on the heap; peers may read and write it from now on."""
+    return None if array is None or array.block is None else announced(context, array)
 
 
 def _peer(context: Context, rank: int, note: bytes, count: int, layout: StagingLayout) -> _Peer:
-    words = _NOTE.unpack(note)
     operand, result, staging = (
-        None if words[place : place + 2] == _NOWHERE else Location(*words[place : place + 2])
-        for place in (0, 2, 4)
+        Exposed.unpack(part).location if part else None for part in unpack_parts(note)
     )
-    assert staging is not None, "every rank has published a staging buffer"
+    assert staging is not None, "every rank has announced a staging buffer"
     return _Peer(context, rank, layout, count, operand, result, staging)
 
 
 def _part(block: int, size: int) -> int:
-    """How many elements of a block each rank reduces; the last ones may have fewer, or none."""
+    """The elements of a block that each rank reduces; the last ranks may have fewer, or none."""
     share = -(-block // size)
     return up(share, _LINE_ELEMENTS)
-
-
-def _words(location: Location | None) -> tuple[int, int]:
-    return _NOWHERE if location is None else (location.segment, location.offset)

@@ -1,14 +1,13 @@
 """Copies on host memory: a rank pulls what it needs from its peers' local arrays.
 
-A copy is bound once, which works out its addresses, and then made as often as it is called.
-Bits are copied, never values: the element type plays no role. What is contiguous on both sides is
-copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
-down a column fetches a cache line, and a page, for every element.
+Binding a copy works out its addresses; the bound call makes the copy, any number of times. Bits are
+copied, never values: the element type does not matter. What is contiguous on both sides is copied
+in one piece. A transposing copy goes in tiles that stay in the first caches, since walking down a
+column fetches a cache line, and a page, for every element.
 
-Few bytes, and rows of any length, are copied by `box.c` in one call, which says why, where the
-package was installed with a C compiler at hand. Without it every copy goes through NumPy: the
-results are the same, large ones take about half as long again, and those of some alignments several
-times as long.
+Where a C compiler was there at installation, `box.c` copies few bytes, and rows of any length, in
+one call, and says why. Without it NumPy makes every copy: the results are the same, but large
+copies take about half as long again, and some alignments several times as long.
 """
 
 from __future__ import annotations
@@ -26,19 +25,37 @@ from shardmath.geometry import Move
 from shardmath.redistribution.copies import StridedCopy, own_first, whole
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
-_LONG = 1 << 10  # bytes of a unit from which on it matters where in a page it goes
-_STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
-_CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
+_LONG = 1 << 10  # bytes of a unit; of longer ones it matters where in a page they go
+_STREAMED = 32 << 20  # bytes; more will not be found in a cache of this core
+_CACHED = 32 << 10  # bytes of a copy that stays in the first cache, in any order
 _MOST_AXES = 16  # of a box that box.c copies
-_NAME = "shardmath.redistribution._box"  # of the module that box.c makes
+_NAME = "shardmath.redistribution._box"  # the module that is built from box.c
 _SHORT, _LONG_UNITS, _PAST_CACHES = range(3)  # ways of box.c
+
+
+Calls = list[Callable[[], object]]  # what was bound, to be called in order, any number of times
+
+
+def run(calls: Iterable[Callable[[], object]]) -> None:
+    """Make what was bound, in order."""
+    for call in calls:
+        call()
+
+
+def part_of(array: HostArray, cuts: Iterable[slice]) -> HostArray:
+    """A view of these indices of each axis, also of an array that has no axes: without the ellipsis
+    NumPy would copy its element.
+    """
+    index: tuple[Any, ...] = (*cuts, ...)
+    part: HostArray = array[index]
+    return part
 
 
 class Window:
     """Where a local array lies in this process: the address of its element 0, and its strides.
 
-    It may show a part of the array only, in which case that address may be outside: elements that
-    are not shown are never touched. `keep` is what holds the memory.
+    If it shows only a part of the array, the address may be outside of the memory: elements that
+    are not shown are never touched. `keep` holds the memory.
     """
 
     __slots__ = ("address", "keep", "strides")
@@ -54,7 +71,7 @@ class Window:
         return cls(host.__array_interface__["data"][0], host.strides, host)
 
     def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
-        """The local array, of that shape and dtype. Only elements that are shown may be read."""
+        """The local array, of this shape and dtype. Only elements that are shown may be read."""
         raw = f"|V{dtype.itemsize}"
         return host_array(self.address, shape, self.strides, raw, self.keep).view(dtype)
 
@@ -68,12 +85,12 @@ def bind_moves(
     destination: HostArray,
     *,
     rank: int = 0,
-) -> list[Callable[[], object]]:
+) -> Calls:
     """Calls that execute `moves` into `destination`, a local array of `rank`.
 
-    `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
-    dtype. The own part comes first, then rank + 1 and onwards, so that ranks do not all read from
-    one.
+    `source(r)` is rank r's local array, in memory that can be read here, of the destination's
+    dtype. The own part comes first, then those of rank + 1 and onwards, so that ranks do not all
+    read from one.
     """
     copies, windows = _lowered(moves, source, destination, rank)
     return bind(copies, windows, Window.of(destination))
@@ -82,9 +99,9 @@ def bind_moves(
 def pairs(
     moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray
 ) -> list[tuple[HostArray, HostArray]]:
-    """The elements of each move in the source, and those of `destination` where they go.
+    """For each move, its elements in the source, and the elements of `destination` where they go.
 
-    Arguments as of `bind_moves`.
+    The arguments are those of `bind_moves`.
     """
     copies, windows = _lowered(moves, source, destination, 0)
     dtype, own = destination.dtype, Window.of(destination)
@@ -102,7 +119,7 @@ def pairs(
 def _lowered(
     moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray, rank: int
 ) -> tuple[list[StridedCopy], dict[int, Window]]:
-    """The moves into `rank` as copies, and the windows that they are from."""
+    """The moves into `rank` as copies, and the windows that they read."""
     moves = [move for move in moves if move.elements]
     windows = {src: Window.of(source(src)) for src in dict.fromkeys(move.src for move in moves)}
     strides = {src: window.strides for src, window in windows.items()}
@@ -110,7 +127,7 @@ def _lowered(
     return copies, windows
 
 
-def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
+def bind_array(src: HostArray, dst: HostArray) -> Calls:
     """Calls that copy the bits of `src` to `dst`, of the same shape and itemsize, any strides."""
     if not src.size:
         return []
@@ -120,12 +137,18 @@ def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
 
 def bind(
     copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
-) -> list[Callable[[], object]]:
+) -> Calls:
     """Calls that perform `copies`, in order, each time that they are made.
 
-    `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
+    `sources[r]` is the window on rank r's local array. The calls keep what the windows keep. What
+    already lies where it goes is not copied.
     """
-    copies, boxes = [copy for copy in copies if copy.nbytes], _boxes()
+    boxes = _boxes()
+    copies = [
+        copy
+        for copy in copies
+        if copy.nbytes and not _is_there(copy, sources[copy.src], destination)
+    ]
     is_small = sum(copy.nbytes for copy in copies) <= _CACHED
     in_rows = sum(copy.nbytes for copy in copies if copy.unit >= _LONG)
     way = _SHORT if is_small else _PAST_CACHES if in_rows >= _STREAMED else _LONG_UNITS
@@ -134,7 +157,7 @@ def bind(
         in_any_order = is_small or copy.unit >= _LINE
         return boxes is not None and in_any_order and len(copy.shape) <= _MOST_AXES
 
-    bound: list[Callable[[], object]] = []
+    bound: Calls = []
     for compiled, group in groupby(copies, is_compiled):
         if compiled:
             held = [(copy, sources[copy.src]) for copy in group]
@@ -145,9 +168,15 @@ def bind(
     return bound
 
 
+def _is_there(copy: StridedCopy, source: Window, destination: Window) -> bool:
+    """Whether what is to be copied already lies where it goes."""
+    ends = source.address + copy.src_offset, destination.address + copy.dst_offset
+    return ends[0] == ends[1] and copy.src_strides == copy.dst_strides
+
+
 @lru_cache(maxsize=1)
 def _boxes() -> Any:
-    """The compiled class that copies boxes in one call, where box.c was built."""
+    """The compiled class that copies boxes in one call; None where box.c was not built."""
     built = extension(_NAME)
     return None if built is None else built.Boxes
 
@@ -175,7 +204,7 @@ _TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
 
 
 def _bind(copy: StridedCopy, source: Window, destination: Window) -> Callable[[], object]:
-    """A call of NumPy that performs a copy, whose last axis is the densest of the destination."""
+    """A call of NumPy that makes a copy, whose last axis is the densest of the destination."""
     shape, unit = copy.shape, copy.unit
     src = _view(source, copy.src_offset, copy.src_strides, shape, unit)
     dst = _view(destination, copy.dst_offset, copy.dst_strides, shape, unit)
@@ -191,8 +220,8 @@ def _transpose(src: HostArray, dst: HostArray, dense: int, unit: int) -> None:
     """Copy in tiles along axis `dense`, the densest of `src`, and the last, the densest of `dst`.
 
     Elements pass through a scratch tile with padded rows: at a stride that is a power of two, the
-    lines of a column would fight for the same few places of the cache. Units of 16 bytes and more
-    touch so few lines each time that the detour does not pay.
+    lines of a column would compete for the same few places of the cache. Units of 16 bytes and more
+    touch so few lines that the detour does not pay.
     """
     rows, columns = _tile(unit)
     extents = [1] * src.ndim

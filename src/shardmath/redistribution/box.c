@@ -1,16 +1,16 @@
 /* Copies of boxes, bound once and made in one call.
  *
- * A copy through NumPy takes about a microsecond before its first byte, which is more than what a few
- * kilobytes take. Long rows go past the caches or through them, at every offset in a page: an ordinary store
- * first reads the line that it overwrites, so a copy larger than the caches moves three bytes for two.
- * Streaming stores do not. And a load waits for an earlier store to the same offset in another page, which
- * the processor cannot tell from the same address: where the destination lies a little further in its page
- * than the source, that is each load of a copy that goes upwards. On AMD's family 25 such a copy has 2 GB/s
- * in place of 12, and memcpy has 2 in place of 40 in the caches.
+ * Few bytes: a copy through NumPy takes about a microsecond before its first byte, longer than a few kilobytes.
  *
- * Built when the package is installed where there is a C compiler; without it bound_copies.py copies box by
- * box. Invariant: no byte is read or written outside the boxes; they are copied in their order, and all
- * stores are visible to other processes before any store that the caller makes afterwards.
+ * Long rows: an ordinary store first reads the line that it overwrites, so a copy larger than the caches moves
+ * three bytes for two; streaming stores go past the caches, and do not. A load also waits for an earlier store
+ * to the same offset in another page, which the processor cannot tell from the same address. If the destination
+ * lies a little further in its page than the source, each load of an upward copy waits: on AMD's family 25 such
+ * a copy reaches 2 GB/s in place of 12, and memcpy in the caches 2 in place of 40.
+ *
+ * Built at installation where there is a C compiler; without it bound_copies.py copies box by box. Invariant: no
+ * byte is read or written outside the boxes; boxes are copied in their order; and all stores are visible to
+ * other processes before any store that the caller makes afterwards.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -39,26 +39,26 @@ static void stream_line(char *dst, const __m128i line[4]) {
         _mm_stream_si128((__m128i *)dst + i, line[i]);
 }
 
-/* How much further in its page the destination lies. */
+/* How much further in its page the destination lies than the source. */
 static size_t ahead(const char *dst, const char *src) {
     return ((uintptr_t)dst - (uintptr_t)src) % PAGE;
 }
 
-/* One line of each of four stretches, which begin `apart` bytes apart. All are loaded before any is
- * stored, and what is loaded `next` bytes later is fetched. */
+/* Copy one line of each of four stretches, which begin `apart` bytes apart. All are loaded before any is
+ * stored, and the lines `next` bytes further are prefetched. */
 static void stream_lines(char *dst, const char *src, size_t apart, ptrdiff_t next) {
     __m128i line[STREAMS][4];
     for (int i = 0; i < STREAMS; i++) {
         _mm_prefetch((const char *)((uintptr_t)src + i * apart + next), _MM_HINT_T0);
-        load_line(line[i], src + i * apart); /* what is fetched needs no valid address */
+        load_line(line[i], src + i * apart); /* a prefetch needs no valid address */
     }
     for (int i = 0; i < STREAMS; i++)
         stream_line(dst + i * apart, line[i]);
 }
 
-/* Copy `n` contiguous bytes past the caches. Whole lines of the destination are streamed, from four
- * stretches of up to a page in turn, so that several banks of the memory are at work: downwards where
- * the destination is ahead, so that no load meets the offset of a store that has just been made. */
+/* Copy `n` contiguous bytes past the caches. Whole lines of the destination are streamed, from four stretches
+ * of up to a page in turn, so that several banks of the memory are busy. The copy goes downwards if the
+ * destination is ahead, so that no load has the offset of a recent store. */
 static void stream_row(char *dst, const char *src, size_t n) {
     size_t head = (LINE - (uintptr_t)dst % LINE) % LINE;
     if (n < head + LINE) {
@@ -86,7 +86,7 @@ static void stream_row(char *dst, const char *src, size_t n) {
     memcpy(dst, src, n);
 }
 
-/* Copy `n` contiguous bytes through the caches: as memcpy, but where that is slow. */
+/* Copy `n` contiguous bytes through the caches: by memcpy, unless that is slow. */
 static void long_row(char *dst, const char *src, size_t n) {
     if (ahead(dst, src) && ahead(dst, src) < LINE)
         for (; n >= STREAMS * LINE; dst += STREAMS * LINE, src += STREAMS * LINE, n -= STREAMS * LINE) {
@@ -119,22 +119,22 @@ static void end_stores(void) {
 #endif
 
 enum { MOST_AXES = 16 };
-enum { SHORT, LONG, PAST_CACHES }; /* units, and where they are to go */
+enum { SHORT, LONG, PAST_CACHES }; /* short units; long units, through or past the caches */
 
 typedef void (*copy_unit)(char *to, const char *from, size_t nbytes);
 
 typedef struct {
     char *to;
     const char *from;
-    copy_unit copy_long; /* NULL: the units are short */
+    copy_unit copy_long; /* NULL if the units are short */
     Py_ssize_t unit, axes, shape[MOST_AXES], to_strides[MOST_AXES], from_strides[MOST_AXES];
 } Box;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *keep; /* what holds the memory */
+    PyObject *keep; /* holds the memory */
     Py_ssize_t count;
-    int lets_others; /* other threads of Python run meanwhile */
+    int lets_others; /* whether other Python threads run meanwhile */
     Box *boxes;
 } Boxes;
 
@@ -144,7 +144,7 @@ typedef struct {
             memcpy(to, from, UNIT);                                                          \
         return;
 
-/* The units of the last axis, which are short. */
+/* Copy the units of the last axis, which are short. */
 static void copy_row(char *to, const char *from, Py_ssize_t unit, Py_ssize_t n, Py_ssize_t to_step,
                      Py_ssize_t from_step) {
     if (to_step == unit && from_step == unit) {
@@ -222,8 +222,8 @@ static int read_box(PyObject *given, Box *box) {
                : 0;
 }
 
-/* Boxes(boxes, keep): tuples of addresses to and from, shape in units, strides to and from, bytes of a unit, and
- * SHORT, LONG or PAST_CACHES. */
+/* Boxes(boxes, keep): `boxes` are tuples (address to, address from, shape in units, strides to, strides from, bytes
+ * of a unit, SHORT or LONG or PAST_CACHES). */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     PyObject *given, *keep;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||

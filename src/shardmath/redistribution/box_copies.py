@@ -1,11 +1,11 @@
 """Strided boxes between memories that this GPU can reach, copied by one kernel launch.
 
-Boxes are pushes where a target is a peer's memory, pulls where a source is, and local copies
-(gathering, transposing) where both are this GPU's: the kernel knows only addresses. It writes to
-the targets, and reads from the sources, whole lines where the memory there is dense along some
-axis: what is dense along different axes passes through shared memory. Accesses are 16 bytes wide
-where addresses, strides and units allow it, and for long rows also where not. It neither signals
-nor waits: order it against the peers with barriers of the team on the same stream.
+The kernel knows only addresses. A box is a push if its target is a peer's memory, a pull if its
+source is, and a local copy (gathering, transposing) if both are this GPU's. Where memory is dense
+along some axis it is read and written in whole lines; if source and target are dense along
+different axes, elements pass through shared memory. Accesses are 16 bytes wide if addresses,
+strides and units allow it, and for long rows in any case. The kernel neither signals nor waits:
+order it against the peers with barriers of the team on the same stream.
 
 `kernels/boxes.cu` runs blocks of 256 threads, 3 on a multiprocessor; each takes tiles of 4 to 64
 KiB in an order in which the memories alternate. A launch with fewer `blocks` leaves multiprocessors
@@ -34,9 +34,9 @@ _KEPT = 16  # pairs of sources and targets
 class BoxCopies:
     """Boxes whose geometry is on the device, to be launched between any addresses, often.
 
-    `nbytes` is what one launch copies. Peers' memories are written in the order in which they first
-    appear in `copies`, interleaved: begin with the next rank's, so that no two ranks begin with the
-    same. Keep the object while a CUDA graph that holds a launch may still run.
+    One launch copies `nbytes`. Peers' memories are written in turns, in the order in which they
+    first appear in `copies`: begin with the next rank's, so that no two ranks begin with the same.
+    Keep the object while a CUDA graph that holds a launch may still run.
     """
 
     def __init__(self, device: Device, copies: Iterable[StridedCopy]) -> None:
@@ -63,7 +63,7 @@ class BoxCopies:
     ) -> None:
         """Put the copies on `stream`, between memories at these addresses. Never waits.
 
-        The number of `blocks` is at most what is given, 0 for as many as the device holds.
+        There are at most so many `blocks`; 0 stands for as many as the device holds.
         """
         if not self._count:
             return
@@ -72,7 +72,7 @@ class BoxCopies:
         function.launch(stream, min(self._count, most), _THREADS, argument)
 
     def ready(self, sources: Sequence[int], targets: Sequence[int]) -> ReadyLaunch | None:
-        """The copies as a launch to be put on streams often; None where nothing is copied."""
+        """The copies as a launch to be put on streams often; None if nothing is copied."""
         if not self._count:
             return None
         blocks = min(self._count, self.device.processors * _BLOCKS_EACH)
@@ -99,10 +99,10 @@ class BoxCopies:
 
 @cache
 def _kernels(device: Device) -> tuple[Kernel, Kernel]:
-    """The one for rows at multiples of 16 bytes, and the one for rows anywhere.
+    """The kernel for rows at multiples of 16 bytes, and the kernel for rows anywhere.
 
-    Both are loaded when one is first needed: later a kernel may run that waits for such copies,
-    and for which loading would wait.
+    Both are loaded when one is first needed. Later, a kernel may be running that waits for such
+    copies, and loading would wait for that kernel.
     """
     with beside_captures():
         aligned, unaligned = (

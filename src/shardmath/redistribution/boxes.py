@@ -1,8 +1,7 @@
 """Strided boxes as `kernels/boxes.cu` takes them: a table of boxes, and their tiles.
 
-Pure: no address is known here. The tables are a function of the boxes alone; every byte of a box is
-in exactly one tile, and tiles of different memories alternate from the first to the last, each in
-proportion to what it has.
+Pure: no address is known here. Every byte of a box is in exactly one tile. Tiles of different
+memories alternate from the first to the last, in proportion to the bytes of each memory.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ _BOX = np.dtype(
 class Tables(Immutable):
     """Tables that a launch reads: `boxes`, one row each, and `tiles`, (box, number), in order.
 
-    `sources` and `targets` are how many memories there are of each; `nbytes` are copied.
-    `unaligned`: some rows do not begin at multiples of 16 bytes, or do not end there.
+    `sources` and `targets` are the numbers of memories; `nbytes` are copied. With `unaligned`, some
+    rows do not begin, or do not end, at multiples of 16 bytes.
     """
 
     boxes: npt.NDArray[Any]
@@ -61,8 +60,9 @@ class Tables(Immutable):
 
 
 def tables(boxes: Iterable[StridedCopy]) -> Tables:
-    """The tables of `boxes`. Tiles of memories are interleaved, in the order in which these first
-    appear.
+    """The tables of `boxes`. Raises ValueError for more memories than a launch has room for.
+
+    The tiles of memories are interleaved in the order in which the memories first appear.
     """
     given = [box for box in boxes if box.nbytes]
     sources = max((box.src for box in given), default=-1) + 1
@@ -84,7 +84,7 @@ def tables(boxes: Iterable[StridedCopy]) -> Tables:
 
 
 def _coalesced(box: StridedCopy) -> StridedCopy:
-    """The box with as few axes as there can be, and no negative stride in the target."""
+    """The box with as few axes as possible, and no negative stride in the target."""
     source_offset, target_offset = box.src_offset, box.dst_offset
     dims = []
     for extent, src, dst in zip(box.shape, box.src_strides, box.dst_strides, strict=True):
@@ -98,7 +98,7 @@ def _coalesced(box: StridedCopy) -> StridedCopy:
 
 
 def _pieces(box: StridedCopy) -> Iterator[StridedCopy]:
-    """`box` in parts that the kernel can count: few axes, and fewer than 2^30 rows and bytes."""
+    """`box` in parts that the kernel can number: few axes, and at most 2^30 rows and bytes."""
     if len(box.shape) > _DIMS or prod(box.shape) > _MAX_ROWS:
         extent, *rest = box.shape
         step = 1 if len(box.shape) > _DIMS else max(1, extent // 2)
@@ -123,7 +123,7 @@ def _pieces(box: StridedCopy) -> Iterator[StridedCopy]:
 
 
 def _fill(row: Any, box: StridedCopy, tile: int) -> int:
-    """Write the box down; how many tiles it has."""
+    """Write a box to its row, and return the number of its tiles."""
     row["from"], row["to"] = box.src_offset, box.dst_offset
     row["source"], row["target"], row["unit"] = box.src, box.dst, box.unit
     dims = list(zip(box.shape, box.src_strides, box.dst_strides, strict=True))
@@ -144,7 +144,7 @@ def _fill(row: Any, box: StridedCopy, tile: int) -> int:
 
 
 def _across(box: StridedCopy) -> int | None:
-    """The axis along which the source is denser than along the target's densest, if it matters."""
+    """The axis along which the source is densest, if that is not the target's and it matters."""
     if len(box.shape) < 2 or box.unit >= _SHORT:
         return None
     steps = [abs(stride) for stride in box.src_strides]
@@ -181,7 +181,7 @@ def _fill_transposed(row: Any, box: StridedCopy, along: _Axis, across: _Axis, ti
 
 
 def _tile(unit: int, along: int, across: int, count: int, tile: int) -> tuple[int, int, int]:
-    """Units of a tile along the target's densest axis and the source's, and beside them."""
+    """The units of a tile along the target's densest axis, the source's densest, and all others."""
     units = max(1, tile // unit)
     wide = 1 << (units.bit_length() // 2)
     high = max(1, units // wide)
@@ -199,7 +199,7 @@ def _tile(unit: int, along: int, across: int, count: int, tile: int) -> tuple[in
 
 
 def _rounded(extent: int, most: int, unit: int) -> int:
-    """An extent near this one that ends where 16 bytes do, unless it is all there is."""
+    """The extent, rounded down to a multiple of 16 bytes unless it is all there is."""
     group = max(1, 16 // unit)
     return extent if extent == most or extent < group else extent // group * group
 

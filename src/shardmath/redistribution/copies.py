@@ -1,8 +1,8 @@
 """A move as the machine sees it: one strided copy between two memories, in bytes.
 
-Still pure: addresses come later. Dimensions are dropped and joined until the fewest remain, so that
-whatever performs the copy has the longest possible inner loop; the last dimension is the one along
-which the destination is densest.
+Pure: addresses come later. Dimensions are dropped and joined until the fewest remain, so that the
+inner loop of the copy is as long as possible; the last dimension is the one along which the
+destination is densest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from math import prod
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.geometry import Move
 
-_PIECE = 32 << 10  # bytes that a network carries in about the time that one more piece takes
+Strides = tuple[int, ...]  # in bytes
+
+_PIECE = 32 << 10  # bytes that take a network about as long as one more piece does
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,9 @@ class StridedCopy:
 def lowered(
     move: Move, itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
-    """The copy that `move`, which is not empty, is from the array of its source, memory number
-    `move.src`, to memory 0: between arrays of these strides, in bytes.
+    """A move that is not empty as a copy, from memory number `move.src` to memory 0.
+
+    The strides, in bytes, are those of the arrays there.
     """
     src_offset = dst_offset = 0
     dims: list[Dimension] = []
@@ -68,7 +71,8 @@ def own_first(
 ) -> list[StridedCopy]:
     """Moves into `rank`, none of them empty, as copies between arrays of these strides in bytes.
 
-    The own part comes first, then rank + 1 and onwards, so that ranks do not all read from one.
+    The own part comes first, then those of rank + 1 and onwards, so that ranks do not all read from
+    one.
     """
     copies = [lowered(move, itemsize, src_strides[move.src], dst_strides) for move in moves]
     return sorted(copies, key=lambda copy: (copy.src < rank, copy.src))
@@ -93,7 +97,7 @@ def strided_copy(
     dst_offset: int,
     dst: int = 0,
 ) -> StridedCopy:
-    """A copy of as few dimensions as there can be, the destination's densest last."""
+    """A copy with as few dimensions as possible, the destination's densest last."""
     kept = sorted(
         (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
     )
@@ -116,8 +120,8 @@ def strided_copy(
 def pieces_of(copy: StridedCopy) -> list[tuple[int, int]]:
     """Ranges of bytes of the source, from its element 0, that hold what `copy` reads.
 
-    Fetching costs by the number of pieces and by their bytes: each unit is one where they are long
-    enough or far enough apart, else all are one piece, with what lies between.
+    Fetching takes time for each piece, and for its bytes. So each unit is a piece if units are long
+    or far apart; otherwise all are one piece, with what lies between them.
     """
     dims = [(n, abs(step), step) for n, step in zip(copy.shape, copy.src_strides, strict=True)]
     low = copy.src_offset + sum((n - 1) * step for n, _, step in dims if step < 0)

@@ -1,15 +1,15 @@
-"""One exchange between GPUs of which some have no address: pack, meet, fetch, unpack.
+"""One exchange between GPUs of several hosts: pack, synchronise, fetch, unpack.
 
-A rank packs what its peers take into its outbox, and all ranks wait for each other. Then it takes
-its own parcel from every outbox: from one on its own host where that lies, from any other by `get`
-into its room. One launch copies from there to where the elements belong; what stays on the rank
-goes there straight from the array before. The outbox may be written again once all ranks have met
-after that. Parcels and a `Delivery` are pure; `fetch` puts the copies between hosts on a stream.
+A rank packs what its peers take into its outbox, and all ranks synchronise. Then it takes its
+parcel of every outbox: it reads outboxes on its own host where they lie, and gets parcels from
+other hosts into its room. One launch copies all to where the elements belong, and what stays on the
+rank straight from its array. The outbox may be packed again once all ranks have synchronised after
+that. Parcels and a `Delivery` are pure; `fetch` puts the copies between hosts on a stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
@@ -36,9 +36,9 @@ class Parcel(Immutable):
     """Every combination of indices that `columns` take of each axis of a local array, in order.
 
     It begins at byte `offset` of the outbox; `strides` are bytes. Both sides derive from the moves
-    what lies where in an outbox, so nothing needs to be told but where that begins. What one rank
-    takes of another is one parcel, hence one range of bytes; a parcel that several ranks take is
-    there once.
+    what lies where in an outbox, so ranks only tell each other where outboxes begin. What one rank
+    takes of another is one parcel, and so one range of bytes; a parcel that several ranks take is
+    packed once.
 
         array of rank 0          its outbox             rank 2
         [ . a a . a b b ]  pack  [ a a a | b b ]  get   [ a a a ]  unpack  ...
@@ -56,7 +56,7 @@ class Parcel(Immutable):
         return cls(columns, shape, packed_strides(shape, itemsize, axes[::-1]), offset)
 
     def boxed(self, move: Move) -> list[Move]:
-        """`move`, taken from the parcel in place of the array."""
+        """`move` as moves that read the parcel in place of the array."""
         columns = []
         for run, column in zip(move.runs, self.columns, strict=True):
             places = _places(column)[_taken(run)]
@@ -76,9 +76,9 @@ class Parcel(Immutable):
         return [replace(move, runs=runs) for runs in product(*columns)]
 
     def span(self, moves: Iterable[Move]) -> tuple[int, int]:
-        """The bytes, from the parcel's start, between the first and the last that boxed moves read.
+        """The range of bytes in the parcel, (low, high), that these boxed moves read.
 
-        They are all that they read where the moves are cut along the slowest axis alone.
+        They read all of it if they were cut along the slowest axis only.
         """
         lows, highs = [], []
         for move in moves:
@@ -90,7 +90,7 @@ class Parcel(Immutable):
 
 
 class Outbox(Immutable):
-    """Parcels that one rank packs for its peers, by rank, and the bytes of all."""
+    """The parcels that one rank packs for its peers, by rank, and the bytes of all."""
 
     parcels: Mapping[int, Parcel]
     itemsize: int
@@ -100,8 +100,8 @@ class Outbox(Immutable):
     def of(cls, transfer: Transfer, src: int, axes: Sequence[int]) -> Outbox:
         """The outbox of `src` for a transfer. `axes` are a parcel's, the slowest first.
 
-        What stays on the rank is not packed, and ranks that take the same have the same parcel. See
-        `parcel_of`, which finds one parcel without the others.
+        What stays on the rank is not packed. Ranks that take the same share a parcel. To find one
+        parcel without the others, see `parcel_of`.
         """
         moves_to: dict[int, list[Move]] = {}
         for move in transfer.out_of(src):
@@ -130,9 +130,10 @@ class Outbox(Immutable):
 
 
 def parcel_of(transfer: Transfer, src: int, dst: int, axes: Sequence[int]) -> Parcel:
-    """The parcel that `dst` takes of the outbox of `src`, without the moves to other ranks.
+    """The parcel that `dst` takes of the outbox of `src`.
 
-    These are counted: of many ranks each would otherwise work out the moves of all.
+    It only counts the elements for other ranks: otherwise each rank would work out the moves of all
+    ranks, of which there may be many.
     """
     if not _goes_by_part(transfer):
         return Outbox.of(transfer, src, axes).parcels[dst]
@@ -155,35 +156,12 @@ def _goes_by_part(transfer: Transfer) -> TypeGuard[TransferPlan]:
 
 
 class Fetch(Immutable):
-    """`nbytes` from `offset` of the outbox of rank `src`, to byte `at` of the room."""
+    """Get `nbytes` from byte `offset` of the outbox of rank `src`, to byte `at` of the room."""
 
     src: int
     offset: int
     nbytes: int
     at: int
-
-
-def fetches(
-    moves: Iterable[Move], parcel: Callable[[int], Parcel], far: Callable[[int], bool]
-) -> tuple[Fetch, ...]:
-    """The ranges that boxed moves read of the parcels of `far` ranks: one of each rank's."""
-    by_source: dict[int, list[Move]] = {}
-    for move in moves:
-        if move.elements and move.src != move.dst and far(move.src):
-            by_source.setdefault(move.src, []).append(move)
-    ranges, end = [], 0
-    for src, taken in by_source.items():
-        source = parcel(src)
-        low, high = source.span(taken)
-        end += low % ALIGNMENT  # what can be copied in wide words can be so from the room
-        ranges.append(Fetch(src, source.offset + low, high - low, end))
-        end += up(high - low, ALIGNMENT)
-    return tuple(ranges)
-
-
-def room_for(ranges: Sequence[Fetch]) -> int:
-    """The bytes that these fetches need."""
-    return max((part.at + part.nbytes for part in ranges), default=0)
 
 
 def _taken(run: Run) -> _Taken:
@@ -211,7 +189,7 @@ _Place = tuple[int, int, int, int]  # first block, how many, where they go, from
 
 @lru_cache(maxsize=1024)
 def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
-    """Where the blocks of each run of a column come to lie: all indices in their order."""
+    """Where the blocks of each run of a column lie in the parcel, which has indices in order."""
     ends = [(start, start + (count - 1) * step + length) for count, length, start, step in column]
     if all(one[1] <= two[0] for one, two in pairwise(ends)):
         starts = accumulate((count * length for count, length, _, _ in column), initial=0)
@@ -234,7 +212,7 @@ def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
 
 
 def _evenly(places: Sequence[int]) -> list[_Place]:
-    """The places of blocks as few ranges in which they are evenly apart."""
+    """The places of blocks as ranges of blocks that are evenly apart, as few as possible."""
     ranges: list[_Place] = []
     first = 0
     while first < len(places):
@@ -252,10 +230,10 @@ _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
 
 class Delivery(Immutable):
-    """The part of `rank` in a transfer.
+    """What `rank` packs, fetches and unpacks in a transfer.
 
-    `hosts` are the numbers of all ranks' hosts; `axes` those of a parcel, the slowest first. `part`
-    are the moves of it that are wanted at a time, None for all: see `only`.
+    `hosts` are the numbers of all ranks' hosts, and `axes` are a parcel's, the slowest first. With
+    `part`, only these moves are wanted: see `only`.
     """
 
     transfer: Transfer
@@ -265,9 +243,9 @@ class Delivery(Immutable):
     part: tuple[Move, ...] | None = field(default=None, repr=False)
 
     def only(self, part: Sequence[Move]) -> Delivery:
-        """A part of the same exchange: some of its `moves`, or what those are cut into."""
+        """A part of this exchange: some of its `moves`, or pieces of them."""
         cut = replace(self, part=tuple(part))
-        cut.__dict__["_parcels"] = self._parcels  # which are the same
+        cut.__dict__["_parcels"] = self._parcels  # they are the same, and are not worked out again
         return cut
 
     @cached_property
@@ -277,13 +255,24 @@ class Delivery(Immutable):
 
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The ranges that it fetches from other hosts."""
-        return fetches(self.moves, self._parcels.__getitem__, self.is_far)
+        """The ranges that this rank fetches from other hosts, one of each rank's parcel."""
+        by_source: dict[int, list[Move]] = {}
+        for move in self.moves:
+            if move.elements and self.is_far(move.src):
+                by_source.setdefault(move.src, []).append(move)
+        ranges, end = [], 0
+        for src, taken in by_source.items():
+            parcel = self._parcels[src]
+            low, high = parcel.span(taken)
+            end += low % ALIGNMENT  # so that the room allows words as wide as the outbox does
+            ranges.append(Fetch(src, parcel.offset + low, high - low, end))
+            end += up(high - low, ALIGNMENT)
+        return tuple(ranges)
 
     @property
     def room(self) -> int:
-        """The bytes of all fetches."""
-        return room_for(self.fetches)
+        """The bytes of a room for all fetches."""
+        return max((part.at + part.nbytes for part in self.fetches), default=0)
 
     @cached_property
     def same_host(self) -> tuple[int, ...]:
@@ -294,7 +283,7 @@ class Delivery(Immutable):
     def unpacking(self, own: Sequence[int], target: Sequence[int]) -> list[StridedCopy]:
         """The copies to an array of strides `target`, from memories in the order of `memories`.
 
-        `own` are the strides of this rank's array before.
+        `own` are the strides of this rank's source array.
         """
         copies = []
         for move in self.moves:
@@ -310,16 +299,16 @@ class Delivery(Immutable):
         return copies
 
     def place(self, src: int) -> tuple[int, tuple[int, ...]]:
-        """Where this rank's parcel of a peer begins, in its outbox, or in the room where that is on
-        another host; and its strides.
+        """Where this rank's parcel of a peer begins, and its strides: in the peer's outbox, or in
+        the room if the peer is on another host.
         """
         parcel = self._parcels[src]
         moved = (part.at - part.offset for part in self.fetches if part.src == src)
         return parcel.offset + next(moved, 0), parcel.strides
 
     def memories(self, own: int, room: int, outboxes: Sequence[int]) -> list[int]:
-        """The addresses of what is unpacked: the array before, the room, the outboxes of peers on
-        this rank's host, in the order of `same_host`.
+        """The addresses from which is unpacked: the source array, the room, and the outboxes of
+        peers on this rank's host, in the order of `same_host`.
         """
         return [own, room, *outboxes]
 
@@ -332,7 +321,7 @@ class Delivery(Immutable):
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The moves into this rank, those of peers out of their parcels, the next rank's first."""
+        """The moves into this rank, from the peers' parcels, the next rank's first."""
         if self.part is not None:
             return self.part
         size = len(self.hosts)
@@ -356,9 +345,9 @@ def fetch(
     room: int,
     stream: int,
 ) -> None:
-    """Put the copies of parts of the ranks' outboxes to this rank's room on `stream`.
+    """Put copies from the ranks' outboxes to this rank's room on `stream`.
 
-    Before reading what a peer wrote: all ranks have met on their streams since they packed.
+    All ranks must have synchronised on their streams since they packed.
     """
     for part in fetches:
         place = outboxes[part.src].behind(part.offset)

@@ -1,13 +1,13 @@
 """What one redistribution moves: a plan that is data, prints in a few lines, and needs no ranks.
 
 All ranks derive the same plan from the same two layouts. A rank on cores pulls: it executes the
-moves into itself, and reads the others' local arrays in place. A rank on a GPU may as well push.
+moves into itself, and reads the others' local arrays in place. A GPU may also push.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import accumulate
@@ -29,31 +29,29 @@ from shardmath.geometry import (
     shared_part,
 )
 from shardmath.machine import Rates
-from shardmath.redistribution.copies import StridedCopy, lowered, own_first, pieces_of
+from shardmath.redistribution.copies import Strides, lowered, pieces_of
 
 T = TypeVar("T")
 
 Ranges = tuple[tuple[int, int], ...]
-Strides = tuple[int, ...]
 
 
 class Transfer:
-    """Which elements move from every rank's array to every rank's.
+    """Which elements, of `itemsize` bytes, move from every rank's array to every rank's.
 
-    A subclass says, of elements of `itemsize` bytes, what moves `into` a rank and `out_of` one. All
-    else follows.
+    A subclass says what moves `into` a rank and `out_of` one; the rest follows.
     """
 
     itemsize: int
 
     @property
     def kind(self) -> str:
-        """The name of what is moved, in a word."""
+        """A short name of what is moved."""
         raise NotImplementedError
 
     @property
     def crosses(self) -> bool:
-        """True when any byte changes its rank; otherwise ranks need not wait for each other."""
+        """Whether any byte changes its rank; if not, ranks need not wait for each other."""
         raise NotImplementedError
 
     @property
@@ -82,23 +80,9 @@ class Transfer:
         """The moves that begin in the array of `rank`, to the next rank first, itself last."""
         raise NotImplementedError
 
-    def copies(
-        self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
-    ) -> list[StridedCopy]:
-        """The moves into `rank` as copies between arrays of these strides in bytes, own part first.
-
-        `src_strides` has those of every rank that a move comes from. The answer is kept until
-        strides change.
-        """
-        key, last = (rank, tuple(src_strides.items()), dst_strides), self._kept.get("copies")
-        if last is None or last[0] != key:
-            copies = own_first(self.into(rank), rank, self.itemsize, src_strides, dst_strides)
-            last = self._kept["copies"] = key, copies
-        made: list[StridedCopy] = last[1]
-        return made
-
     def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
-        """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
+        """Ranges of bytes of `src`'s local array, from its element 0, with all that moves to
+        `rank`.
 
         See `pieces_of`.
         """
@@ -118,7 +102,7 @@ class Transfer:
     def read_by_peers(self, rank: int) -> Ranges | None:
         """For each axis of the array of `rank` the range (lo, hi) in which peers read.
 
-        None when they read nothing.
+        None if they read nothing.
         """
         return self._once(("read", rank), lambda: self._bounds(rank))
 
@@ -133,7 +117,7 @@ class Transfer:
 
     @cached_property
     def _kept(self) -> dict[Any, Any]:
-        """Answers so far: a plan is compared and printed by its fields alone."""
+        """Answers so far. They are no field: plans are compared and printed without them."""
         return {}
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -145,8 +129,8 @@ class Transfer:
 
 
 class Overlap(Immutable, Transfer):
-    """All that each rank needs of what every rank holds, or it `alone`: parts that are added up,
-    which may overlap.
+    """Parts to be added up, which may overlap: what each rank needs of what every rank holds, or of
+    what it holds itself (`alone`).
     """
 
     held: Layout
@@ -185,7 +169,7 @@ class Overlap(Immutable, Transfer):
 
 
 class SomeMoves(Immutable, Transfer):
-    """These moves into one rank, and none of others."""
+    """These moves into one rank. What moves into other ranks is not known."""
 
     moves: tuple[Move, ...] = field(repr=False)
     itemsize: int
@@ -235,7 +219,7 @@ class TransferPlan(Immutable, Transfer):
 
     @cached_property
     def crosses(self) -> bool:
-        """True when any byte changes its rank; otherwise ranks need not wait for each other."""
+        """Whether any byte changes its rank; if not, ranks need not wait for each other."""
         return any(self.received)
 
     @property
@@ -253,8 +237,8 @@ class TransferPlan(Immutable, Transfer):
         return self.dst.local_shape(rank)
 
     def seconds(self, rates: Rates) -> float:
-        """Predicted for the rank that does most: bytes come from peers, and what stays is read and
-        written.
+        """The predicted time of the rank that does most. Bytes come from peers over a link; what
+        stays is read and written.
         """
         received = self.received
         stay = [
@@ -315,9 +299,9 @@ class Sections(Immutable, Transfer):
         broadcast    every rank takes all of the root's, and nothing else
         all_to_all   rank d takes the d-th range of every rank's array
 
-    A rank puts what it takes one after the other along the axis, in rank order. `counts[s][d]`
-    indices of rank s go to rank d; they begin at `starts[s][d]`. Arrays of no axes move whole,
-    where the count is not 0.
+    A rank's result has what it takes one after the other along the axis, in rank order.
+    `counts[s][d]` indices of rank s go to rank d; they begin at `starts[s][d]`. An array of no axes
+    moves whole if its count is not 0.
     """
 
     shapes: tuple[Shape, ...]

@@ -1,4 +1,4 @@
-"""What callers of the public functions say beside their arrays, read as words. Local."""
+"""The arguments of public functions other than arrays, as words: see `words`. Local."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.traced.words import plain, read_words, words_of
 
 SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
-TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # the type of the inverse, and, but for weights, the adjoint
+TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # type of the inverse and, except for weights, of the adjoint
 
 
 @constant
 def words_of_matmul(
     distributions: Any, alpha: Any, beta: Any, epilog: Any, qualifiers: Any, options: Any
 ) -> str:
-    """The words of a product. Raises TypeError and ValueError for what is no argument of it."""
+    """The words of a product. Raises TypeError and ValueError for wrong arguments."""
     flags: Any = arguments_of(None, None, distributions=None, qualifiers=qualifiers).words
     if flags.error is not None:
         raise flags.error
@@ -116,5 +116,5 @@ def words_of_trigonometric(
 
 
 def _unbound(distribution: Distribution) -> Distribution:
-    """What the result of a transform is split by, whose shape may be another."""
+    """The same split, not bound to a shape: the result of a transform may have another."""
     return geometry.decode((*distribution.encode()[:-1], None))

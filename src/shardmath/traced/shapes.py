@@ -1,6 +1,6 @@
-"""Which shape has this rank's result of an operator? Said by geometry, of symbols as of numbers.
+"""The shape of this rank's result of an operator, whose extents may be symbols of a compiler.
 
-An extent is None where only the peers know it.
+An extent is None if only the peers know it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 def of_exchange(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """The shape that `all_to_all` returns, known where the call says how much is received."""
+    """The shape that `all_to_all` returns, known if the call says how much is received."""
     size = require_context().size
     received = () if counts is None else counts[size:]
     return with_extent(xs, words, sum(received) if received else None)
@@ -74,7 +74,7 @@ def alike(xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 class _Split(Immutable):
-    """How an axis is split: part k of so many even parts, or as `other` says."""
+    """How an axis is split: part `k` of `parts` even ones, or as `other` says if `parts` is 0."""
 
     parts: int = 1
     k: int = 0
@@ -84,7 +84,7 @@ class _Split(Immutable):
 @lru_cache(maxsize=1024)
 def _splits(distribution: Distribution, ndim: int, rank: int, size: int) -> tuple[_Split, ...]:
     """How a distribution that is neither bound nor a rank's own splits each axis."""
-    extent = 4 * size * size  # tells even parts apart, as any that is long enough
+    extent = 4 * size * size  # long enough to tell even parts apart
     short, long = (
         distribution.part(rank, (n,) * ndim, size=size) for n in (extent, 2 * extent + 1)
     )
@@ -103,8 +103,8 @@ def _splits(distribution: Distribution, ndim: int, rank: int, size: int) -> tupl
 
 
 class _Axis(Immutable, eq=False):
-    """An axis of which this rank has `own` indices, split so: of `whole` ones, where that is known.
-    None for a split that says nothing of another rank.
+    """An axis of which this rank has `own` indices out of `whole`, None if that is not known. The
+    `split` is None if it says nothing about other ranks.
     """
 
     own: Any
@@ -113,7 +113,7 @@ class _Axis(Immutable, eq=False):
 
     @classmethod
     def of(cls, shape: Shape, distribution: Distribution, axis: int) -> _Axis:
-        """An axis of an array of which this rank has a part of that shape."""
+        """An axis of an array; this rank's part has this shape."""
         if distribution.binding is not None:
             return cls(shape[axis], distribution.binding.global_shape[axis], None)
         if distribution.per_rank:
@@ -123,8 +123,8 @@ class _Axis(Immutable, eq=False):
         return cls(shape[axis], shape[axis] if split.parts == 1 else None, split)
 
     def to(self, target: Distribution, axis: int, ndim: int, change: Any = None) -> Any:
-        """How many indices this rank has by `target` of such an axis, the result's `axis`; None
-        where the geometry does not say. `change(n)` of the n that there are become the result's.
+        """The indices that this rank gets if the axis is split by `target`, as the result's `axis`;
+        None if geometry does not say. `change(n)` is the result's extent where this one's is n.
         """
         context = require_context()
         rank, size = context.rank, context.size

@@ -1,6 +1,7 @@
-"""What a call says beside its tensors, as one text: a constant of the graphs of torch's compiler.
+"""All arguments of a call but its tensors, as one text: a constant in torch's compiled graphs.
 
-Distributions travel in it as ranks send them to each other, contexts by a number of this process.
+The text has distributions as ranks send them to each other, and contexts by their numbers in this
+process.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from shardmath.context.context import DistributedContext, open_contexts, require
 from shardmath.geometry import Distribution
 
 Words = Mapping[str, Any]
-CURRENT = -1  # in place of a context's number: the one that is current when the call is made
+CURRENT = -1  # in place of a context's number: the context that is current at the call
 
 
 @constant
 def words_of(**given: Any) -> str:
-    """The words of a call, as the graphs of torch's compiler have them: a constant of text.
-
-    Raises TypeError for what is no plain data, nor a distribution or options.
+    """The words of a call as text. Raises TypeError for what is neither plain data, nor a
+    distribution or options.
     """
     return repr({name: plain(value) for name, value in given.items()})
 
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def read_words(text: str) -> Words:
-    """What `words_of` has written."""
+    """The words in a text of `words_of`."""
     return MappingProxyType({name: _value(x) for name, x in ast.literal_eval(text).items()})
 
 
@@ -68,8 +68,8 @@ def _value(plain: Any) -> Any:
 
 
 def number_of(context: DistributedContext | None) -> int:
-    """The number of a context that a caller names; in code that is compiled, none is the one that
-    is current when it runs.
+    """The number of a context that a caller passes. None stands for the context that is current
+    when compiled code runs.
     """
     if context is None:
         return CURRENT

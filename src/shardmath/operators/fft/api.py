@@ -227,7 +227,7 @@ class FFT(Planned, Generic[Array]):
             check_stream(stream)
             spec = self._execution_spec(arguments)
             self._driver.performer.inspect(arguments)
-            return Turn(arguments, Known(spec, None, lasting=False), spec)
+            return Turn(arguments, Known(spec, None, lasting=False))
 
         _, agreement, _ = agree(
             self.context, f"{self.noun}.reset_operand", described, self._similar_plan

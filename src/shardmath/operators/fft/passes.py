@@ -17,7 +17,7 @@ from shardmath.local.fft import Kind, keeps_shape
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
-from shardmath.program import blocks
+from shardmath.program import passes
 from shardmath.program.steps import (
     READ,
     TAKEN,
@@ -158,7 +158,7 @@ def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = []
     held = 0
     for axis in ordered:
-        if groups and held * shape[axis] <= 2 * blocks.BLOCK_BYTES:  # better than one more pass
+        if groups and held * shape[axis] <= 2 * passes.BLOCK_BYTES:  # better than one more pass
             held *= shape[axis]
             groups[-1] = (axis, *groups[-1])
         else:

@@ -257,7 +257,7 @@ class Matmul(Planned):
 
         def ready() -> Turn:
             known = driver.known(arguments, driver.spec)
-            return Turn(arguments, known, known.spec)
+            return Turn(arguments, known)
 
         assert isinstance(driver.performer, gpu.Products)
         own, operation = replace(plan, kept={}), f"Matmul.plan #{self.number}"

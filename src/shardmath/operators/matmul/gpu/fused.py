@@ -25,7 +25,7 @@ from shardmath.operators.matmul.gpu.local_product import OperandLayout, SplitKPr
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan, matrix_of
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
 from shardmath.operators.matmul.gpu.tile_sending import GemmAllReduce, GemmReduceScatter
-from shardmath.program.gpu_performing import Given, Told
+from shardmath.program.gpu_performing import Given, Note
 from shardmath.program.gpu_steps import Launch
 from shardmath.symmetric.team import Team
 
@@ -74,7 +74,7 @@ class FusedProduct:
         pieces = x.address // 2, layout.pitch, x.columns
         return b"" if any(piece % 8 for piece in pieces) else out.told
 
-    def bind(self, context: Context, told: Sequence[Told]) -> Launch:
+    def bind(self, context: Context, told: Sequence[Note]) -> Launch:
         """The launch of the kernel, from what all ranks have told each other. Collective."""
         places = _addresses(context, [rank.places[0] for rank in told])
         key = (self._pattern.kind, *(rank.facts.form for rank in told), bool(places))

@@ -28,7 +28,7 @@ from shardmath.operators.matmul.gpu.scaled_lowering import lowered
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUPerformer, Ready
 from shardmath.program.gpu_steps import GPUProgram
-from shardmath.program.numbers import real
+from shardmath.program.notes import real
 from shardmath.program.performing import Plan, Turn
 
 _ORDERS = ("", "C", "F")  # of products that one collective adds up; "" where peers read them

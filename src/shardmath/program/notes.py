@@ -1,13 +1,16 @@
-"""The numbers of a call: values that may differ from one call to the next, and not between ranks.
+"""Notes: what a rank sends in every call beside the digest of its spec.
 
-They are no part of a plan. Each rank sends its own with the note of every call, and all ranks
-compare those that a program takes from all alike.
+    numbers   such as alpha and beta, which are no part of a plan: they may differ between calls
+    tag       of the plan for which the rank has prepared, or UNPREPARED
+    parts     of any length, such as the places where peers read the rank's arrays
+
+The ranks compare the numbers that a program needs to be equal on all.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardmath.context.agreement import checked, require_equal
@@ -16,12 +19,15 @@ from shardmath.symmetric.board import Board
 Number = float | complex | None
 Numbers = Mapping[str, Number]
 
+TAG_BYTES = 8
+UNPREPARED = bytes(TAG_BYTES)
+_LENGTH = struct.Struct("<H")
 _NUMBER = struct.Struct("<?dd")  # whether it is known to the host; real and imaginary part
 PLAIN = frozenset([float, complex, type(None)])  # types that need no conversion
 
 
 def number(name: str, value: Any) -> Number:
-    """`value` as a number of Python's, None for None. Raises ValueError for what is none."""
+    """`value` as a Python number, None for None. Raises ValueError if it is not a number."""
     if value is None:
         return None
     is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
@@ -34,19 +40,19 @@ def number(name: str, value: Any) -> Number:
 
 
 def real(numbers: Numbers, name: str) -> float:
-    """A number that is known and has no imaginary part."""
+    """The real number of that name, which is known to the host."""
     number = numbers[name]
     assert isinstance(number, float), name
     return number
 
 
 def numbers_bytes(names: Sequence[str]) -> int:
-    """How long the packed numbers of these names are."""
+    """The bytes of the packed numbers of these names."""
     return len(names) * _NUMBER.size
 
 
 def pack_numbers(numbers: Numbers) -> bytes:
-    """The numbers, in order, as a note begins with them."""
+    """The numbers in order, packed for the beginning of a note."""
     return b"".join(
         _NUMBER.pack(False, 0, 0) if x is None else _NUMBER.pack(True, x.real, x.imag)
         for x in numbers.values()
@@ -56,10 +62,10 @@ def pack_numbers(numbers: Numbers) -> bytes:
 def agree_on_numbers(
     board: Board, names: Sequence[str], equal: Sequence[str], notes: Sequence[bytes]
 ) -> None:
-    """Raise CollectiveMismatch on all ranks where they differ in a number that is to be `equal`.
+    """Raise CollectiveMismatch on all ranks if they differ in a number that has to be `equal`.
 
-    `notes`, of all ranks, begin with their numbers of these `names`. One that is not known to the
-    host on some rank is compared on the others.
+    All ranks' `notes` begin with their numbers of these `names`. If the host of a rank does not
+    know a number, it is compared on the other ranks.
     """
     length = numbers_bytes(names)
     if not equal or all(note[:length] == notes[0][:length] for note in notes):
@@ -78,5 +84,20 @@ def agree_on_numbers(
 
 
 def _plain(real: float, imaginary: float) -> complex:
-    """A number as it is best shown."""
+    """A number as messages show it."""
     return complex(real, imaginary) if imaginary else real
+
+
+def pack_parts(parts: Iterable[bytes]) -> bytes:
+    """The parts of a note, each preceded by its length."""
+    return b"".join([_LENGTH.pack(len(part)) + part for part in parts])
+
+
+def unpack_parts(note: bytes, start: int = 0) -> list[bytes]:
+    """The parts of a note, which begin at byte `start`."""
+    parts = []
+    while start < len(note):
+        (length,) = _LENGTH.unpack_from(note, start)
+        start += _LENGTH.size + length
+        parts.append(note[start - length : start])
+    return parts
