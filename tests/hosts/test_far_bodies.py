@@ -16,10 +16,15 @@ import test_reducing
 import test_rows_of_torch
 import torch
 from hypothesis import given
+from samples import digest, reduced, same, values
 from torch_operators import operators
 
 from draws import drawn
+from mortal import Job
+from shardmath.collectives import all_reduce
+from shardmath.context.startup import initialize
 from shardmath.distribution import Redistribute, Slab
+from shardmath.program import two_shots
 
 FEW = drawn(15)
 
@@ -92,14 +97,55 @@ def test_rows_to_experts_and_back(far_contexts):
     far_contexts.run(rows_to_experts, ranks=4)
 
 
-def test_all_reduce_in_many_blocks(far_contexts):
-    """By mapped memory alone: a block for each small copy would take long over connections."""
-    if far_contexts.run(transport_of, ranks=2)[0] == "host":
-        assert far_contexts.run(test_reducing.check_small_blocks, ranks=3) == [[]] * 3
+def bytes_of_sums(context, dtype, op, block=1 << 18):
+    """Of an all_reduce in blocks: bytes that came from other hosts, the host, whether the result
+    is right, and its digest.
+    """
+    kept, two_shots._BLOCK_BYTES = two_shots._BLOCK_BYTES, block
+    group, came = context.split(0), []
+    transport = group.heap.transport
+    get = transport.get
+
+    def counted(rank, index, offset, into, stream=0):
+        came.append(0 if group.same_host(rank) else into.nbytes)
+        get(rank, index, offset, into, stream)
+
+    transport.get = counted
+    try:
+        parts = [values(dtype, (5 * (1 << 16) + 3,), rank) for rank in range(group.size)]
+        found = all_reduce(parts[group.rank], op=op, context=group)
+        return sum(came), group.hosts[group.rank], same(found, reduced(op, parts)), digest(found)
+    finally:
+        del transport.get
+        two_shots._BLOCK_BYTES = kept
+        group.close()
 
 
-def transport_of(context):
-    return context.heap.transport.name
+def check_bytes(results, each):
+    """All have the right bits; `each[h]` bytes of an element came to host h."""
+    assert all(right for *_, right, _ in results) and len({bits for *_, bits in results}) == 1
+    for host, nbytes in enumerate(each):
+        came = sum(came for came, where, *_ in results if where == host)
+        assert came == pytest.approx(nbytes * (5 * (1 << 16) + 3), rel=0.01), host
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "op", "each"),
+    [(size, "float32", "sum", 4) for size in (2, 3, 4, 5, 6)] + [(5, "int32", "mean", 8)],
+)
+def test_a_sum_sends_an_element_once_between_two_hosts(far_contexts, size, dtype, op, each):
+    """A partial sum one way, a result the other way; or half of each where a host has one rank."""
+    check_bytes(far_contexts.run(bytes_of_sums, dtype, op, ranks=size), [each, each])
+
+
+def test_a_sum_goes_from_host_to_host():
+    """Partial sums to the second and the third, and the result to the first and the second."""
+
+    def body(group):
+        return bytes_of_sums(initialize("cpu", group), "float32", "mean", 1 << 15)
+
+    with Job(5, body, {"SHARDMATH_FAKE_HOSTS": "3"}) as job:
+        check_bytes([job.outcome(rank) for rank in range(5)], [4, 8, 4])
 
 
 def test_operands_may_be_overwritten_as_soon_as_the_call_returns(far_contexts):
