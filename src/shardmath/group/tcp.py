@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import select
 import socket
 import stat
@@ -34,7 +33,8 @@ Endpoint = tuple[str, int]  # host and port
 _PORTS = range(61000, 65500)  # which systems give to nobody of themselves
 _PATIENCE = 5.0  # seconds that a stranger has for its first words
 _HELD = 64  # connections that have not proved themselves
-_LOOK, _LONGEST_LOOK = 2e-3, 0.05  # seconds until the next call to who does not listen yet
+_LOOK, _LONGEST_LOOK = 1e-3, 0.05  # seconds until the next call to rank 0, before it listens
+_SHARE = 0.05  # of the seconds waited so far, within these limits
 _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -190,8 +190,8 @@ def _calling(
     rank: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> socket.socket:
     """A connection to rank 0, which may not listen yet."""
-    problem, look = "it does not answer", _LOOK
-    while time.monotonic() < deadline:
+    problem, start = "it does not answer", time.monotonic()
+    while (now := time.monotonic()) < deadline:
         for family, address in _addresses(hub):
             with ExitStack() as attempt:
                 connection = attempt.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -217,8 +217,7 @@ def _calling(
                     attempt.pop_all()
                     undo.callback(connection.close)
                     return connection
-        time.sleep(look)
-        look = min(2 * look, _LONGEST_LOOK)
+        time.sleep(min(max(_LOOK, _SHARE * (now - start)), _LONGEST_LOOK))
     raise _late(rank, f"for rank 0: {problem}", hub, timeout)
 
 
@@ -265,10 +264,10 @@ def _key(settings: Settings) -> bytes:
         with suppress(FileNotFoundError):
             return _read_key(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_name(f"key.{secrets.token_hex(8)}")
+        new = path.with_name(f"key.{os.urandom(8).hex()}")
         new.touch(0o600, exist_ok=False)
         try:
-            new.write_bytes(secrets.token_bytes(KEY_BYTES))
+            new.write_bytes(handshake.new_key())
             with suppress(FileExistsError):  # another rank was first
                 os.link(new, path)
         finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ from shardmath.base import wire
 from shardmath.base.config import environment
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
-from shardmath.group.handshake import KEY_BYTES
+from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
@@ -40,7 +39,7 @@ def connect_far(
     that end meanwhile; `names[r]` is rank r in messages. Raises BootstrapError when not all connect
     within `timeout` seconds, or one has no address to listen at, RankFailure when one has ended.
     """
-    rank, key = group.rank, secrets.token_bytes(KEY_BYTES)
+    rank, key = group.rank, new_key()
     endpoints: list[Endpoint] = []
     listeners: list[socket.socket] = []
     problem = ""
