@@ -1,14 +1,17 @@
 """Connections between ranks of different hosts, made at start-up over TCP.
 
 A rank listens at the addresses that it tells its peers, and at no others: at those that
-SHARDMATH_ADDRESS names, else at those by which this host is known and reaches others.
+SHARDMATH_ADDRESS names, else at those by which this host is known and reaches others, else at those
+of its network devices.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -25,6 +28,7 @@ from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
+_SIOCGIFADDR, _REQUEST = 0x8915, struct.Struct("16s24x")  # as in <linux/sockios.h> and <net/if.h>
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
 
 Endpoint = tuple[str, int]  # host and port
@@ -120,8 +124,10 @@ def _own(name: str) -> list[tuple[int, Any]]:
 
 
 def _outward() -> list[tuple[int, Any]]:
-    """The addresses by which this host reaches the one where ranks meet, if that is known; those of
-    its way out and of its own name; loopback where there are none.
+    """The addresses by which this host reaches the one where ranks meet, if that is known.
+
+    Else those of its way out and of its own name; without these, of its network devices, as on a
+    host that has no way out and whose name means loopback; and if there are none, loopback.
     """
     from shardmath.group.tcp import hub_of
 
@@ -142,7 +148,19 @@ def _outward() -> list[tuple[int, Any]]:
     with suppress(OSError):
         addresses += _resolved(socket.gethostname(), 0)
     outward = [address for address in addresses if not _leads_back(address[1][0])]
-    return list(dict.fromkeys(outward)) or [(int(socket.AF_INET), ("127.0.0.1", 0))]
+    loopback = [(int(socket.AF_INET), ("127.0.0.1", 0))]
+    return list(dict.fromkeys(outward)) or _of_devices() or loopback
+
+
+def _of_devices() -> list[tuple[int, Any]]:
+    """The IPv4 addresses of this host's network devices but loopback."""
+    found: list[tuple[int, Any]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                told = fcntl.ioctl(any_socket, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
+                found += _resolved(socket.inet_ntoa(told[20:24]), 0)
+    return [address for address in found if not _leads_back(address[1][0])]
 
 
 def _leads_back(host: str) -> bool:
