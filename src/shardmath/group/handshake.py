@@ -39,7 +39,7 @@ _PROOF = 32
 
 
 def new_key() -> bytes:
-    """A key that nobody can guess; as of `secrets`, whose import takes longer than a handshake."""
+    """A key that nobody can guess. To import `secrets` would take longer than a handshake."""
     return os.urandom(KEY_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The ranks that variables name, without a library of their launcher's: they meet over TCP.
+"""Ranks that know each other from environment variables alone, and meet over TCP.
 
 Rank 0 listens where the variables say, and is the hub: in one exchange every rank sends it a frame
 and receives those of all. Who connects proves first that it has the user's key, and so does rank 0:
@@ -105,7 +105,7 @@ def first_host(nodes: str) -> str:
 def _called(
     size: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> list[socket.socket]:
-    """Connections of all other ranks, in their order."""
+    """Accept all other ranks, and return their connections in the order of the ranks."""
     came: dict[int, socket.socket] = {}
     held: dict[socket.socket, Conversation] = {}
     undo.callback(lambda: _close([*came.values(), *held]))
@@ -144,7 +144,7 @@ def _hear(
     held: dict[socket.socket, Conversation],
     came: dict[int, socket.socket],
 ) -> None:
-    """Go on with a handshake; who has proved to be a rank has come, a stranger is let go."""
+    """Continue a handshake: move a proven rank from `held` to `came`, and drop a stranger."""
     talk = held[connection]
     try:
         talk.go_on()
@@ -189,7 +189,7 @@ def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
 def _calling(
     rank: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> socket.socket:
-    """A connection to rank 0, which may not listen yet."""
+    """Connect to rank 0, again and again until it listens."""
     problem, start = "it does not answer", time.monotonic()
     while (now := time.monotonic()) < deadline:
         for family, address in _addresses(hub):
@@ -225,7 +225,7 @@ def _calling(
 
 
 def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """The addresses of a name; none where it has none yet."""
+    """The addresses that a name resolves to; none if it does not resolve yet."""
     try:
         found = socket.getaddrinfo(*hub, type=socket.SOCK_STREAM)
     except OSError:
@@ -234,7 +234,7 @@ def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, 
 
 
 def _readable(sockets: list[socket.socket], until: float) -> list[socket.socket]:
-    """Those that can be read, or have ended, waited for until then."""
+    """The sockets that can be read or have ended; waits for one until the time `until`."""
     waiting, by_descriptor = select.poll(), {each.fileno(): each for each in sockets}
     for descriptor in by_descriptor:
         waiting.register(descriptor, select.POLLIN)

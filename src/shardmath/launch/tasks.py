@@ -144,7 +144,7 @@ def _dask(client: Any, n: int) -> tuple[str, Callable[..., Sequence[Report]]]:
 
 
 def _all(*reports: Report) -> tuple[Report, ...]:
-    """A task: what the others have returned."""
+    """A task that gathers the reports of all ranks' tasks."""
     return reports
 
 

@@ -98,7 +98,7 @@ def listen(address: str) -> tuple[list[Endpoint], list[socket.socket]]:
 def _bound(
     addresses: Sequence[tuple[int, Any]], reasons: list[str], undo: ExitStack
 ) -> list[socket.socket]:
-    """Sockets that listen at those of (family, address) that are this host's."""
+    """Sockets that listen at those of the (family, address) pairs that belong to this host."""
     listeners = []
     for family, address in addresses:
         if ipaddress.ip_address(address[0]).is_unspecified:
@@ -116,7 +116,7 @@ def _bound(
 
 
 def _own(name: str) -> list[tuple[int, Any]]:
-    """The addresses under `name`; those that mean another host to others, only if it is one."""
+    """The addresses of `name`, without those that lead back to the caller unless `name` is one."""
     with suppress(OSError):
         addresses = _resolved(name, 0)
         return [a for a in addresses if a[1][0] == name or not _leads_back(a[1][0])]
@@ -126,8 +126,8 @@ def _own(name: str) -> list[tuple[int, Any]]:
 def _outward() -> list[tuple[int, Any]]:
     """The addresses by which this host reaches the one where ranks meet, if that is known.
 
-    Else those of its way out and of its own name; without these, of its network devices, as on a
-    host that has no way out and whose name means loopback; and if there are none, loopback.
+    Else those of its default route and of its own name; on a host with neither, whose name means
+    loopback, those of its network devices; without any, loopback.
     """
     from shardmath.group.tcp import hub_of
 
@@ -164,14 +164,14 @@ def _of_devices() -> list[tuple[int, Any]]:
 
 
 def _leads_back(host: str) -> bool:
-    """Whether the address means another host to others, or none in particular."""
+    """Whether the address means a host to itself only: loopback, any address, or link-local."""
     number = ipaddress.ip_address(host)
     scoped = number.version == 6 and number.is_link_local
     return number.is_loopback or number.is_unspecified or scoped
 
 
 def _endpoint(listener: socket.socket) -> Endpoint:
-    """Where it listens; the address of a link with the link's name."""
+    """The address and port at which a socket listens; link-local addresses include the link."""
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host, port = socket.getnameinfo(listener.getsockname(), numeric)
     return host, int(port)
@@ -183,7 +183,7 @@ def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
-    """How to call a peer, which has told `endpoints` and `key`."""
+    """How to call a peer that listens at `endpoints` and has given out `key`."""
     places: list[Place] = []
     reasons: list[str] = []
     for host, port in endpoints:

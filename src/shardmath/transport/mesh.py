@@ -201,7 +201,7 @@ class Mesh:
         self._send(rank, tag, data, [fd])
 
     def refuse(self, rank: int, tag: str, why: str) -> None:
-        """Tell `rank`, instead of `send`, why it does not get what it waits for under `tag`."""
+        """Send `rank`, in place of the descriptor under `tag`, the reason why there is none."""
         text = f"{self.name(self.rank)}: {why}".encode()[:_WHY_BYTES]
         self._send(rank, tag, _SIZE.pack(len(tag.encode())) + tag.encode() + text, [])
 
@@ -307,7 +307,7 @@ class Mesh:
         )
 
     def abandon(self) -> None:
-        """Close this process's ends to other hosts: they are another process's, its parent's."""
+        """Close a forked child's copies of connections to other hosts; its parent keeps them."""
         if self.wires is not None:
             self.wires.abandon()
 
