@@ -3,7 +3,7 @@
 #   make demo    digits and a photograph, 4 ranks     make check   lint, types, layers, documentation
 #   make test    all tests                            make bench   figures, beside their baselines
 #   make docs    the site, in build/site              make clean   remove what these have made
-#   make torture the tests of docs/reliability.md     make release sdist and wheels in dist, tested
+#   make torture the tests of docs/reliability.md     make release sdist and wheel in dist, tested
 #   make torture-busy some of these beside busy loops
 
 PYTHON ?= python3
@@ -60,7 +60,7 @@ docs: $(VENV)/.has-test $(VENV)/.has-docs
 bench: $(VENV)/.has-test
 	@for file in $(BENCHMARKS); do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
 
-# PYTHONS="python3.11 python3.12 ..." names the Pythons that get a wheel.
+# PYTHONS="python3.11 python3.12 ..." names the Pythons whose C parts the wheel has; by default all that run here.
 release:
 	$(PYTHON) tools/release.py $(PYTHONS)
 

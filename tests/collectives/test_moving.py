@@ -13,10 +13,10 @@ from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
 SHAPES = ((), (0,), (1,), (7, 9), (3, 0, 2), (70, 801), (400_001,))
 
 
-def check_broadcast(context, root, dtypes):
+def check_broadcast(context, root, dtypes, shapes=SHAPES):
     wrong = []
     for dtype in dtypes:
-        for shape in SHAPES:
+        for shape in shapes:
             wanted = values(dtype, shape, root)
             mine = values(dtype, shape, context.rank)
             found = broadcast(mine, root=root, context=context)
@@ -167,11 +167,11 @@ def test_all_to_all(contexts, size, case, uneven_counts):
     assert results == [[]] * size
 
 
-def check_alternation(context):
+def check_alternation(context, turns=60, lengths=(3, 5000, 200_000, 30_000)):
     """Short, middle and long operands by turns: none is overwritten before all have read it."""
     wrong = 0
-    for turn in range(60):
-        length = (3, 5000, 200_000, 30_000)[turn % 4]
+    for turn in range(turns):
+        length = lengths[turn % len(lengths)]
         parts = [np.full(length, 10 * turn + rank, "int64") for rank in range(context.size)]
         if context.rank == turn % context.size:
             np.sort(np.arange(50_000)[::-1])  # this rank is late
@@ -186,13 +186,13 @@ def test_operands_may_be_overwritten_as_soon_as_the_call_returns(contexts):
     assert contexts.run(check_alternation, ranks=4) == [0] * 4
 
 
-def check_groups(context):
+def check_groups(context, longest=400_000):
     """Two halves and the whole, used by turns, the halves not equally often."""
     half = context.split(context.rank % 2, key=-context.rank)
     members = sorted((r for r in range(context.size) if r % 2 == context.rank % 2), reverse=True)
     wrong = 0
     for turn in range(12):
-        length = (5, 3000, 400_000)[turn % 3]
+        length = (5, 3000, longest)[turn % 3]
         for _ in range(1 + context.rank % 2):
             x = np.full(length, context.rank + turn, "int32")
             found = all_gather(x, context=half)

@@ -36,10 +36,11 @@ network. Between hosts every rank listens for the others while `initialize` runs
 the system chooses. It listens at the addresses of `SHARDMATH_ADDRESS`, a number or a name.
 Without that, it listens at the address by which it reaches `MASTER_ADDR` or the first host of
 Slurm's step. If these are not set either, it listens at the address of the host's default route
-and at those of its own name. It listens at no others, and a firewall must let the other hosts
-through to it. If there are several networks, set `SHARDMATH_ADDRESS` on each host to choose one.
-If it is an address that the host itself does not have, because a router translates it, the ranks
-there listen at the default route's address.
+and at those of its own name; on a host that has neither, at those of its network devices. It
+listens at no others, and a firewall must let the other hosts through to it. If there are several
+networks, set `SHARDMATH_ADDRESS` on each host to choose one. If it is an address that the host
+itself does not have, because a router translates it, the ranks there listen at the default route's
+address.
 
 Others may connect meanwhile, any number of times. They are refused on Unix sockets unless they
 are this user's ranks, and everywhere unless they prove within 5 seconds that they know a key

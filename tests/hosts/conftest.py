@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import namespaces
 from namespaces import Hosts, Unavailable, two_hosts
 from ranks import Pool
 from shardmath.base import config
@@ -30,15 +29,16 @@ def make_mapped(group):
 
 
 def make_tcp(group):
-    """On two namespaces, if there are any: ranks move there, and are found at their addresses."""
+    """On two namespaces, if there are any: ranks move there, and find their addresses themselves.
+
+    There is no way out, no MASTER_ADDR, and the name of both hosts is this machine's.
+    """
     config.export({"SHARDMATH_TRANSPORT": "tcp"})
     pids = config.environment().get(NAMESPACES, "").split()
     if not pids:
         config.export({"SHARDMATH_FAKE_HOSTS": "2"})
         return new_context("cpu", group)
-    number = 2 * group.rank // group.nranks
-    Hosts([int(pid) for pid in pids]).enter(number)
-    config.export({"SHARDMATH_ADDRESS": namespaces.ADDRESSES[number]})
+    Hosts([int(pid) for pid in pids]).enter(2 * group.rank // group.nranks)
     context = new_context("cpu", group)
     assert len(set(context.hosts)) == min(2, group.nranks)
     return context

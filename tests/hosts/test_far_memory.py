@@ -160,6 +160,8 @@ def test_exchanges_of_any_length(far_contexts, size):
 @within
 def check_reuse(context):
     """Handles come and go; memory returns to use when all ranks have dropped it."""
+    gc.collect()
+    context.split(None)  # what groups of other tests shared is free once their ranks meet again
     before = settled_use(context)
     for turn in range(20):
         array = allocate(10_000 + turn, np)
@@ -325,7 +327,7 @@ def test_machines_that_a_transport_does_not_reach(transport):
     assert all(one.kind == "BackendUnavailable" and said in one.text for one in outcomes), outcomes
 
 
-@pytest.mark.parametrize(("size", "hosts"), [(1, 2), (2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "hosts"), [(1, 2), (2, 2), (3, 2), (2, 1)])
 def test_mpi_windows(size, hosts):
     """The program of far_program.py, with memory that is reached through MPI."""
     command = [str(MPIEXEC), "-n", str(size), "-env", "SHARDMATH_TRANSPORT", "mpi"]

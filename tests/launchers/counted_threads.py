@@ -70,17 +70,18 @@ def share() -> int:
 
 
 def report() -> list[Any]:
-    """(threads before, within, of transforms, of those in a part, after; this rank's share)."""
+    """(rank; threads before, within, of transforms, of those in a part, after; its share)."""
     torch = torch_library()
     before = loaded(torch)
     context = shardmath.initialize("cpu")
     within, whole, expected = loaded(torch), workers(), share()
-    part = require_context().split(context.rank)
+    rank = context.rank
+    part = require_context().split(rank)
     assert part is not None
     with part:
         alone = workers()
     shardmath.finalize()
-    return [before, within, whole, alone, loaded(torch), expected]
+    return [rank, before, within, whole, alone, loaded(torch), expected]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One program, started by our launcher, mpirun and torchrun, on 2 and 3 ranks, and alone.
 
-Of 2 ranks each is a new Python; 3 are forks of one that has loaded the libraries.
+Of 2 ranks each is a new Python, but of torchrun's, which would take seconds to load torch, as those
+of test_threads_counted do; the others are forks of one that has loaded the libraries.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def test_one_program(launcher: str, size: int) -> None:
     if missing(launcher):
         pytest.skip(missing(launcher))
     libraries = LAUNCHERS[launcher]
-    python = [sys.executable] if size == 2 else preloaded.python()
+    is_new = size == 2 and launcher != "torchrun"
+    python = [sys.executable] if is_new else preloaded.python()
     lines = run([*command(launcher, size, python), PROGRAM, *libraries])
     ways = ["environment", *libraries]
     assert lines == ["; ".join(f"{way} {r} of {size}" for way in ways) for r in range(size)]

@@ -64,6 +64,16 @@ def is_built(name: str) -> bool:
     return is_wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
 
 
+def other_pythons(name: str) -> list[str]:
+    """The Pythons for which the module `name` of BUILT is there, such as "3.12"; for one for which
+    it is not.
+    """
+    _, *folders, last = name.split(".")
+    paths = Path(__file__).parent.parent.joinpath(*folders).glob(f"{last}.cpython-3*.so")
+    minors = {path.name.split(".")[1].split("-")[1][1:] for path in paths}
+    return [f"3.{minor}" for minor in sorted(minors, key=lambda m: (int(m.rstrip("t")), m))]
+
+
 def is_wanted() -> bool:
     """Whether built modules are used: not with SHARDMATH_COMPILED=0."""
     return config.environment().get(f"{config.PREFIX}COMPILED", "").strip() != "0"

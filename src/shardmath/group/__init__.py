@@ -26,12 +26,12 @@ __all__ = [
 def as_process_group(
     obj: Any, settings: Settings | None = None, *, device_id: Any = "cpu"
 ) -> ProcessGroup:
-    """The group that `obj` means: None asks the environment, a `ProcessGroup` is itself.
+    """The group that `obj` stands for: for None, that of the environment; a `ProcessGroup` itself.
 
-    An mpi4py communicator and a torch.distributed process group are wrapped; `device_id`, if it is
-    a number, is the GPU over which one of the latter talks that serves GPUs only. A `DeviceMesh` of
-    torch's means the group of its ranks. Raises ValueError for a group that this process is not in,
-    and for a mesh of several axes that has not all ranks; TypeError for anything else.
+    An mpi4py communicator and a torch.distributed process group are wrapped. A process group that
+    serves GPUs only communicates through GPU `device_id`, which then has to be a number. torch's
+    `DeviceMesh` stands for the group of its ranks. Raises ValueError for a group that this process
+    is not in, and for a mesh of several axes without all ranks; TypeError for anything else.
     """
     settings = Settings.from_environment() if settings is None else settings
     if obj is None:

@@ -161,7 +161,7 @@ def from_environment(settings: Settings) -> ProcessGroup:
 
 
 def _warn_of_incomplete(convention: _Convention, environ: Mapping[str, str]) -> None:
-    """Warn, at the user's line, of a rank of several that is not told where the others are."""
+    """Warn, at the user's line, if this is one of several ranks that cannot find each other."""
     names = (convention.rank, convention.size[0])
     missing = [name for name in convention.required if name not in environ]
     if missing and all(name in environ for name in names) and environ[names[1]] != "1":
@@ -284,7 +284,7 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
 
 @contextlib.contextmanager
 def noticed(rank: int, seconds: float, awaited: Callable[[], str]) -> Iterator[None]:
-    """Around what waits for other ranks: after `seconds` stderr says for whom, as `awaited` does.
+    """A context manager around a wait for ranks: after `seconds`, stderr names those of `awaited`.
 
     The library must let other threads of this process run while it waits.
     """

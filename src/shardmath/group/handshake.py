@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import errno
 import hmac
-import secrets
+import os
 import socket
 import struct
 from collections.abc import Callable, Generator
@@ -38,13 +38,18 @@ _MAGIC = b"SMW2"
 _PROOF = 32
 
 
+def new_key() -> bytes:
+    """A key that nobody can guess. To import `secrets` would take longer than a handshake."""
+    return os.urandom(KEY_BYTES)
+
+
 class Stranger(Exception):
     """The other side does not know the key."""
 
 
 def call(key: bytes, *, rank: int, peer: int) -> Side:
     """The side of `rank`, which calls `peer`, whose key is `key`. It returns `peer`."""
-    nonce = secrets.token_bytes(16)
+    nonce = os.urandom(16)
     hello = _HELLO.pack(_MAGIC, rank, nonce, _proof(key, b"hello", rank, nonce))
     answered = yield hello, _ANSWER.size
     other, proof = _ANSWER.unpack(answered)
@@ -68,7 +73,7 @@ def answer(key: bytes, expects: Callable[[int], bool], heard: set[bytes]) -> Sid
     if nonce in heard or not expects(rank):
         raise Stranger
     heard.add(nonce)
-    own = secrets.token_bytes(16)
+    own = os.urandom(16)
     proof = yield _ANSWER.pack(own, _proof(key, b"answer", rank, nonce, own)), _PROOF
     _require(proof, _proof(key, b"call", rank, nonce, own))
     yield _proof(key, b"welcome", rank, nonce, own), 0

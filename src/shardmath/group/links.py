@@ -246,13 +246,13 @@ def too_few_descriptors(rank: int) -> BootstrapError:
 
 
 def failure_in_bytes(error: RankFailure | BootstrapError) -> bytes:
-    """What `failure_of` takes: the error for peers to raise, too."""
+    """An error encoded for peers, which decode it by `failure_of` and raise it, too."""
     ranks = list(error.ranks) if isinstance(error, RankFailure) else None
     return json.dumps({"ranks": ranks, "message": str(error)}).encode()
 
 
 def failure_of(rank: int, payload: bytes) -> RankFailure | BootstrapError:
-    """The error of which `rank` was told."""
+    """The error that a peer has sent `rank`, to be raised there."""
     try:
         news = json.loads(payload)
         message, ranks = f"rank {rank}: told by {news['message']}", news["ranks"]
@@ -271,7 +271,7 @@ def _pushed(link: Link) -> bool:
 
 
 def _who(rank: int) -> str:
-    """This rank, its process and the user's line. Of peers no process is known yet."""
+    """This rank, its process and the user's line; peers' processes are not known yet."""
     return f"rank {rank} ({process_name()}), {caller_line()}"
 
 

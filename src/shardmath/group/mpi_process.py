@@ -1,7 +1,7 @@
-"""This process's MPI: how it starts and ends, which MPI lets take for ever.
+"""The start and the end of MPI in this process, each with a deadline, which MPI does not have.
 
-MPI_Init and MPI_Finalize wait for all ranks of the job, one that never starts or never ends
-included, and hold the interpreter meanwhile: no thread of this process can watch them. So another
+MPI_Init and MPI_Finalize wait for all ranks of the job, even for one that never starts or never
+ends, and hold the interpreter meanwhile: no thread of this process can watch them. So another
 process watches the start, and an alarm the end.
 """
 
@@ -25,7 +25,7 @@ _GRACE = 5  # seconds for the peers to hear of a failure, and to end as well
 
 @contextlib.contextmanager
 def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Iterator[None]:
-    """Around MPI_Init: after `notice` seconds stderr says so, after `timeout` this process ends."""
+    """Around MPI_Init: stderr says so after `notice` seconds, this process ends after `timeout`."""
     doing = f"rank {rank} in MPI_Init, {caller_line()}"
     whom = f"waiting for all {size} ranks to start MPI"
     words = (

@@ -1,4 +1,4 @@
-"""The ranks that variables name, without a library of their launcher's: they meet over TCP.
+"""Ranks that know each other from environment variables alone, and meet over TCP.
 
 Rank 0 listens where the variables say, and is the hub: in one exchange every rank sends it a frame
 and receives those of all. Who connects proves first that it has the user's key, and so does rank 0:
@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import select
 import socket
 import stat
@@ -34,7 +33,8 @@ Endpoint = tuple[str, int]  # host and port
 _PORTS = range(61000, 65500)  # which systems give to nobody of themselves
 _PATIENCE = 5.0  # seconds that a stranger has for its first words
 _HELD = 64  # connections that have not proved themselves
-_LOOK, _LONGEST_LOOK = 2e-3, 0.05  # seconds until the next call to who does not listen yet
+_LOOK, _LONGEST_LOOK = 1e-3, 0.05  # seconds until the next call to rank 0, before it listens
+_SHARE = 0.05  # of the seconds waited so far, within these limits
 _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -105,7 +105,7 @@ def first_host(nodes: str) -> str:
 def _called(
     size: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> list[socket.socket]:
-    """Connections of all other ranks, in their order."""
+    """Accept all other ranks, and return their connections in the order of the ranks."""
     came: dict[int, socket.socket] = {}
     held: dict[socket.socket, Conversation] = {}
     undo.callback(lambda: _close([*came.values(), *held]))
@@ -144,7 +144,7 @@ def _hear(
     held: dict[socket.socket, Conversation],
     came: dict[int, socket.socket],
 ) -> None:
-    """Go on with a handshake; who has proved to be a rank has come, a stranger is let go."""
+    """Continue a handshake: move a proven rank from `held` to `came`, and drop a stranger."""
     talk = held[connection]
     try:
         talk.go_on()
@@ -189,9 +189,9 @@ def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
 def _calling(
     rank: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
 ) -> socket.socket:
-    """A connection to rank 0, which may not listen yet."""
-    problem, look = "it does not answer", _LOOK
-    while time.monotonic() < deadline:
+    """Connect to rank 0, again and again until it listens."""
+    problem, start = "it does not answer", time.monotonic()
+    while (now := time.monotonic()) < deadline:
         for family, address in _addresses(hub):
             with ExitStack() as attempt:
                 connection = attempt.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -217,8 +217,7 @@ def _calling(
                     attempt.pop_all()
                     undo.callback(connection.close)
                     return connection
-        time.sleep(look)
-        look = min(2 * look, _LONGEST_LOOK)
+        time.sleep(min(max(_LOOK, _SHARE * (now - start)), _LONGEST_LOOK))
     raise _late(rank, f"for rank 0: {problem}", hub, timeout)
 
 
@@ -226,7 +225,7 @@ def _calling(
 
 
 def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """The addresses of a name; none where it has none yet."""
+    """The addresses that a name resolves to; none if it does not resolve yet."""
     try:
         found = socket.getaddrinfo(*hub, type=socket.SOCK_STREAM)
     except OSError:
@@ -235,7 +234,7 @@ def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, 
 
 
 def _readable(sockets: list[socket.socket], until: float) -> list[socket.socket]:
-    """Those that can be read, or have ended, waited for until then."""
+    """The sockets that can be read or have ended; waits for one until the time `until`."""
     waiting, by_descriptor = select.poll(), {each.fileno(): each for each in sockets}
     for descriptor in by_descriptor:
         waiting.register(descriptor, select.POLLIN)
@@ -265,10 +264,10 @@ def _key(settings: Settings) -> bytes:
         with suppress(FileNotFoundError):
             return _read_key(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_name(f"key.{secrets.token_hex(8)}")
+        new = path.with_name(f"key.{os.urandom(8).hex()}")
         new.touch(0o600, exist_ok=False)
         try:
-            new.write_bytes(secrets.token_bytes(KEY_BYTES))
+            new.write_bytes(handshake.new_key())
             with suppress(FileExistsError):  # another rank was first
                 os.link(new, path)
         finally:

@@ -142,9 +142,9 @@ def _text(error: BaseException) -> str:
 
 
 def _shown(error: BaseException, frames: TracebackType | None) -> str:
-    """The text that the user's `sys.excepthook`, or else Python, writes about the exception.
+    """The traceback as the user's `sys.excepthook` writes it, or else as Python does.
 
-    Python's own hook is not asked: it knows no source that is in no file, as that of notebooks.
+    Python's own hook is not called: it cannot show source that is in no file, as in notebooks.
     """
     plain = traceback.format_exception(type(error), error, frames)
     if sys.excepthook is sys.__excepthook__:

@@ -90,7 +90,7 @@ def _holds_cuda() -> bool:
 
 
 def text_prefixer(descriptor: int) -> Prefixer:
-    """What shows lines of ranks on this process's standard output, 1, or error, 2."""
+    """A Prefixer that writes ranks' lines to this process's standard output (1) or error (2)."""
     """Lines to this process's Python stream, which in a notebook is not the descriptor."""
 
     def write(data: bytes) -> None:

@@ -158,7 +158,7 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
 
 @contextlib.contextmanager
 def _signals_to_descriptor() -> Iterator[int]:
-    """A descriptor that yields the number of each signal that is for the job."""
+    """A descriptor from which the numbers of signals to the job can be read, one byte each."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)

@@ -118,7 +118,7 @@ def fork_ranks(
 
 
 def _fill_standard_descriptors() -> None:
-    """Open what is closed of descriptors 0 to 2 on nothing: no socket of a rank may get there."""
+    """Open closed ones of descriptors 0 to 2 on /dev/null, so that no rank's socket gets there."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -213,7 +213,7 @@ def _text_stream(number: int, present: TextIO | None, mode: Literal["r", "w"]) -
 
 
 def _settle(number: int, sockets: list[list[socket.socket]], report: int) -> Place:
-    """Keep of the starter's state what belongs to rank `number`, and say so in its environment."""
+    """Make this fork rank `number`: drop the starter's state, and set the rank's variables."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # which nohup and shells set on purpose
@@ -241,7 +241,7 @@ def _close(sockets: list[list[socket.socket]]) -> None:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Deliver no signal inside; what came is delivered on leaving, in the starter and in ranks."""
+    """Hold signals back inside; they are delivered on leaving, in the starter and in the ranks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
         yield

@@ -11,7 +11,6 @@ Nothing of either library is imported here but by whoever passes it.
 
 from __future__ import annotations
 
-import secrets
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 from shardmath.base import config
 from shardmath.base.immutable import Immutable
 from shardmath.errors import OpTimeout
-from shardmath.group.handshake import KEY_BYTES
+from shardmath.group.handshake import new_key
 from shardmath.launch.failure import Failure, rebuild
 from shardmath.launch.forked import refuse_cuda, run_after_fork, text_prefixer
 from shardmath.launch.job import Job
@@ -64,7 +63,7 @@ def spawn_on(
             "ranks are on this host"
         )
     hub, perform = begin(cluster, n)
-    job = _Job(function, args, n, hub, secrets.token_hex(KEY_BYTES), timeout)
+    job = _Job(function, args, n, hub, new_key().hex(), timeout)
     reports = perform(job, None if timeout is None else timeout + _LOST)
     failures = [Failure.decode(failure) for _, failure in reports if failure]
     if failures:
@@ -145,7 +144,7 @@ def _dask(client: Any, n: int) -> tuple[str, Callable[..., Sequence[Report]]]:
 
 
 def _all(*reports: Report) -> tuple[Report, ...]:
-    """A task: what the others have returned."""
+    """A task that gathers the reports of all ranks' tasks."""
     return reports
 
 

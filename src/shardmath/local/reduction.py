@@ -108,11 +108,17 @@ def _reduce_packed(reduction: Reduction, inputs: Sequence[HostArray], output: Ho
 
 
 def reduce_local(
-    reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[HostArray]
+    reduction: Reduction,
+    inputs: Sequence[HostArray],
+    outputs: Sequence[HostArray],
+    *,
+    count: int | None = None,
 ) -> None:
     """Combine `inputs`, one per rank and in their order, into each of `outputs`.
 
-    All are two-dimensional and of one shape. An output may be the very memory of an input.
+    All are two-dimensional and of one shape. An output may be the very memory of an input. The
+    first input may be what earlier ranks have combined, of the accumulator's type; a mean is then
+    over `count` ranks.
     """
     plain = reduction.op == "sum" and reduction.accumulator == reduction.dtype
     if plain and inputs[0].nbytes >= compiled_sum.LEAST and compiled_sum.add(inputs, outputs):
@@ -129,11 +135,11 @@ def reduce_local(
     partial = np.empty(min(rows * columns, limit), wide)
     with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
         if 0 < rows * columns <= limit:
-            _reduce_piece(reduction, inputs, outputs, partial)
+            _reduce_piece(reduction, inputs, outputs, partial, count)
             return
         for piece in pieces(rows, columns, limit):
             _reduce_piece(
-                reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial
+                reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial, count
             )
 
 
@@ -150,6 +156,7 @@ def _reduce_piece(
     inputs: Sequence[HostArray],
     outputs: Sequence[HostArray],
     partial: HostArray,
+    count: int | None,
 ) -> None:
     """Combine one piece, as `reduce_local` does, with partial results in `partial`: an output may
     be an input that is still to be read.
@@ -171,7 +178,7 @@ def _reduce_piece(
         for x in rest:
             combine(so_far, x, out=so_far)
     if reduction.op == "mean":
-        np.divide(so_far, so_far.dtype.type(len(inputs)), out=so_far)
+        np.divide(so_far, so_far.dtype.type(count or len(inputs)), out=so_far)
     for y in outputs:
         if y is so_far:
             continue

@@ -7,7 +7,9 @@ That is a reduce-scatter followed by an all-gather, in a pipeline of blocks with
 An operand on the heap is read where it lies; any other is copied to a stage, one block at a time. A
 result on the heap is written by the rank that reduces it; any other is fetched from that rank's
 slot. Between hosts a rank reads copies of the parts that it needs, and writes no peer's result:
-its parts are fetched from its slots. If all is on the heap of one host there is one block only.
+its parts are fetched from its slots. Where hosts have several ranks each, that would send elements
+to the same host more than once, which `_HostChain` does not. If all is on the heap of one host
+there is one block only.
 
 Even and odd blocks have a stage and a slot each, which are written between one pair of barriers,
 read between the next, and written again after that. So each barrier has all three reasons: after
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,36 +52,58 @@ _KIND = b"t"  # the first byte of a note on a buffer
 _STAGING = "staging of two shots"
 
 
+class _Area(Immutable):
+    """Memory for two arrays of `count` elements, of even and of odd blocks, in staging buffers."""
+
+    begin: int  # bytes into the buffer
+    count: int
+    dtype: np.dtype[Any]
+
+    @property
+    def end(self) -> int:
+        """Bytes from the buffer's begin to where the area ends."""
+        return self.begin + 2 * self.count * self.dtype.itemsize
+
+    def place(self, number: int, low: int = 0) -> int:
+        """Where element `low` of block `number` lies: bytes into the buffer."""
+        return self.begin + ((number & 1) * self.count + low) * self.dtype.itemsize
+
+    def arrays(self, staging: HostArray) -> list[HostArray]:
+        """Both arrays, in this rank's buffer."""
+        nbytes = self.count * self.dtype.itemsize
+        return [staging[self.place(i) :][:nbytes].view(self.dtype) for i in (0, 1)]
+
+
 class StagingLayout(Immutable):
-    """A rank's staging buffer: two stages of `block` elements of dtype `source`, then two slots of
-    `part` elements of dtype `target`, each rank's part of a block.
+    """How a rank's staging buffer is divided, for blocks of `block` elements.
+
+    Stages have blocks of an operand, slots parts of the result. For a chain, `hosts` are the ranks
+    of each host, and partials are parts of what the hosts so far have combined.
     """
 
     block: int
-    part: int
-    source: np.dtype[Any]
-    target: np.dtype[Any]
+    stages: _Area
+    slots: _Area
+    partials: _Area
+    hosts: tuple[range, ...]
 
     @classmethod
-    def of(cls, reduction: Reduction, size: int) -> StagingLayout:
-        """The layout for one reduction over `size` ranks."""
-        source, target = dtypes.to_numpy(reduction.dtype), dtypes.to_numpy(reduction.result)
+    def of(cls, reduction: Reduction, hosts: Sequence[int], count: int) -> StagingLayout:
+        """The layout for a reduction of `count` elements; rank r is on host `hosts[r]`."""
+        names = reduction.dtype, reduction.result, reduction.accumulator
+        source, target, partial = map(dtypes.to_numpy, names)
         block = _BLOCK_BYTES // max(source.itemsize, target.itemsize)
-        return cls(block, _part(block, size), source, target)
+        chain = _chain(hosts, (source, target, partial), -(-count // block))
+        part = _part(block, min(map(len, chain)) if chain else len(hosts))
+        stages = _Area(0, block, source)
+        slots = _Area(stages.end, part, target)
+        partials = _Area(slots.end, part if chain else 0, partial)
+        return cls(block, stages, slots, partials, chain)
 
     @property
     def nbytes(self) -> int:
         """Bytes of a staging buffer."""
-        return 2 * (self.block * self.source.itemsize + self.part * self.target.itemsize)
-
-    def views(self, staging: HostArray) -> tuple[list[HostArray], list[HostArray]]:
-        """The stages and the slots of a rank's staging buffer."""
-        stage = self.block * self.source.itemsize
-        slot = self.part * self.target.itemsize
-        return (
-            [staging[i * stage : (i + 1) * stage].view(self.source) for i in (0, 1)],
-            [staging[2 * stage + i * slot :][:slot].view(self.target) for i in (0, 1)],
-        )
+        return self.partials.end
 
 
 class _Peer(Immutable):
@@ -108,32 +133,27 @@ class _Peer(Immutable):
 
     def operand_view(self, number: int, start: int, low: int, high: int) -> HostArray:
         """Elements `low` to `high` of block `number`, which begins at `start`."""
-        item = self.layout.source.itemsize
-        if self.operand is not None:
-            memory = self._read(self.operand, (start + low) * item, (high - low) * item)
-        else:
-            stage = (number & 1) * self.layout.block
-            memory = self._read(self.staging, (stage + low) * item, (high - low) * item)
-        return memory.view(self.layout.source)
+        if self.operand is None:
+            return self.staged(self.layout.stages, number, low, high)
+        dtype = self.layout.stages.dtype
+        place, nbytes = (start + low) * dtype.itemsize, (high - low) * dtype.itemsize
+        memory = self.context.read_bytes(self.rank, self.operand.behind(place), nbytes)
+        return memory.view(dtype)
 
-    def reduced(self, number: int, count: int) -> HostArray:
-        """The peer's `count` elements of block `number` of the result."""
-        layout = self.layout
-        offset = 2 * layout.block * layout.source.itemsize
-        offset += (number & 1) * layout.part * layout.target.itemsize
-        return self._read(self.staging, offset, count * layout.target.itemsize).view(layout.target)
+    def staged(self, area: _Area, number: int, low: int, high: int) -> HostArray:
+        """Elements `low` to `high` of what the peer has in an area, for block `number`."""
+        where, nbytes = area.place(number, low), (high - low) * area.dtype.itemsize
+        memory = self.context.read_bytes(self.rank, self.staging.behind(where), nbytes)
+        return memory.view(area.dtype)
 
     @cached_property
     def result_view(self) -> HostArray:
         """The peer's result, to be written."""
         assert self.result is not None and self.writes_result
-        nbytes = self.count * self.layout.target.itemsize
-        memory = self.context.peer_bytes(self.rank, self.result, nbytes)
+        dtype = self.layout.slots.dtype
+        memory = self.context.peer_bytes(self.rank, self.result, self.count * dtype.itemsize)
         assert memory is not None, "it is on this host"
-        return memory.view(self.layout.target)
-
-    def _read(self, where: Location, start: int, nbytes: int) -> HostArray:
-        return self.context.read_bytes(self.rank, where.behind(start), nbytes)
+        return memory.view(dtype)
 
 
 def takes(step: Combine, nbytes: int) -> bool:
@@ -162,12 +182,12 @@ def offer(
     Local. An exchange of the notes has to follow. Raises HeapExhausted.
     """
     assert step.reduction is not None, "taken"
-    layout = StagingLayout.of(step.reduction, context.size)
+    layout = StagingLayout.of(step.reduction, context.hosts, operand.size)
     staging = kept_for_readers(context, _STAGING, layout.nbytes)
     copies: Calls = []
     if operand.block is None:
-        stages, _ = layout.views(np.asarray(staging))
-        first = _flat(operand, layout.source)[: layout.block]
+        stages = layout.stages.arrays(np.asarray(staging))
+        first = _flat(operand, layout.stages.dtype)[: layout.block]
         copies.append(partial(_copy, stages[0][: first.size], first))
     in_place = result if result is not None and result.order in ("C", "both") else None
     own = Exposed(staging.block.location, layout.nbytes, 0, ())
@@ -181,16 +201,18 @@ def bind(
     """The calls that combine all ranks' operands, this rank's being `operand`, into `result`."""
     reduction = step.reduction
     assert reduction is not None, "taken"
-    layout = StagingLayout.of(reduction, context.size)
     flat, size = operand.reshape(-1), operand.size
+    layout = StagingLayout.of(reduction, context.hosts, size)
     peers = [_peer(context, rank, note, size, layout) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
     block = size if whole and not context.multi_host else layout.block
     staging = kept_for_readers(context, _STAGING, layout.nbytes)
-    own = layout.views(np.asarray(staging))
+    memory = np.asarray(staging)
+    own = [area.arrays(memory) for area in (layout.stages, layout.slots, layout.partials)]
     direct = result.flags.c_contiguous
     target = result.reshape(-1) if direct else np.empty(0, result.dtype)
-    pipeline = _Pipeline(context, reduction, flat, target, peers, block, *own)
+    kind = _HostChain if layout.hosts else _Pipeline
+    pipeline = kind(context, reduction, flat, target, peers, block, layout, *own)
     if direct:
         return [pipeline.run]
 
@@ -211,8 +233,10 @@ class _Pipeline(Immutable):
     result: HostArray
     peers: Sequence[_Peer]
     block: int
+    layout: StagingLayout
     stages: list[HostArray]
     slots: list[HostArray]
+    partials: list[HostArray]
 
     @property
     def rank(self) -> int:
@@ -277,7 +301,98 @@ class _Pipeline(Immutable):
             start, low, high = self.part(src, number)
             if src != self.rank and not (on_heap and peer.same_host):
                 into = self.result[start + low : start + high]
-                _copy(into, peer.reduced(number, high - low))
+                _copy(into, peer.staged(peer.layout.slots, number, 0, high - low))
+
+
+class _HostChain(_Pipeline):
+    """The same, where every element crosses once from a host to the next, and back as a result.
+
+        host 0: combine ─partials─► host 1: combine ─partials─► host 2: combine
+        host 1 ◄─results─ host 0 ◄─────────────results───────── host 2
+
+    A host's ranks share a block among them: each brings its part of what the host before has, goes
+    on with its own host's operands, in the order of the ranks, and hands that on; so the bits are
+    those of one host. Host h is h barriers behind the first, and again as results come round.
+    """
+
+    @property
+    def place(self) -> int:
+        """The place of this rank's host in the chain."""
+        return next(i for i, ranks in enumerate(self.layout.hosts) if self.rank in ranks)
+
+    def run(self) -> None:
+        """Combine the operands of all ranks into all results."""
+        board, place, last = self.context.board, self.place, len(self.layout.hosts) - 1
+        count = -(-self.operand.size // self.block)
+        results = last if place == last else last + 1 + place  # barriers until they are here
+        for time in range(count + 2 * last + 1):
+            if time:
+                board.barrier(board.operation)
+            if 0 <= time - place < count:
+                self.reduce(time - place)
+            if 1 <= time - place + 1 < count:
+                self.stage(time - place + 1)
+            if place != last and 0 <= time - results < count:
+                self.bring(time - results)
+            if 0 <= time - results - 1 < count:
+                self.fetch(time - results - 1)
+
+    def part(self, rank: int, number: int) -> tuple[int, int, int]:
+        """Where block `number` begins, and the range of it that `rank` sees to on its host."""
+        [ranks] = [ranks for ranks in self.layout.hosts if rank in ranks]
+        start, index = number * self.block, rank - ranks.start
+        extent = min(self.block, self.operand.size - start)
+        part = _part(self.block, len(ranks))
+        return start, min(index * part, extent), min((index + 1) * part, extent)
+
+    def reduce(self, number: int) -> None:
+        """Go on with what the hosts before have combined, into partial sums or the result."""
+        start, low, high = self.part(self.rank, number)
+        if low == high:
+            return
+        place, hosts, layout = self.place, self.layout.hosts, self.layout
+        inputs = [] if place == 0 else [self._from(hosts[place - 1], layout.partials, number)]
+        for src in hosts[place]:
+            if src == self.rank:
+                inputs.append(self.operand[start + low : start + high])
+            else:
+                inputs.append(self.peers[src].operand_view(number, start, low, high))
+        reduction = self.reduction
+        if place == len(hosts) - 1:
+            slot = self.slots[number & 1][: high - low]
+            outputs = [self.result[start + low : start + high], slot]
+        else:
+            outputs = [self.partials[number & 1][: high - low]]
+            op = "sum" if reduction.op == "mean" else reduction.op
+            reduction = replace(reduction, op=op, result=reduction.accumulator)
+        rows, targets = [row[None] for row in inputs], [row[None] for row in outputs]
+        reduce_local(reduction, rows, targets, count=len(self.peers))
+
+    def bring(self, number: int) -> None:
+        """Copy this rank's part of the result from the host that has it, for this host's ranks."""
+        start, low, high = self.part(self.rank, number)
+        part = self._from(self.layout.hosts[self.place - 1], self.layout.slots, number)
+        _copy(self.slots[number & 1][: high - low], part)
+        _copy(self.result[start + low : start + high], part)
+
+    def fetch(self, number: int) -> None:
+        """Copy the parts of the result that the other ranks of this host have."""
+        for src in self.layout.hosts[self.place]:
+            start, low, high = self.part(src, number)
+            if src != self.rank:
+                part = self.peers[src].staged(self.layout.slots, number, 0, high - low)
+                _copy(self.result[start + low : start + high], part)
+
+    def _from(self, ranks: range, area: _Area, number: int) -> HostArray:
+        """This rank's part of a block, of which the ranks of another host have parts."""
+        _, low, high = self.part(self.rank, number)
+        pieces = []
+        for src in ranks:
+            _, begin, end = self.part(src, number)
+            begins, ends = max(begin, low), min(end, high)
+            if begins < ends:
+                pieces.append(self.peers[src].staged(area, number, begins - begin, ends - begin))
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, area.dtype), *pieces])
 
 
 def _copy(into: HostArray, source: HostArray) -> None:
@@ -300,6 +415,23 @@ def _peer(context: Context, rank: int, note: bytes, count: int, layout: StagingL
     )
     assert staging is not None, "every rank has announced a staging buffer"
     return _Peer(context, rank, layout, count, operand, result, staging)
+
+
+def _chain(hosts: Sequence[int], types: Sequence[np.dtype[Any]], blocks: int) -> tuple[range, ...]:
+    """The ranks of each host, where a chain of hosts is faster; none where it is not.
+
+    Both ways take as long as the host that sends most does for one block, for each barrier. Of a
+    chain, the ranks of a host must follow each other, or the order would not be theirs.
+    """
+    starts = [rank for rank, host in enumerate(hosts) if not rank or hosts[rank - 1] != host]
+    runs = tuple(range(*ends) for ends in pairwise([*starts, len(hosts)]))
+    if len(runs) == 1 or len(runs) != len(set(hosts)):
+        return ()
+    source, target, partial = (dtype.itemsize for dtype in types)
+    near = max(len(ranks) * (len(hosts) - len(ranks)) for ranks in runs) / len(hosts)
+    pipeline = near * (source + target) * (blocks + 1)
+    most = max(partial, target) if len(runs) == 2 else partial + target
+    return runs if most * (blocks + 2 * len(runs) - 1) < pipeline else ()
 
 
 def _part(block: int, size: int) -> int:

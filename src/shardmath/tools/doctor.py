@@ -147,8 +147,13 @@ def _built(name: str) -> dict[str, str]:
             "reason": "done in Python: SHARDMATH_COMPILED=0 leaves it out",
             "mend": "unset SHARDMATH_COMPILED",
         }
+    others = compiled.other_pythons(name)
+    why = "built only where there is a C compiler"
+    if others:
+        this = f"{sys.version_info.major}.{sys.version_info.minor}"
+        why = f"the compiled parts are for Python {', '.join(others)}, and this is {this}"
     return {
-        "reason": "done in Python: built only where there is a C compiler",
+        "reason": f"done in Python: {why}",
         "mend": "pip install --force-reinstall --no-deps --no-binary shardmath shardmath",
     }
 

@@ -22,9 +22,9 @@ _LOOK = 1e-3
 
 
 def limit_reached(error: OSError) -> str:
-    """Which limit of this process, other than of memory, a call has met, and how to raise it.
+    """Which limit other than memory a call has reached, and how to raise it.
 
-    Empty where it was none.
+    Empty if it was none of these.
     """
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -57,10 +57,10 @@ def available_memory() -> int:
 
 @contextlib.contextmanager
 def in_turn(path: str) -> Iterator[None]:
-    """Let one at a time in of those that name the same file, as long as each is quick.
+    """A context manager that admits one process at a time of those that name the same file.
 
-    Between what is available and what one takes of it, nobody else of them takes anything. A file
-    that cannot be opened, or a process that was stopped in there, keeps nobody out for long.
+    So nobody else takes memory between a look at what is available and the allocation. Nobody waits
+    for long: the wait is bounded, and there is none if the file cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

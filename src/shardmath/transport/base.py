@@ -86,14 +86,14 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, ordinal: int = 0) -> str:
-        """Why it does not work on this machine, of GPUs on that of this index; empty where it does.
+        """Why it does not work on this machine, or with its GPU `ordinal`; empty if it works.
 
         Found out by trying.
         """
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
-        """Why it does not reach all ranks; empty where it does. Here: they are on one machine."""
+        """Why it does not reach all ranks; empty if it does. By default one machine is reached."""
         if mesh.real_hosts == 1:
             return ""
         return (
@@ -107,7 +107,7 @@ class Transport(ABC):
         """The transport of this rank. Local: `join` is what ranks do together."""
 
     def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
-        """Do what takes all ranks together, before the first `reserve`. Collective."""
+        """Set up what all ranks make together, before the first `reserve`. Collective."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Segment:
@@ -121,9 +121,9 @@ class Transport(ABC):
         """Take back the last `reserve`, of a segment that no peer was told of."""
 
     def commit(self, index: int, offset: int, nbytes: int) -> None:  # noqa: B027
-        """Back a range of an own segment with memory, where it has none, or raise HeapExhausted.
+        """Back a range of an own segment with memory if it has none yet. Raises HeapExhausted.
 
-        Here: `reserve` has done it.
+        By default `reserve` has already done so.
         """
 
     def decommit(self, index: int, offset: int, nbytes: int) -> None:  # noqa: B027
@@ -139,7 +139,7 @@ class Transport(ABC):
     def forget_announcements(self, rank: int, held: Container[int]) -> None:  # noqa: B027
         """Announce to `rank` anew, when they are next used, own segments that are not `held` there.
 
-        What was sent may have been lost where an exception struck the rank that received it.
+        An exception in the receiving rank may have lost what was sent.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Transport(ABC):
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
         """The bytes of an attached segment, for arrays to lie on, or None without an address.
 
-        Here: those of a GPU.
+        By default on a GPU.
         """
         address = self.address(rank, index, offset, nbytes)
         return None if address is None else DeviceBytes(address, nbytes, self.device)
@@ -168,7 +168,7 @@ class Transport(ABC):
     def fence(self) -> Fence | None:
         """A fence behind all that this process has asked of its device; None if none can be set.
 
-        It can be set at most other times: not while what is asked for is captured in a CUDA graph.
+        None can be set while a CUDA graph is captured.
         """
         return _NONE_PENDING
 
@@ -217,7 +217,7 @@ class DescriptorTransport(Transport):
 
     @staticmethod
     def _tag(index: int | None = None) -> str:
-        """The tag of a segment's descriptor; without an index, how all of them begin."""
+        """The tag of a segment's descriptor, or without an index the prefix of all such tags."""
         return f"segment {'' if index is None else index}"
 
     def announce(self, index: int, peers: Iterable[int]) -> None:

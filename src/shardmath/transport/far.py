@@ -1,15 +1,17 @@
 """Connections between ranks of different hosts, made at start-up over TCP.
 
 A rank listens at the addresses that it tells its peers, and at no others: at those that
-SHARDMATH_ADDRESS names, else at those by which this host is known and reaches others.
+SHARDMATH_ADDRESS names, else at those by which this host is known and reaches others, else at those
+of its network devices.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
-import secrets
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -18,7 +20,7 @@ from shardmath.base import wire
 from shardmath.base.config import environment
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
-from shardmath.group.handshake import KEY_BYTES
+from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
@@ -26,6 +28,7 @@ from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
+_SIOCGIFADDR, _REQUEST = 0x8915, struct.Struct("16s24x")  # as in <linux/sockios.h> and <net/if.h>
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
 
 Endpoint = tuple[str, int]  # host and port
@@ -40,7 +43,7 @@ def connect_far(
     that end meanwhile; `names[r]` is rank r in messages. Raises BootstrapError when not all connect
     within `timeout` seconds, or one has no address to listen at, RankFailure when one has ended.
     """
-    rank, key = group.rank, secrets.token_bytes(KEY_BYTES)
+    rank, key = group.rank, new_key()
     endpoints: list[Endpoint] = []
     listeners: list[socket.socket] = []
     problem = ""
@@ -95,7 +98,7 @@ def listen(address: str) -> tuple[list[Endpoint], list[socket.socket]]:
 def _bound(
     addresses: Sequence[tuple[int, Any]], reasons: list[str], undo: ExitStack
 ) -> list[socket.socket]:
-    """Sockets that listen at those of (family, address) that are this host's."""
+    """Sockets that listen at those of the (family, address) pairs that belong to this host."""
     listeners = []
     for family, address in addresses:
         if ipaddress.ip_address(address[0]).is_unspecified:
@@ -113,7 +116,7 @@ def _bound(
 
 
 def _own(name: str) -> list[tuple[int, Any]]:
-    """The addresses under `name`; those that mean another host to others, only if it is one."""
+    """The addresses of `name`, without those that lead back to the caller unless `name` is one."""
     with suppress(OSError):
         addresses = _resolved(name, 0)
         return [a for a in addresses if a[1][0] == name or not _leads_back(a[1][0])]
@@ -121,8 +124,10 @@ def _own(name: str) -> list[tuple[int, Any]]:
 
 
 def _outward() -> list[tuple[int, Any]]:
-    """The addresses by which this host reaches the one where ranks meet, if that is known; those of
-    its way out and of its own name; loopback where there are none.
+    """The addresses by which this host reaches the one where ranks meet, if that is known.
+
+    Else those of its default route and of its own name; on a host with neither, whose name means
+    loopback, those of its network devices; without any, loopback.
     """
     from shardmath.group.tcp import hub_of
 
@@ -143,18 +148,30 @@ def _outward() -> list[tuple[int, Any]]:
     with suppress(OSError):
         addresses += _resolved(socket.gethostname(), 0)
     outward = [address for address in addresses if not _leads_back(address[1][0])]
-    return list(dict.fromkeys(outward)) or [(int(socket.AF_INET), ("127.0.0.1", 0))]
+    loopback = [(int(socket.AF_INET), ("127.0.0.1", 0))]
+    return list(dict.fromkeys(outward)) or _of_devices() or loopback
+
+
+def _of_devices() -> list[tuple[int, Any]]:
+    """The IPv4 addresses of this host's network devices but loopback."""
+    found: list[tuple[int, Any]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                told = fcntl.ioctl(any_socket, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
+                found += _resolved(socket.inet_ntoa(told[20:24]), 0)
+    return [address for address in found if not _leads_back(address[1][0])]
 
 
 def _leads_back(host: str) -> bool:
-    """Whether the address means another host to others, or none in particular."""
+    """Whether the address means a host to itself only: loopback, any address, or link-local."""
     number = ipaddress.ip_address(host)
     scoped = number.version == 6 and number.is_link_local
     return number.is_loopback or number.is_unspecified or scoped
 
 
 def _endpoint(listener: socket.socket) -> Endpoint:
-    """Where it listens; the address of a link with the link's name."""
+    """The address and port at which a socket listens; link-local addresses include the link."""
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host, port = socket.getnameinfo(listener.getsockname(), numeric)
     return host, int(port)
@@ -166,7 +183,7 @@ def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
-    """How to call a peer, which has told `endpoints` and `key`."""
+    """How to call a peer that listens at `endpoints` and has given out `key`."""
     places: list[Place] = []
     reasons: list[str] = []
     for host, port in endpoints:

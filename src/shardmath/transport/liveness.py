@@ -46,7 +46,7 @@ class PeerWatch:
         self._rank_of[fd] = rank
 
     def await_readable(self, descriptor: int, seconds: float) -> bool:
-        """Whether there was anything to read, or a peer of a known process ended, in that time."""
+        """Wait until `descriptor` can be read or a peer's process ends; whether either happened."""
         own = select.poll()  # which, unlike `select.select`, takes descriptors above 1023
         for watched in (descriptor, *self._pidfds):
             own.register(watched, select.POLLIN)
@@ -85,7 +85,7 @@ class PeerWatch:
         return select.POLLIN if fd in self._pidfds else 0  # POLLHUP is always reported
 
     def close(self) -> None:
-        """Stop watching: who is not known to be dead now will not be."""
+        """Stop watching: no more peers are found dead."""
         with self._lock:
             self._poll = select.poll()
             self._rank_of = {}

@@ -234,7 +234,7 @@ class _Meeting:
     # -- who calls this rank -----------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take those who wait at `listener`, and hear what they have said already."""
+        """Accept connections that wait at `listener`, and read what has come over them."""
         for taken in range(_AT_ONCE):
             try:
                 connection = exposed("meeting", listener.accept()[0])
@@ -253,7 +253,7 @@ class _Meeting:
                 connection.close()
 
     def _rest(self) -> None:
-        """Accept nobody for a moment: whoever waits would be reported again at once."""
+        """Stop accepting for a moment; the listeners would be reported readable again at once."""
         self._accepts_from = time.monotonic() + _PAUSE
         for listener in self._listeners:
             self._selector.unregister(listener)
@@ -325,7 +325,7 @@ class _Meeting:
         self._selector.register(connection, selectors.EVENT_WRITE, reached)
 
     def _reached(self, caller: _Caller, place: Place, conversation: Conversation) -> None:
-        """Speak first, once the system has connected."""
+        """Begin the handshake once the system has connected."""
         if caller.open.get(place) is not conversation:
             return  # closed since then
         connection = conversation.connection
@@ -361,7 +361,7 @@ class _Meeting:
             self._keep(conversation.result, conversation.connection)
 
     def _failed(self, caller: _Caller, place: Place, code: int) -> None:
-        """Call there again where that was for want of room, at either end; else look elsewhere."""
+        """Call again later if either end was short of room, else give that place up."""
         reason = os.strerror(code)
         if code in (errno.EAGAIN, *_SHORTAGES):
             caller.put_off(place, reason)
@@ -386,7 +386,7 @@ class _Meeting:
     # -- both --------------------------------------------------------------------------------------
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
-        """Take it for `peer`, which has given up what it made before."""
+        """Keep a proven connection to `peer`, in place of an earlier one that it has given up."""
         if peer in self._made:
             self._close(self._made.pop(peer))
         self._left.pop(peer, None)
@@ -395,9 +395,9 @@ class _Meeting:
         self._selector.modify(connection, selectors.EVENT_READ, spoken)
 
     def _spoken(self, peer: int, connection: socket.socket) -> None:
-        """Hear a rank that was met: it has given up, has hung up, or goes on with others already.
+        """React to a rank that was met: it gives up, hangs up, or speaks after its own meeting.
 
-        What it says in the last case is for later.
+        In the last case its words stay unread, for later.
         """
         if self._made.get(peer) is not connection:
             return

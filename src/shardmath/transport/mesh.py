@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import errno
 import os
-import secrets
 import select
 import socket
 import struct
@@ -26,7 +25,7 @@ from pathlib import Path
 from shardmath.base import wire
 from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
-from shardmath.group.handshake import KEY_BYTES
+from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
 from shardmath.transport.far import connect_far
@@ -130,8 +129,8 @@ class Mesh:
         return Wires(made, self.watch, self._heartbeat)
 
     def _connect(self, group: ProcessGroup) -> None:
-        key = secrets.token_bytes(KEY_BYTES)
-        name = "\0shardmath-" + secrets.token_hex(16)
+        key = new_key()
+        name = "\0shardmath-" + os.urandom(16).hex()
         with socket.socket(*_UNIX) as listener:
             listener.bind(name)
             listener.listen(BACKLOG)
@@ -202,7 +201,7 @@ class Mesh:
         self._send(rank, tag, data, [fd])
 
     def refuse(self, rank: int, tag: str, why: str) -> None:
-        """Tell `rank`, instead of `send`, why it does not get what it waits for under `tag`."""
+        """Send `rank`, in place of the descriptor under `tag`, the reason why there is none."""
         text = f"{self.name(self.rank)}: {why}".encode()[:_WHY_BYTES]
         self._send(rank, tag, _SIZE.pack(len(tag.encode())) + tag.encode() + text, [])
 
@@ -308,7 +307,7 @@ class Mesh:
         )
 
     def abandon(self) -> None:
-        """Close this process's ends to other hosts: they are another process's, its parent's."""
+        """Close a forked child's copies of connections to other hosts; its parent keeps them."""
         if self.wires is not None:
             self.wires.abandon()
 

@@ -1,4 +1,4 @@
-"""Memory of ranks on the cores of several hosts: what all ways to reach it have in common.
+"""Memory of ranks on the cores of several hosts: the common part of these transports.
 
 Ranks of one host map each other's segments. Of a segment elsewhere a rank learns where it lies
 there and how large it is, over the wires, and then reads and writes it by `_fetch` and `_send`.
@@ -106,7 +106,7 @@ class MultiHostTransport(HostTransport):
         self._send(rank, index, offset, data)
 
     def _wait(self, done: Callable[[], bool], rank: int, doing: str) -> None:
-        """Return once `done()`, polling the wires meanwhile. Raises RankFailure, OpTimeout."""
+        """Poll the wires until `done()` is true. Raises RankFailure, OpTimeout."""
         wires, start = self._mesh.wires, time.monotonic()
         assert wires is not None, "there are ranks on other hosts"
         while not done():

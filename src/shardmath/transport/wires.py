@@ -50,9 +50,9 @@ _DELIVERY = 1.0  # seconds that the end of a process waits until its last words 
 
 
 class Channel:
-    """Messages under one name and number, which the ranks that use it open alike.
+    """Messages under one name and number; all ranks that use a channel open it alike.
 
-    Where these have numbers of their own, `ranks` are theirs in the mesh, in that order.
+    If these ranks form a group, `ranks[r]` is the number in the mesh of the group's rank r.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Channel:
         self._wires.send(peers, b"".join(frames))
 
     def close(self) -> None:
-        """Drop what still comes."""
+        """Close the channel: messages that still come for it are dropped."""
         self._wires.channels.pop(self._head, None)
 
 
@@ -157,9 +157,9 @@ class Wires:
         self.receive()
 
     def rest(self, seconds: float) -> None:
-        """Sleep until something comes, or another thread takes in what came; at most so long.
+        """Sleep at most `seconds`, until a message comes or another thread receives one.
 
-        A library that serves peers when it is asked to is asked again soon.
+        With progress hooks the sleep is short, so that they are called again soon.
         """
         if self.progress_hooks:
             seconds = min(seconds, _HOOKED)
@@ -185,7 +185,7 @@ class Wires:
         self.send(ranks, _FRAME.pack(_NOTHING, 0, 0, 0))
 
     def receive(self) -> None:
-        """Apply what has arrived, from any thread: it calls no library, as `poll` does."""
+        """Apply what has arrived. For any thread: unlike `poll`, it runs no progress hooks."""
         with self._lock:
             if self._busy or not self._connections:
                 return
@@ -208,7 +208,7 @@ class Wires:
             self._flush()
 
     def _look_after(self) -> None:
-        """Ask the hosts that have not answered of late, and give up those that do not answer."""
+        """Send heartbeats to hosts that acknowledged nothing lately; end those that stay silent."""
         now = time.monotonic()
         self._next_look = now + _BEAT
         for rank, connection in list(self._connections.items()):
@@ -246,7 +246,7 @@ class Wires:
                 self._in_doubt.discard(rank)
 
     def _receive(self, rank: int) -> None:
-        """Read what there is; nothing means the end."""
+        """Read what `rank` has sent; end the connection if it has been closed."""
         while rank in self._connections:
             self._in_doubt.add(rank)
             try:
@@ -265,7 +265,7 @@ class Wires:
                 return
 
     def _apply(self, rank: int) -> bool:
-        """Deliver the whole messages of what `rank` has sent so far; False where it is none."""
+        """Deliver the complete messages that have come from `rank`; False if one is malformed."""
         buffer = self._received[rank]
         while len(buffer) >= _FRAME.size:
             key, number, place, length = _FRAME.unpack_from(buffer)
@@ -300,7 +300,7 @@ class Wires:
         self._watch.mark_dead(rank)
 
     def close(self) -> None:
-        """End the connections, once the last words have arrived or cannot any more."""
+        """Close the connections once all is acknowledged that was sent, or a second has passed."""
         self.channels.clear()
         self.progress_hooks.clear()
         deadline = time.monotonic() + _DELIVERY
@@ -316,7 +316,7 @@ class Wires:
             self._close()
 
     def abandon(self) -> None:
-        """Close this process's descriptors: the connections are another process's."""
+        """Close a forked child's copies of the connections, which its parent goes on using."""
         for connection in self._connections.values():
             connection.close()
         self._close()
@@ -328,7 +328,7 @@ class Wires:
             os.close(self._bells.pop())
 
     def _undelivered(self, rank: int) -> bool:
-        """Whether anything for `rank` has not been acknowledged by its host."""
+        """Whether the host of `rank` has not acknowledged all that was sent there."""
         if self._queues[rank]:
             return True
         try:

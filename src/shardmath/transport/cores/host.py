@@ -207,7 +207,7 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def _refused(need: int, error: OSError) -> HeapExhausted:
-    """The error where the system does not give `need` bytes: which limit was reached."""
+    """The error for `need` bytes that the system refuses, naming the limit that was reached."""
     reached = limit_reached(error)
     if not reached:
         return _exhausted(need, available_memory())

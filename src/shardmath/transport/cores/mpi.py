@@ -75,7 +75,7 @@ class MPITransport(MultiHostTransport):
         return segment
 
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
-        """See Transport. What is attached stays: a network card may read its pages by itself."""
+        """See Transport. Attached memory stays: a network card may read its pages at any time."""
         if index not in self._attached:
             super().decommit(index, offset, nbytes)
 
@@ -115,7 +115,7 @@ class MPITransport(MultiHostTransport):
             self._window.Detach(self._bytes[self._mesh.rank, index])
 
     def close(self) -> None:
-        """See Transport. The window stays: to free it, all ranks would have to come."""
+        """See Transport. The window stays: freeing it would be collective."""
         if self._window is not None and not self._mpi.Is_finalized():
             for index in list(self._attached):
                 self._detach(index)

@@ -1,4 +1,4 @@
-"""Memory of ranks on the cores of several hosts, where there is no MPI: read and written by asking.
+"""Memory of ranks on the cores of several hosts without MPI, read and written by messages.
 
 A reader asks over the wires, and the owner answers when it next looks at them, which it does
 whenever it waits. So this serves any launcher, and is as fast as a connection; between hosts with a
@@ -52,7 +52,7 @@ class TCPTransport(MultiHostTransport):
         self._channel = None if wires is None else wires.open("memory", 0, self._heard)
 
     def quiet(self, rank: int, stream: int = 0) -> None:
-        """See Transport: messages arrive in order, so an answer says that all writes have."""
+        """See Transport. Messages arrive in order: an answer means that all writes have arrived."""
         if self._mesh.same_host(rank):
             return
         key = (rank, next(self._numbers))
@@ -100,7 +100,7 @@ class TCPTransport(MultiHostTransport):
     # -- what others say ---------------------------------------------------------------------------
 
     def _heard(self, rank: int, what: int, data: bytes) -> None:
-        """Answer, or take an answer. What makes no sense is left alone: nobody waits for it."""
+        """Serve a request or take an answer; ignore malformed messages, for which nobody waits."""
         try:
             if what == _READ:
                 self._answer(rank, *_ASK.unpack(data))
@@ -131,6 +131,6 @@ class TCPTransport(MultiHostTransport):
         question.missing -= len(data)
 
     def _own_part(self, index: int, offset: int, nbytes: int) -> Bytes:
-        """Raises CollectiveMismatch, a ValueError, for what an own segment does not hold."""
+        """Bytes of an own segment. Raises CollectiveMismatch, a ValueError, outside of it."""
         segment: Segment = self._own[index][1]
         return self._part(segment.rank, index, offset, nbytes)
