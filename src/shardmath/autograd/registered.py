@@ -1,25 +1,51 @@
-"""How does torch know the operators of the table? One schema, fake kernel and formula serve all."""
+"""How torch knows the operators of the table: one schema, fake kernel and formula serve all.
+
+Eager calls are a `torch.autograd.Function`, which torch.func transforms, too. Where torch's
+compiler or a dispatch mode has to see the call, it is an operator of torch's, with the same
+formula; Python that torch generates around such operators takes many times as long.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, peek_interpreter_stack, unwrap_if_dead
 from torch._library.fake_impl import allocate_size
 from torch.library import get_ctx
 
 from shardmath.autograd.table import TABLE
 from shardmath.base import current
-from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import has_tangent, without_tangent
-from shardmath.context.agreement import require_equal
+from shardmath.base.untraced import (
+    has_tangent,
+    is_compiling,
+    may_have_tangents,
+    without_tangent,
+)
 from shardmath.context.context import DistributedContext
 from shardmath.traced import shapes
 from shardmath.traced.words import CURRENT, context_of, read_words, words_of
+
+_EAGER = (torch.Tensor, torch.nn.Parameter)  # other classes see the operators that are called
+
+
+class Call(NamedTuple):
+    """What a call of an operator has beside its tensors.
+
+    `text` has its words; `counts`, how indices of an axis are distributed; `shape`, this rank's
+    result, where the caller knows it; `context`, its number. `recorded` has a digit for each
+    operand, see `Context.with_derivatives`.
+    """
+
+    name: str
+    text: str
+    counts: Any = None
+    shape: Any = None
+    context: int = CURRENT
+    recorded: str = ""
 
 
 def call_operator(
@@ -31,73 +57,77 @@ def call_operator(
     context: int = CURRENT,
     recorded: str = "",
 ) -> Any:
-    """The result of an operator. `recorded` has a 1 for each operand that requires grad, a 2 for
-    one that has a tangent: ranks compare it, and where it is empty do not.
-    """
-    compiled = torch.compiler.is_compiling()
-    level = None if compiled else peek_interpreter_stack()
-    is_transformed = level is not None and level.key() is not TransformType.Functionalize
-    if is_transformed or (not compiled and any(map(has_tangent, xs))):
-        return _Function.apply(name, text, counts, shape, context, recorded, *xs)
-    return _OPERATORS[name](xs, text, counts, shape, context, recorded)
+    """The result of an operator; the arguments are those of `Call`."""
+    if is_compiling():
+        return _OPERATORS[name](xs, text, counts, shape, context, recorded)
+    call = Call(name, text, counts, shape, context, recorded)
+    level = peek_interpreter_stack()
+    if level is not None and level.key() is not TransformType.Functionalize:
+        return _FUNCTIONS[name].apply(call, *xs)
+    if may_have_tangents() and any(map(has_tangent, xs)):
+        return _FUNCTIONS[name].apply(call, *xs)
+    if not _is_eager(xs):
+        return _OPERATORS[name](xs, text, counts, shape, context, recorded)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return _EAGER_FUNCTIONS[name](call, *[unwrap_if_dead(x) for x in xs])
+    return _performed(call, xs)
+
+
+def _is_eager(xs: Sequence[Any]) -> bool:
+    """Whether nobody but this package has to see the call."""
+    return not torch._C._len_torch_dispatch_stack() and all(type(x) in _EAGER for x in xs)
 
 
 class _Function(torch.autograd.Function):
-    """A call of an operator under `torch.func` or along tangents: torch differentiates operators of
-    ours otherwise only backward.
-    """
+    """An eager call of an operator, which torch differentiates and transforms."""
 
     @staticmethod
-    def forward(name: str, *arguments: Any) -> Any:
-        text, counts, shape, number, recorded, *xs = arguments
-        xs = list(map(without_tangent, xs))
-        return call_operator(name, xs, text, counts, shape, number, recorded)
+    def forward(call: Call, *xs: Any) -> Any:
+        plain = list(map(without_tangent, xs)) if may_have_tangents() else xs
+        if _is_eager(plain):
+            return _performed(call, plain)
+        return _OPERATORS[call.name](list(plain), *call[1:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name, text, counts, shape, number, recorded, *xs = inputs
-        _keep(ctx.name, ctx, (xs, text, counts, shape, number, recorded), output)
+        call, *xs = inputs
+        _keep(ctx, call, xs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return *[None] * 6, *_gradients(ctx.name, ctx, grad, ctx.needs_input_grad[6:])
+        return None, *_gradients(ctx, grad, ctx.needs_input_grad[1:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _tangent(ctx.name, ctx, tangents[6:])
+        return _tangent(ctx, tangents[1:])
 
     @staticmethod
-    def vmap(info: Any, dims: Any, name: str, *arguments: Any) -> Any:
-        text, counts, shape, number, recorded, *xs = arguments
-        return _batched(name, info, [dims[6:]], xs, text, counts, shape, number, recorded)
+    def vmap(info: Any, dims: Any, call: Call, *xs: Any) -> Any:
+        return _batched(info, dims[1:], call, xs)
 
 
-@collective_call
-def _perform(
-    name: str, xs: list[Any], text: str, counts: Any, shape: Any, number: int, recorded: str
-) -> Any:
-    context = context_of(number)
-    narrows = torch._C._is_any_autocast_enabled()  # types are chosen already
-    plain = torch.autocast(xs[0].device.type, enabled=False) if narrows else nullcontext()
-    with _entered(context), plain, _compared(name, context, recorded):
-        made = TABLE[name].perform([x.detach() for x in xs], read_words(text), counts, shape)
-        return made if made.is_contiguous() else made.contiguous()
+def _performed(call: Call, xs: Sequence[Any]) -> Any:
+    """The result of a call that only this package sees. Collective, unless it `is_local`."""
+    context = context_of(call.context)
+    if current.get() is not context:
+        with context:
+            return _performed(call, xs)
+    if torch._C._is_any_autocast_enabled():  # types are chosen already
+        with torch.autocast(xs[0].device.type, enabled=False):
+            return _performed(call, xs)
+    operator = TABLE[call.name]
+    arguments = [x.detach() for x in xs], read_words(call.text), call.counts, call.shape
+    if operator.is_local:  # ranks compare where they meet next
+        context.note_derivatives(call.recorded or "0")
+        made = operator.perform(*arguments)
+    else:
+        made = context.with_derivatives(call.recorded, operator.perform, *arguments)
+    return made if made.is_contiguous() else made.contiguous()
 
 
-def _compared(name: str, context: DistributedContext, recorded: str) -> AbstractContextManager[Any]:
-    """In which ranks compare which operands have derivatives: in the agreement of the call; where
-    that has none, as it is local or on GPUs, whose hosts run ahead, by one of its own. Collective.
-    """
-    if not recorded:
-        return nullcontext()
-    if context.team is None and not TABLE[name].is_local:
-        return context.comparing_derivatives(recorded)
-    context.agree(
-        f"{name} of tensors that require grad",
-        lambda: recorded,
-        partial(require_equal, "which operands require grad"),
-    )
-    return nullcontext()
+def _perform(name: str, xs: list[Any], *words: Any) -> Any:
+    """The result of an operator that torch calls."""
+    return _performed(Call(name, *words), xs)
 
 
 def _entered(context: DistributedContext) -> AbstractContextManager[Any]:
@@ -126,66 +156,63 @@ def _unknown(name: str) -> Any:
     return allocate_size(shape_env)
 
 
-def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, text, counts, shape, number, _ = inputs
-    ctx.text, ctx.counts, ctx.number = text, counts, number
-    ctx.shape = list(output.shape) if shape is None else shape
-    ctx.operands = [(list(x.shape), x.dtype) for x in xs]
-    if TABLE[name].adjoint(read_words(text), counts) is None:
+def _keep(ctx: Any, call: Call, xs: Sequence[Any], output: Any) -> None:
+    """Keep in `ctx` what derivatives of a call need."""
+    ctx.call, ctx.shape = call, list(output.shape) if call.shape is None else call.shape
+    ctx.operand = list(xs[0].shape), xs[0].dtype
+    if _adjoint(call.name, call.text) is None:
         ctx.save_for_backward(*xs, output)
         if hasattr(ctx, "save_for_forward"):  # which an operator's context has not
             ctx.save_for_forward(*xs, output)
 
 
-def _differentiate(name: str, ctx: Any, grad: Any) -> tuple[Any, ...]:
-    return _gradients(name, ctx, grad, ctx.needs_input_grad[0]), None, None, None, None, None
+@lru_cache(maxsize=4096)
+def _adjoint(name: str, text: str) -> tuple[str, str] | None:
+    """The operator and its text through which the gradient of a linear one goes."""
+    adjoint = TABLE[name].adjoint(read_words(text))
+    return None if adjoint is None else (adjoint[0], words_of(**adjoint[1]))
 
 
-def _gradients(name: str, ctx: Any, grad: Any, wanted: Sequence[bool]) -> list[Any]:
-    operator, words = TABLE[name], read_words(ctx.text)
-    call = partial(call_operator, context=ctx.number)
-    adjoint = operator.adjoint(words, ctx.counts)
+def _gradients(ctx: Any, grad: Any, wanted: Sequence[bool]) -> Sequence[Any]:
+    call: Call = ctx.call
+    adjoint = _adjoint(call.name, call.text)
     if adjoint is not None:
-        to, own, counts = adjoint
-        shape, dtype = ctx.operands[0]
-        return [call(to, [grad], words_of(**own), counts, shape).to(dtype)]
-    assert operator.gradients is not None
-    return operator.gradients(ctx.saved_tensors, words, grad, wanted, call)
+        shape, dtype = ctx.operand
+        name, text = adjoint
+        made = call_operator(name, [grad], text, call.counts, shape, call.context)
+        return (made if made.dtype == dtype else made.to(dtype),)
+    gradients = TABLE[call.name].gradients
+    assert gradients is not None
+    again = partial(call_operator, context=call.context)
+    return gradients(ctx.saved_tensors, read_words(call.text), grad, wanted, again)
 
 
-def _tangent(name: str, ctx: Any, tangents: Sequence[Any]) -> Any:
+def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
     """The derivative of the result along these of the operands, of which some may be None."""
-    operator, words = TABLE[name], read_words(ctx.text)
-    call = partial(call_operator, context=ctx.number)
-    if operator.adjoint(words, ctx.counts) is not None:
-        return call(name, list(tangents), ctx.text, ctx.counts, ctx.shape)
-    assert operator.tangent is not None
-    return operator.tangent(ctx.saved_tensors, words, tangents, ctx.counts, call)
+    call: Call = ctx.call
+    if _adjoint(call.name, call.text) is not None:
+        given = call.text, call.counts, ctx.shape, call.context
+        return call_operator(call.name, list(tangents), *given)
+    tangent = TABLE[call.name].tangent
+    assert tangent is not None
+    again = partial(call_operator, context=call.context)
+    return tangent(ctx.saved_tensors, read_words(call.text), tangents, call.counts, again)
 
 
-def _batched(
-    name: str,
-    info: Any,
-    dims: Any,
-    xs: list[Any],
-    text: str,
-    counts: Any,
-    shape: Any,
-    number: int,
-    recorded: str,
-) -> tuple[Any, int]:
+def _batched(info: Any, dims: Sequence[Any], call: Call, xs: Sequence[Any]) -> tuple[Any, int]:
     """See torch.vmap: one call where an axis more changes nothing, else one for each."""
     size = info.batch_size
+    name, text, counts, shape, context, recorded = call
     if TABLE[name].shape in (shapes.alike, shapes.of_scattering) or "axis" in read_words(text):
-        (x,), (dim,) = xs, dims[0]
+        (x,), (dim,) = xs, dims
         wide = None if shape is None else [*shape, size]
-        made = call_operator(name, [x.movedim(dim, -1)], text, counts, wide, number, recorded)
+        made = call_operator(name, [x.movedim(dim, -1)], text, counts, wide, context, recorded)
         return made, made.ndim - 1
     calls = [
-        [x if dim is None else x.select(dim, n) for x, dim in zip(xs, dims[0], strict=True)]
+        [x if dim is None else x.select(dim, n) for x, dim in zip(xs, dims, strict=True)]
         for n in range(size)
     ]
-    each = [call_operator(name, one, text, counts, shape, number, recorded) for one in calls]
+    each = [call_operator(name, one, text, counts, shape, context, recorded) for one in calls]
     return torch.stack(each), 0
 
 
@@ -197,15 +224,30 @@ _SCHEMA = (
 
 
 def _register(name: str) -> Any:
+    """The operator of that name, as torch's compiler and dispatch modes see it."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        xs, *words = inputs
+        _keep(ctx, Call(name, *words), xs, output)
+
+    def differentiate(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        return list(_gradients(ctx, grad, ctx.needs_input_grad[0])), *[None] * 5
+
+    def batched(info: Any, dims: Any, xs: list[Any], *words: Any) -> tuple[Any, int]:
+        return _batched(info, dims[0], Call(name, *words), xs)
+
     qualified = f"shardmath::{name}"
     _LIBRARY.define(f"{name}{_SCHEMA}")
     _LIBRARY.impl(name, partial(_perform, name), "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, partial(_fake, name), lib=_LIBRARY)
-    torch.library.register_autograd(
-        qualified, partial(_differentiate, name), setup_context=partial(_keep, name), lib=_LIBRARY
-    )
-    torch.library.register_vmap(qualified, partial(_batched, name), lib=_LIBRARY)
+    torch.library.register_autograd(qualified, differentiate, setup_context=keep, lib=_LIBRARY)
+    torch.library.register_vmap(qualified, batched, lib=_LIBRARY)
     return getattr(torch.ops.shardmath, name).default
 
 
 _OPERATORS = {name: _register(name) for name in TABLE}
+_FUNCTIONS: dict[str, Any] = {name: type(name, (_Function,), {}) for name in TABLE}
+# `apply` without what `torch.func` wants, which binds arguments by the signature of `forward`.
+_EAGER_FUNCTIONS = {
+    name: super(torch.autograd.Function, kind).apply for name, kind in _FUNCTIONS.items()
+}
