@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -147,8 +148,14 @@ def check_order(context, jax):
 
     pending = late(jnp.ones((300, 300)) * context.rank)  # on ranks that differ in what they wait
     first = jax.jit(lambda x: all_reduce(x[0, :2] * 0 + 1))(pending)
-    second = all_reduce(jnp.full(2, 5.0))  # an array of JAX's waits for what was begun before
-    assert (first.tolist(), second.tolist()) == ([2, 2], [10, 10])
+    # Calls outside wait for what was begun before, with arrays of any library.
+    second = [all_reduce(x).tolist() for x in (np.full(2, 5.0), jnp.full(2, 5.0))]
+    context.barrier()
+    assert (first.tolist(), second) == ([2, 2], [[10, 10]] * 2)
+    for call in (context.barrier, partial(redistribute, np.ones((1, 2)), X, Y)):
+        third = jax.jit(lambda x: all_reduce(x[0, :2] * 0 + 3))(late(jnp.ones((300, 300))))
+        call()
+        assert third.tolist() == [6, 6]
 
 
 def check_mistakes(context, jax):

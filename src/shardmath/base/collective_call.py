@@ -97,6 +97,10 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
+waits: list[Callable[[], None]] = []
+"""What a call waits for before it begins: programs that make calls of their own, once there are."""
+
+
 def settled(error: E) -> E:
     """`error`, after which the boards of this call remain usable."""
     if this_thread.call is not None:
@@ -138,6 +142,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # else `_is_part` would take this frame for that call's
             return unwatched(call)(*args, **kwargs)
+        for wait in waits:
+            wait()
         again = _again()
         if again is not None:
             given: R | None = again(function, args, kwargs)

@@ -62,7 +62,6 @@ def _called(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
     except (BufferError, TypeError, ValueError) as error:
         context = words.get("context") or require_context()
         raise_on_all_ranks(context, name, ValueError(f"{name}: {error}"))
-    jax_programs.wait()
     made = call(*operands, **named)
 
     def given(x: Any) -> Any:

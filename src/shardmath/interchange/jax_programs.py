@@ -13,6 +13,7 @@ even, as those of JAX are; whether they are the ranks compare when the call is m
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.base import current
+from shardmath.base.collective_call import waits
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Spans
@@ -40,12 +42,22 @@ from shardmath.traced.words import read_words
 Shape = tuple[int, ...]
 
 _REFUSED = ("out", "async_op", "stream", "quantization_scales")  # of calls in compiled programs
-_staged: list[bool] = []  # whether JAX has such a callback
 
 
-def wait() -> None:
-    """Wait for the callbacks of compiled programs that this process has started before."""
-    if _staged:
+class _Thread(threading.local):
+    """Whether a compiled program makes a call in this thread."""
+
+    calls = False
+
+
+_this_thread = _Thread()
+
+
+def _wait() -> None:
+    """Wait for the calls of compiled programs that this process has started, as the ranks' calls
+    have to come in one order. JAX returns from a program before it has run.
+    """
+    if not _this_thread.calls:
         import_module("jax").effects_barrier()
 
 
@@ -69,7 +81,8 @@ def traced(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
     shape, dtype, is_even = _result(name, given, context)
     made_by = _Callback(call, leaves, structure, places, (shape, dtype), is_even, context)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    _staged[:] = [True]
+    if _wait not in waits:
+        waits.append(_wait)
     callback = import_module("jax.experimental").io_callback
     return callback(made_by, result, *[leaves[n] for n in places], ordered=True)
 
@@ -117,14 +130,18 @@ class _Callback:
         for place, view in zip(self._places, views, strict=True):
             leaves[place] = view
         args, words = self._structure.unflatten(leaves)
-        with nullcontext() if current.get() is context else context:
-            if self._is_even:
-                context.agree(
-                    f"{self._call.__name__} in a program of JAX",
-                    lambda: list(views[0].shape),
-                    partial(require_equal, "the shapes of parts, which have no counts"),
-                )
-            made = self._call(*args, **words)
+        _this_thread.calls = True
+        try:
+            with nullcontext() if current.get() is context else context:
+                if self._is_even:
+                    context.agree(
+                        f"{self._call.__name__} in a program of JAX",
+                        lambda: list(views[0].shape),
+                        partial(require_equal, "the shapes of parts, which have no counts"),
+                    )
+                made = self._call(*args, **words)
+        finally:
+            _this_thread.calls = False
         if (made.shape, made.dtype) != (self._shape, self._dtype):
             raise RuntimeError(
                 f"{self._call.__name__}: the result is {made.dtype} {made.shape}, and JAX was told "
