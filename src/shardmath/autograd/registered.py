@@ -1,8 +1,8 @@
 """How torch knows the operators of the table: one schema, fake kernel and formula serve all.
 
-Eager calls are a `torch.autograd.Function`, which torch.func transforms, too. Where torch's
-compiler or a dispatch mode has to see the call, it is an operator of torch's, with the same
-formula; Python that torch generates around such operators takes many times as long.
+Where torch's compiler, a transform or a dispatch mode has to see a call, it is an operator of
+torch's. Other calls, those of an eager program, do the same without torch's dispatcher, which takes
+many times as long as they do.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._functorch import TransformType, peek_interpreter_stack, unwrap_if_dead
+from torch._C._functorch import peek_interpreter_stack, unwrap_if_dead
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.fake_impl import allocate_size
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.library import get_ctx
 
 from shardmath.autograd.table import TABLE
 from shardmath.base import current
-from shardmath.base.untraced import (
-    has_tangent,
-    is_compiling,
-    may_have_tangents,
-    without_tangent,
-)
+from shardmath.base.untraced import is_compiling, may_have_tangents, without_tangent
 from shardmath.context.context import DistributedContext
 from shardmath.traced import shapes
 from shardmath.traced.words import CURRENT, context_of, read_words, words_of
 
+_UNKNOWN = "the shape of this rank's result depends on its peers':"
 _EAGER = (torch.Tensor, torch.nn.Parameter)  # other classes see the operators that are called
 
 
@@ -60,50 +59,69 @@ def call_operator(
     """The result of an operator; the arguments are those of `Call`."""
     if is_compiling():
         return _OPERATORS[name](xs, text, counts, shape, context, recorded)
-    call = Call(name, text, counts, shape, context, recorded)
-    level = peek_interpreter_stack()
-    if level is not None and level.key() is not TransformType.Functionalize:
-        return _FUNCTIONS[name].apply(call, *xs)
-    if may_have_tangents() and any(map(has_tangent, xs)):
-        return _FUNCTIONS[name].apply(call, *xs)
-    if not _is_eager(xs):
+    if peek_interpreter_stack() is not None or may_have_tangents() or not _is_eager(xs):
         return _OPERATORS[name](xs, text, counts, shape, context, recorded)
+    call = Call(name, text, counts, shape, context, recorded)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return _EAGER_FUNCTIONS[name](call, *[unwrap_if_dead(x) for x in xs])
+        return _FUNCTIONS[name](None, call, *[unwrap_if_dead(x) for x in xs])
     return _performed(call, xs)
 
 
 def _is_eager(xs: Sequence[Any]) -> bool:
-    """Whether nobody but this package has to see the call."""
+    """Whether no dispatch mode, and no class of tensors, has to see the call."""
     return not torch._C._len_torch_dispatch_stack() and all(type(x) in _EAGER for x in xs)
 
 
 class _Function(torch.autograd.Function):
-    """An eager call of an operator, which torch differentiates and transforms."""
+    """A call of an operator that torch differentiates. `made` is how torch's dispatcher has made
+    it, see `_differentiated`; None for a call that was made past the dispatcher.
+    """
 
     @staticmethod
-    def forward(call: Call, *xs: Any) -> Any:
-        plain = list(map(without_tangent, xs)) if may_have_tangents() else xs
-        if _is_eager(plain):
-            return _performed(call, plain)
-        return _OPERATORS[call.name](list(plain), *call[1:])
+    def forward(made: Any, call: Call, *xs: Any) -> Any:
+        if made is None:
+            return _performed(call, xs)
+        keys, backward, forward = (
+            made  # torch records nothing here, but outer levels of torch.func do
+        )
+        with torch.set_grad_enabled(backward), _set_fwd_grad_enabled(forward):
+            return _dispatched(keys, call, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call, *xs = inputs
-        _keep(ctx, call, xs, output)
+        _, call, *xs = inputs
+        ctx.call, ctx.shape = call, list(output.shape) if call.shape is None else call.shape
+        ctx.operand = list(xs[0].shape), xs[0].dtype
+        if _adjoint(call.name, call.text) is None:
+            ctx.save_for_backward(*xs, output)
+            ctx.save_for_forward(*xs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None, *_gradients(ctx, grad, ctx.needs_input_grad[1:])
+        return None, None, *_gradients(ctx, grad, ctx.needs_input_grad[2:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _tangent(ctx, tangents[1:])
+        return _tangent(ctx, tangents[2:])
 
-    @staticmethod
-    def vmap(info: Any, dims: Any, call: Call, *xs: Any) -> Any:
-        return _batched(info, dims[1:], call, xs)
+
+def _dispatched(keys: Any, call: Call, xs: Sequence[Any]) -> Any:
+    """The result of a call that torch's dispatcher has made, from what follows autograd there."""
+    name, *words = call
+    with torch._C._AutoDispatchBelowAutograd():
+        after = keys & torch._C._after_autograd_keyset
+        return _OPERATORS[name].redispatch(after, list(xs), *words)
+
+
+def _differentiated(name: str, keys: Any, xs: list[Any], *words: Any) -> Any:
+    """The result of an operator, for torch's autograd or for one level of torch.func."""
+    call = Call(name, *words)
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if records or may_have_tangents() or peek_interpreter_stack() is not None:
+        made = keys, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        with enable_single_level_autograd_function():
+            return _FUNCTIONS[name](made, call, *xs)
+    return _dispatched(keys, call, xs)
 
 
 def _performed(call: Call, xs: Sequence[Any]) -> Any:
@@ -116,6 +134,8 @@ def _performed(call: Call, xs: Sequence[Any]) -> Any:
         with torch.autocast(xs[0].device.type, enabled=False):
             return _performed(call, xs)
     operator = TABLE[call.name]
+    if may_have_tangents():
+        xs = [without_tangent(x) for x in xs]
     arguments = [x.detach() for x in xs], read_words(call.text), call.counts, call.shape
     if operator.is_local:  # ranks compare where they meet next
         context.note_derivatives(call.recorded or "0")
@@ -150,20 +170,9 @@ def _unknown(name: str) -> Any:
     shape_env = get_ctx()._shape_env
     if shape_env is None:
         raise NotImplementedError(
-            f"the shape of this rank's result of {name} depends on its peers': pass distributions "
-            "that are bound, distribution.bind(global_shape)"
+            f"{name}: {_UNKNOWN} pass distributions that are bound, distribution.bind(global_shape)"
         )
     return allocate_size(shape_env)
-
-
-def _keep(ctx: Any, call: Call, xs: Sequence[Any], output: Any) -> None:
-    """Keep in `ctx` what derivatives of a call need."""
-    ctx.call, ctx.shape = call, list(output.shape) if call.shape is None else call.shape
-    ctx.operand = list(xs[0].shape), xs[0].dtype
-    if _adjoint(call.name, call.text) is None:
-        ctx.save_for_backward(*xs, output)
-        if hasattr(ctx, "save_for_forward"):  # which an operator's context has not
-            ctx.save_for_forward(*xs, output)
 
 
 @lru_cache(maxsize=4096)
@@ -207,6 +216,11 @@ def _batched(info: Any, dims: Sequence[Any], call: Call, xs: Sequence[Any]) -> t
         (x,), (dim,) = xs, dims
         wide = None if shape is None else [*shape, size]
         made = call_operator(name, [x.movedim(dim, -1)], text, counts, wide, context, recorded)
+        if has_free_unbacked_symbols(made):
+            raise NotImplementedError(
+                f"torch.vmap of {name} while torch compiles it: {_UNKNOWN} leave the "
+                "axis in the array, or call it outside of torch.compile"
+            )
         return made, made.ndim - 1
     calls = [
         [x if dim is None else x.select(dim, n) for x, dim in zip(xs, dims, strict=True)]
@@ -224,14 +238,7 @@ _SCHEMA = (
 
 
 def _register(name: str) -> Any:
-    """The operator of that name, as torch's compiler and dispatch modes see it."""
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        xs, *words = inputs
-        _keep(ctx, Call(name, *words), xs, output)
-
-    def differentiate(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        return list(_gradients(ctx, grad, ctx.needs_input_grad[0])), *[None] * 5
+    """The operator of that name, as torch's compiler and transforms see it."""
 
     def batched(info: Any, dims: Any, xs: list[Any], *words: Any) -> tuple[Any, int]:
         return _batched(info, dims[0], Call(name, *words), xs)
@@ -239,15 +246,15 @@ def _register(name: str) -> Any:
     qualified = f"shardmath::{name}"
     _LIBRARY.define(f"{name}{_SCHEMA}")
     _LIBRARY.impl(name, partial(_perform, name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, partial(_differentiated, name), "Autograd", with_keyset=True)
     torch.library.register_fake(qualified, partial(_fake, name), lib=_LIBRARY)
-    torch.library.register_autograd(qualified, differentiate, setup_context=keep, lib=_LIBRARY)
     torch.library.register_vmap(qualified, batched, lib=_LIBRARY)
     return getattr(torch.ops.shardmath, name).default
 
 
 _OPERATORS = {name: _register(name) for name in TABLE}
-_FUNCTIONS: dict[str, Any] = {name: type(name, (_Function,), {}) for name in TABLE}
-# `apply` without what `torch.func` wants, which binds arguments by the signature of `forward`.
-_EAGER_FUNCTIONS = {
-    name: super(torch.autograd.Function, kind).apply for name, kind in _FUNCTIONS.items()
+# `apply` of torch's base class: that of `torch.autograd.Function` binds arguments by a signature,
+# and has torch.func transform the function, where here it transforms the operator.
+_FUNCTIONS = {
+    name: super(torch.autograd.Function, type(name, (_Function,), {})).apply for name in TABLE
 }

@@ -142,9 +142,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # else `_is_part` would take this frame for that call's
             return unwatched(call)(*args, **kwargs)
-        for wait in waits:
-            wait()
-        again = _again()
+        again = _again_after_waits() if waits else _again()
         if again is not None:
             given: R | None = again(function, args, kwargs)
             if given is not None:
@@ -237,6 +235,13 @@ def _again() -> Callable[..., Any] | None:
     """The compiled function that repeats calls: see direct.c. None where it was not built."""
     built = extension("shardmath.call._direct")
     return None if built is None else partial(built.again, *current.places())
+
+
+def _again_after_waits() -> Callable[..., Any] | None:
+    """See `waits`."""
+    for wait in waits:
+        wait()
+    return _again()
 
 
 @marked
