@@ -6,6 +6,7 @@ import inspect
 import re
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from shardmath import autograd, collectives, distribution, fft, nn
@@ -277,6 +278,11 @@ def check_transformed(context):
             whole = torch.stack(expected) if isinstance(expected, list) else expected
             if not torch.allclose(found, whole):
                 wrong.append(name)
+        for _ in range(3):  # a call that has come before, and now is traced
+            expected = collectives.all_reduce(x)
+        traced = make_fx(lambda x: 2 * collectives.all_reduce(x))(x)
+        if not torch.equal(traced(x), 2 * expected):
+            wrong.append("make_fx")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
             made = [matmul(*pair, distributions=[X, Replicated(), X]) for pair in ((a, b), (x, w))]

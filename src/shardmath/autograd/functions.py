@@ -33,7 +33,8 @@ def _operated(
         made = call_operator(name, xs, text, counts, None, number_of(context), _recorded(xs))
         return made if out is None else out.copy_(made)
     if out is not None:
-        _refuse(name, context, "a result with a gradient, or that torch transforms, is no `out`")
+        why = "out= is for results that torch neither differentiates nor transforms: leave it out"
+        _refuse(name, context, why)
     if context is None:
         context = require_context()
     recorded = _recorded(xs, tangents=may_have_tangents())
@@ -59,7 +60,8 @@ def _refuse(operation: str, context: Any, why: str) -> None:
 
 def _require_result(operation: str, context: Any, async_op: Any) -> None:
     if async_op:
-        _refuse(operation, context, "async_op=True is for calls that torch does not know of")
+        why = "async_op=True is for calls without gradients, outside of torch.compile: leave it out"
+        _refuse(operation, context, why)
 
 
 def _said(operation: str, context: Any, words: Callable[..., T], *given: Any) -> T:
@@ -107,7 +109,8 @@ def matmul(
 ) -> Any:
     """See `shardmath.linalg.advanced.matmul`. What an epilog does, torch does to the product."""
     if quantization_scales is not None or stream is not None:
-        _refuse("matmul", None, "quantization_scales and stream are for calls without gradients")
+        why = "quantization_scales= and stream= are for calls without gradients: leave them out"
+        _refuse("matmul", None, why)
     given = distributions, alpha, beta, epilog, qualifiers, options
     text = _said("matmul", None, words_of_matmul, *given)
     function, has_bias, sums_c = _said("matmul", None, functions_of, epilog)
@@ -160,7 +163,7 @@ def redistribute(
 ) -> Any:
     """See `shardmath.distribution.redistribute`."""
     if stream is not None:
-        _refuse("redistribute", None, "stream is for calls without gradients")
+        _refuse("redistribute", None, "stream= is for calls without gradients: leave it out")
     given = words_of_redistribute, input_distribution, output_distribution
     return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
 
@@ -180,7 +183,7 @@ def _fft(name: str) -> Callable[..., Any]:
     ) -> Any:
         """See `shardmath.fft`."""
         if stream is not None:
-            _refuse(name, None, "stream is for calls without gradients")
+            _refuse(name, None, "stream= is for calls without gradients: leave it out")
         given = words_of_fft, operand.ndim, distribution, axes, norm, options
         return _operated(name, [operand], _said(name, None, *given), out=out)
 
@@ -193,7 +196,7 @@ def _trigonometric(name: str) -> Callable[..., Any]:
     def call(operand: Any, type: Any, extents: Any, axes: Any, norm: Any, named: Any) -> Any:
         words = dict.fromkeys(("orthogonalize", "distribution", "options", "stream", "out")) | named
         if words["stream"] is not None:
-            _refuse(name, None, "stream is for calls without gradients")
+            _refuse(name, None, "stream= is for calls without gradients: leave it out")
         given = operand.ndim, words["distribution"], axes, norm, words["options"]
         text = _said(
             *(name, None, words_of_trigonometric, *given),

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._functorch import peek_interpreter_stack, unwrap_if_dead
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack, unwrap_if_dead
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.fake_impl import allocate_size
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -68,8 +68,10 @@ def call_operator(
 
 
 def _is_eager(xs: Sequence[Any]) -> bool:
-    """Whether no dispatch mode, and no class of tensors, has to see the call."""
-    return not torch._C._len_torch_dispatch_stack() and all(type(x) in _EAGER for x in xs)
+    """Whether no dispatch mode, class of tensors or batch of gradients has to see the call."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in _EAGER and not is_legacy_batchedtensor(x) for x in xs)
 
 
 class _Function(torch.autograd.Function):

@@ -30,6 +30,7 @@ from shardmath.base.log import LOGGER, logged
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
+    Watch,
     function_of_dtensors,
     function_of_foreign,
     is_loaded,
@@ -158,7 +159,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
                 or operand.requires_grad
                 or watches[0]()
                 or watches[1]()
-                or (narrows and watches[2]())
+                or watches[2]()
+                or (narrows and watches[3]())
             ):
                 other = _function_of(operand, function, call, name)
                 if other is not None:
@@ -193,7 +195,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
 # Types of arguments for which the function itself is always called; and torch.Tensor, with the
 # functions of `watches_of_torch`.
 _WITHOUT_FUNCTIONS: set[type] = set()
-_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}
+_TENSORS: dict[type, tuple[Watch, Watch, Watch, Watch]] = {}
 _MOST = 1000
 
 
