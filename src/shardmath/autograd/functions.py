@@ -1,4 +1,4 @@
-"""The public functions, where a tensor is recorded or traced: calls of operators of torch's."""
+"""The public functions where torch records, traces or transforms the call: they call operators."""
 
 from __future__ import annotations
 
@@ -301,8 +301,8 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
         y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
 
     For what every rank has, and uses on data of its own: without it the gradient on a rank is the
-    share of that rank. Its backward pass is an `all_reduce`; where `x` requires grad ranks compare
-    that, and it is collective too.
+    share of that rank. The call is local, and its backward pass an `all_reduce`. Whether `x`
+    requires grad the ranks compare in the next call that records or computes a gradient.
     """
     return _operated("copies", [x], _said("copies", context, _words_of_op, "sum"), None, context)
 

@@ -1,4 +1,4 @@
-"""How is an operator performed, and through which other one does its gradient go? One row each."""
+"""The table of operators: how each is performed, and which operator computes its gradient."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ Call = Callable[..., Any]
 
 
 class Operator(Immutable, eq=False):
-    """An operator of torch's: one tensor from several, on all ranks together.
+    """An operator of torch's: all ranks together compute one tensor from several.
 
-    `perform(xs, words, counts, shape)` calls the public function, on tensors that record nothing.
-    `shape(xs, words, counts)` is that of this rank's result, None for an extent which only the
-    peers know; `dtype(xs, words)` is the result's. `adjoint(words)` is (the name of
-    the operator, its words) through which the gradient of a linear one goes, with the same counts;
-    `gradients(saved, words, grad, wanted, call)` are those of the operands of another, and
-    `tangent(saved, words, tangents, counts, call)` is the derivative of its result along tangents
-    of the operands. One that `is_local` asks no other rank.
+    `perform(xs, words, counts, shape)` calls the public function on tensors without gradients.
+    `shape(xs, words, counts)` is the shape of this rank's result, with None for an extent that only
+    the peers know; `dtype(xs, words)` is its type.
+
+    A linear operator has an `adjoint(words)`: the name and the words of the operator that computes
+    its gradient, with the same counts. Any other has `gradients(saved, words, grad, wanted, call)`,
+    the gradients of its operands, and `tangent(saved, words, tangents, counts, call)`, the
+    derivative of its result along tangents of them. An operator that `is_local` asks no other rank.
     """
 
     perform: Callable[[Tensors, Words, Any, Any], Any]
@@ -94,8 +95,8 @@ def _turned(words: Words) -> Words:
 
 @collective_call
 def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The adjoint of `rfft`: a real array, from n // 2 + 1 elements along the last axis. Each of
-    them counts once, where `irfft` counts most of them twice.
+    """The adjoint of `rfft`: a real array from n // 2 + 1 elements along the last axis. Each
+    element counts once here; `irfft` counts most of them twice.
     """
     (grad,), axes = xs, words["axes"]
     *others, last = axes
@@ -117,7 +118,7 @@ def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) ->
 
 @collective_call
 def _perform_irfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The transform of a real array, in which each element that stands for two counts twice."""
+    """The adjoint of `irfft`: a transform of a real array in which most elements count twice."""
     (grad,), axes = xs, words["axes"]
     source, target = words["source"], words["target"]
     halved = _global_shape(target, shape)
@@ -137,7 +138,9 @@ def _weights(
     *,
     others: float,
 ) -> Any:
-    """1 for elements of `x` that stand for themselves alone along a halved axis, and `others`."""
+    """1 for elements of `x` that are their own conjugates along a halved axis, `others` for the
+    rest, each of which stands for two elements of the whole spectrum.
+    """
     indices = _indices(distribution, halved, axis)
     alone = (indices == 0) | (2 * indices == extent)
     return torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
@@ -174,10 +177,10 @@ def _adjoint_trigonometric(kind: str, words: Words) -> tuple[str, Words]:
 def _perform_trigonometric_adjoint(
     kind: str, xs: Tensors, words: Words, counts: Any, shape: Any
 ) -> Any:
-    """The transpose of a real matrix along each axis: the transform of the type of the inverse.
+    """The adjoint of a real transform along each axis: the transform of the inverse's type.
 
-    Where it is not made orthogonal, its first or last columns have half of the others' weight in
-    types 1 and 3, which is made up for before and behind.
+    Unless they are orthogonal, the matrices of types 1 and 3 weight their first or last columns by
+    half, so the operand or the result is scaled there.
     """
     (grad,), number = xs, words["type"]
     source, target = words["source"], words["target"]
@@ -204,7 +207,7 @@ def _ends(
     *,
     before: bool,
 ) -> Any:
-    """The weights of a transpose's operand, or `before` it those of its result, at their ends."""
+    """The factors at the ends of each axis: of the operand where `before`, else of the result."""
     made = torch.ones((1,) * len(shape), dtype=x.real.dtype, device=x.device)
     for axis in axes:
         indices, last = _indices(distribution, shape, axis).to(x.device), shape[axis] - 1
@@ -261,7 +264,7 @@ def _perform_all_to_all(xs: Tensors, words: Words, counts: Any, shape: Any) -> A
 
 
 def _perform_all_to_all_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """What came goes back to where it came from."""
+    """Each rank returns what it received to the rank that sent it."""
     size, axis = require_context().size, words["axis"]
     sent = slab_counts(int(shape[axis]), size) if counts is None else tuple(counts[:size])
     return all_to_all_by_received(xs[0], axis=axis, received=sent)
@@ -345,8 +348,8 @@ def _dtype_of_matmul(xs: Tensors, words: Words) -> Any:
 def _matmul_gradients(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """D = alpha op(A) op(B) + beta C: gradients that are split as the operands, two of them
-    products again.
+    """The gradients of D = alpha op(A) op(B) + beta C, split as the operands are. Those of A and B
+    are products again.
     """
     a, b, *c, _ = xs
     of_a, of_b, of_d = words["distributions"]
@@ -382,9 +385,7 @@ def _matmul_gradients(
 
 @collective_call
 def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The sums of what all ranks have for the same rows of a matrix, of which this one has a part
-    of shape `counts`.
-    """
+    """For each row of this rank's part, of shape `counts`, the sum over all ranks that have it."""
     distribution = words["distribution"]
     whole = _global_shape(distribution, counts)
     own = _indices(distribution, whole, 0).reshape(-1).to(xs[0].device)
@@ -395,7 +396,7 @@ def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
 def _tangent_of_matmul(
     xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
 ) -> Any:
-    """The sum of products of which each has the tangent of one factor."""
+    """The sum over the factors of products in which one factor is replaced by its tangent."""
     a, b, *_, made = xs
     text = words_of(**dict(words, beta=None))
     pairs = (tangents[0], b), (a, tangents[1])
@@ -446,7 +447,7 @@ def _tangent_of_all_reduce(
 def _gradients_of_reduce_scatter(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """The gradients of reduce_scatter, for which the parts of all ranks are gathered first."""
+    """The gradient of a min, max or product that is scattered: the parts are gathered first."""
     x, made = xs
     text = words_of(axis=words["axis"], op="sum")
     whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
@@ -464,8 +465,8 @@ def _tangent_of_reduce_scatter(
 
 
 def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
-    """The derivatives of a reduction by this rank's elements: ranks that have the min or max share
-    it, and in a product they are the others' product.
+    """The derivative of a reduction by this rank's elements. Ranks whose elements are the min or
+    max share it equally; that of a product is the product of the other ranks' elements.
     """
     if words["op"] in ("min", "max"):
         holds = (x == made).to(x.dtype)
@@ -481,7 +482,7 @@ def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
 def _transform(name: str, dtype: Any = None) -> Operator:
     made = {} if dtype is None else {"dtype": dtype}
     perform: Call = partial(_perform_fft, name)
-    if name.endswith("adjoint"):  # whose shape its caller says
+    if name.endswith("adjoint"):  # a caller passes the shape of its result
         perform = _perform_rfft_adjoint if name == "rfft_adjoint" else _perform_irfft_adjoint
     return Operator(
         perform, partial(shapes.of_transform, name), partial(_adjoint_fft, name), **made

@@ -159,8 +159,8 @@ Watch = Callable[[], Any]
 
 
 def watches_of_torch() -> tuple[Watch, Watch, Watch, Watch]:
-    """What says whether torch transforms what is called now, whether tensors may have tangents,
-    whether a dispatch mode sees what is called, and whether autocast is on.
+    """Functions that say whether a transform is active, whether tensors may have tangents, whether
+    a dispatch mode is active, and whether autocast is on.
     """
     core = sys.modules["torch"]._C
     return (

@@ -34,7 +34,7 @@ def words_of(**given: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` as what `ast.literal_eval` reads. Raises TypeError as `words_of`."""
+    """`value` as data that `ast.literal_eval` reads. Raises TypeError as `words_of`."""
     if isinstance(value, Distribution):
         return {"distribution": value.encode()}
     if isinstance(value, IntEnum):
@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 class _ReadWords(dict[str, Any]):
-    """Words that a text says, which nobody writes to: what follows from them is cached by them."""
+    """The words of a text: one object, never changed, so that caches are keyed by it."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
