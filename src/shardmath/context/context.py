@@ -114,8 +114,8 @@ class Context(OnHosts):
         if not which:
             return call(*arguments)
         again = self.again  # without derivatives: the same arguments would find those calls
-        self.again, self.derivatives = self._again_with.made(which, dict), which
         try:
+            self.again, self.derivatives = self._again_with.made(which, dict), which
             return call(*arguments)
         finally:
             self.again, self.derivatives = again, ""
