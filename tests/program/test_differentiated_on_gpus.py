@@ -6,6 +6,7 @@ kernels gives results of the right shape.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -55,6 +56,20 @@ class Performer(gpu_calls.CollectivePerformer):
         return operand.x.new_ones(problem.needed.local_shape(rank))
 
 
+class Looks(gpu_calls.Repeats):
+    """Compiled calls of which none is kept: which are looked for."""
+
+    def __init__(self, context):
+        self.calls, self.names = self, set()
+        self._context = weakref.ref(context)
+
+    def get(self, key):
+        self.names.add(key[0][0])
+
+    def clear(self):
+        pass
+
+
 @contextmanager
 def pretended(group):
     """Within, collectives of the group are those of GPUs, whose hosts run ahead."""
@@ -65,6 +80,7 @@ def pretended(group):
             (group, "team", team),
             (group, "caches", {}),
             (group, "again", {}),
+            (group, "repeats", Looks(group)),
             (gpu_calls, "CollectivePerformer", Performer),
             (gpu_calls.Repeats, "of", lambda context: None),
         ):
@@ -113,11 +129,14 @@ def count_meetings(context):
             group.board.listed_words(0)
         except CollectiveMismatch as error:
             said = str(error)
-    return counted, said
+        names = group.repeats.names
+    return counted, said, sorted(name for name in names if "all_reduce" in name)
 
 
 def test_hosts_meet_for_no_gradient(contexts):
     """Where the peers' parts are to be known their lists are read, which is no meeting."""
-    for counted, said in contexts.run(count_meetings, ranks=2):
+    for counted, said, names in contexts.run(count_meetings, ranks=2):
+        with_copies = "all_reduce after copies (grad: 1)"  # their gradient
+        assert names == ["all_reduce", "all_reduce (x requires grad)", with_copies]
         assert counted == {name: ([0, 0], True) for name in CALLS}
         assert "rank 0 called all_reduce; rank 1 called all_reduce (x requires grad)" in said
