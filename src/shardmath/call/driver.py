@@ -35,7 +35,7 @@ from shardmath.program.cores import Cores
 from shardmath.program.notes import PLAIN, TAG_BYTES, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
-from shardmath.symmetric.messages import NAME_BYTES
+from shardmath.symmetric.rows import NAME_BYTES
 
 _KEPT = 128  # calls of an operation that are recognised
 _DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
