@@ -37,7 +37,7 @@ except ImportError as reason:
     print(f"this example needs torch: {reason}")
     raise SystemExit(0) from None
 
-IMAGES, TOKENS, HEADS, WIDTH, HIDDEN, STEPS = 48, 65, 3, 24, 50, 12
+IMAGES, TOKENS, HEADS, WIDTH, HIDDEN, STEPS = 24, 65, 3, 24, 50, 8
 SHAPES = {
     "brightness": (17, WIDTH),
     "places": (TOKENS, WIDTH),

@@ -1,10 +1,10 @@
-"""What layers of models compute together: products over leading axes, and heads for tokens.
+"""Layers of models: products over leading axes, and the exchange of tokens and heads.
 
     q, k, v = nn.linear(x, [wq, wk, wv], distributions=[Slab(1), Slab(0), Slab(2)])
 
-Arrays are this rank's parts: x (batch, tokens, features), of any leading axes. Both functions are
-made of `matmul`, `redistribute` and the collectives, and so have their gradients, and are traced by
-`torch.compile` as they are.
+Arrays are this rank's parts: x (batch, tokens, features), of any leading axes. The functions call
+`matmul`, `redistribute` and the collectives, which bring their gradients; `torch.compile` traces
+them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def linear(
     distributions: Sequence[Distribution],
     activation: str | None = None,
 ) -> Any:
-    """activation(x @ weight.T + bias), as a layer has it whose parts are on all ranks. Collective.
+    """activation(x @ weight.T + bias), of a layer that is split over the ranks. Collective.
 
         h = nn.linear(x, w1, b1, distributions=[Slab(1), Slab(0), Slab(2)], activation="gelu")
         y = nn.linear(h, w2, distributions=[Slab(2), Slab(1), Slab(1)])
@@ -90,10 +90,10 @@ def linear(
 
 
 class _Way(NamedTuple):
-    """How a layer is computed: as a product of matrices that are split by "rows" or "columns", or
-    of which all ranks have all (""). `front` is the leading axis that becomes the first, because it
-    is split; `extent` that of the whole axis, -1 where no distribution is bound. `x_shape` and
-    `y_shape` are those of the whole matrices, where they are bound, for torch's compiler.
+    """How a layer is computed as a product of matrices. `x`, `weight` and `y` are split by "rows"
+    or "columns", or replicated (""). `front` is the leading axis that is split, and moved to the
+    front; `extent`, its global extent, is -1 if no distribution is bound. `x_shape` and `y_shape`
+    are the shapes of the whole matrices where they are bound, for torch's compiler.
     """
 
     front: int
@@ -194,7 +194,7 @@ def _way(
 
 
 def _check(way: _Way, shapes: Sequence[tuple[int, ...]], biases: Sequence[Any]) -> None:
-    """Raise ValueError for arrays of this rank that do not fit each other."""
+    """Raise ValueError if this rank's arrays do not fit together."""
     (*_, depth), *weights = shapes
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weight(s) have {len(biases)} biases: None is none")
@@ -213,7 +213,7 @@ def _check(way: _Way, shapes: Sequence[tuple[int, ...]], biases: Sequence[Any]) 
 def _refuse(error: Exception, operation: str) -> None:
     """Raise the error; on all ranks, but in code that is being compiled. Collective.
 
-    Ranks without one have come to that `operation`, and hear of it there.
+    Ranks without a mistake have entered `operation`, and raise it there.
     """
     if is_compiling():
         raise error
@@ -222,7 +222,7 @@ def _refuse(error: Exception, operation: str) -> None:
 
 
 def _rows(x: Any, front: int) -> tuple[Any, tuple[int, ...]]:
-    """`x` as a matrix of features, the axis `front` first; and the extents of other axes."""
+    """`x` as a matrix with the axis `front` first, and the extents of the other leading axes."""
     turned = x.swapaxes(0, front) if front else x
     *lead, depth = turned.shape
     return turned.reshape(prod(lead), depth), tuple(lead[1:])
@@ -253,8 +253,8 @@ def _ranks() -> int:
 
 
 def _fused(rows: Any, weight: Any, bias: Any, activation: str | None, way: _Way) -> Any:
-    """By one product, with its epilog; where torch records it, by a product and torch's functions,
-    whose result lies by rows.
+    """The layer by one product and its epilog; where torch records it, by a product and torch's own
+    functions.
     """
     if (bias is None and activation is None) or _is_recorded(rows, weight, bias):
         of_x = _SPLIT[way.x].bind(way.x_shape) if way.x_shape else _SPLIT[way.x]
@@ -275,7 +275,7 @@ def _apart(
     activation: str | None,
     way: _Way,
 ) -> Any:
-    """By a product of this rank's own; where the weight's columns are split, sums are scattered."""
+    """The layer by a local product; sums are scattered where the weight's columns are split."""
     bias = _of_all_ranks(bias, way)
     if way.x == "rows" and not way.weight:
         weight = operator_of("copies")(weight) if _is_recorded(weight) else weight
@@ -297,7 +297,7 @@ def _apart(
 
 
 def _of_all_ranks(bias: Any, way: _Way) -> Any:
-    """A bias that all ranks have, each for tokens of its own: its gradients are summed."""
+    """A bias that all ranks have and add to tokens of their own: its gradients are summed."""
     if bias is not None and way.y == "rows" and _is_recorded(bias):
         return operator_of("copies")(bias)
     return bias
@@ -321,7 +321,7 @@ def _finished(y: Any, bias: Any, activation: str | None) -> Any:
 
 
 def _is_recorded(*arrays: Any) -> bool:
-    """Whether torch is to know of what is computed with these."""
+    """Whether torch has to see what is computed with these arrays."""
     if is_compiling():
         return True
     return any(hasattr(x, "requires_grad") and wants_operator(x, "matmul") for x in arrays)
@@ -334,14 +334,14 @@ def tokens_to_heads(
     head_axis: int = -2,
     global_shape: Sequence[int] | None = None,
 ) -> Array:
-    """All tokens of some heads, in place of some tokens of all heads. Collective.
+    """From some tokens of all heads to all tokens of some heads. Collective.
 
         q = nn.tokens_to_heads(q)  # (batch, tokens, heads, features)
 
     `x` is this rank's part of an array that is split along `token_axis` as Slab splits it, and the
-    result is split along `head_axis`; neither has to divide. Both axes count from the end where
-    they are negative. `global_shape` is that of the array: `torch.compile`, which else binds the
-    number of tokens when the program runs, then knows it while it traces.
+    result is split along `head_axis`, evenly or not. Negative axes count from the end.
+    `global_shape`, the shape of the whole array, lets `torch.compile` know the number of tokens
+    while it traces; without it the number is a symbol, which is bound when the program runs.
 
     This is the exchange around attention of DeepSpeed's Ulysses: each head is then computed on one
     rank. It is `redistribute`, whose errors and gradients it has; `heads_to_tokens` leads back.
@@ -357,7 +357,7 @@ def heads_to_tokens(
     head_axis: int = -2,
     global_shape: Sequence[int] | None = None,
 ) -> Array:
-    """Some tokens of all heads, in place of all tokens of some heads. Collective.
+    """From all tokens of some heads to some tokens of all heads. Collective.
 
         y = nn.heads_to_tokens(softmax(q @ k.mT) @ v, token_axis=-2, head_axis=-3)
 

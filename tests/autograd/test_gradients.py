@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from arrangements import chosen_distribution, part_of
+from counted import calls_before
 from shardmath import autograd, collectives, fft
+from shardmath.base.compiled import extension
 from shardmath.distribution import (
     BlockCyclic,
     BlockNonCyclic,
@@ -359,6 +361,19 @@ MISTAKES = {
         lambda a: matmul(a, a.detach().clone().requires_grad_(), distributions=[Slab.X] * 3),
         "rank 0 called matmul (b requires grad); rank 1 called matmul (a requires grad, b requires",
     ),
+    "copies on one rank": (
+        lambda a: collectives.all_reduce(autograd.copies(a).sum()),
+        "rank 1 called all_reduce (x requires grad) after copies (grad: 1)",
+    ),
+    "one of three, at length": (
+        lambda a: matmul(
+            *[x.clone().requires_grad_() for x in (a, a)],
+            a.detach().requires_grad_(a.requires_grad),
+            beta=autograd.copies(torch.ones(1, requires_grad=True)).item(),
+            distributions=[Slab.X] * 3,
+        ),
+        "rank 1 called matmul (a requires grad, b requires grad, c requires... ",
+    ),
     "op": (lambda a: collectives.all_reduce(a, op="middle"), "'middle'"),
     "shape": (
         lambda a: matmul(a.detach(), a.detach()[:1], distributions=[Slab.X] * 3),
@@ -442,25 +457,55 @@ def test_dual_numbers_outside_of_torch_func(contexts):
         assert "has a tangent" in planned and "has a tangent" in again
 
 
-def count_rounds(context):
-    """Exchanges and barriers of a call that comes again: of plain tensors, and with gradients."""
-    counted = {}
+# Calls that come again, and how many exchanges the gradient takes: one for each call that it makes.
+COUNTED = {
+    **FORWARD,
+    "all_to_all": collectives.all_to_all,
+    "all_to_all, counts": lambda x: collectives.all_to_all(x, send_counts=[2, 0]),
+    "broadcast": collectives.broadcast,
+    "copies": autograd.copies,
+    "rfft, bound": lambda x: fft.rfft(x, distribution=Slab.X.bind((4, 4))),
+}
+OF_GRADIENTS = {"all_reduce": 0, "matmul": 2, "rfft, bound": 2}
+LYING_STILL = ("all_reduce", "all_gather", "redistribute")  # their operands
+MOST_CALLS = 80  # Python functions that a call enters where a gradient is recorded
+
+
+def count_work(context):
+    """Exchanges of calls that come again: of plain tensors, with gradients and of these. And how
+    many Python functions such a call enters, where compiled code makes the rest.
+    """
+    counted, entered = {}, {}
     with context:
-        for name, call in FORWARD.items():
+        for name, call in COUNTED.items():
+            x = torch.ones(2, 4, dtype=torch.float64)
+            recorded = x.clone().requires_grad_()
+            made, seed = call(recorded), torch.ones_like(call(x))
+
+            def backward(made=made, recorded=recorded, seed=seed):
+                return torch.autograd.grad(made, recorded, seed, retain_graph=True)
+
             counts = []
-            for requires_grad in (False, True):
-                x = torch.ones(2, 4, dtype=torch.float64, requires_grad=requires_grad)
-                for _ in range(4):
-                    call(x)
+            for again in (partial(call, x), partial(call, recorded), backward):
+                for _ in range(6):
+                    again()
                 before = context.board.rounds
                 for _ in range(5):
-                    call(x)
-                counts.append(context.board.rounds - before)
+                    again()
+                counts.append((context.board.rounds - before) / 5)
             counted[name] = counts
-    return counted
+            if name in LYING_STILL:
+                again = partial(call, recorded)
+                entered[name] = min(len(calls_before("", again)) for _ in range(5))
+    return counted, entered
 
 
-def test_gradients_cost_no_exchange(contexts):
-    """Which operands require grad travels in the agreement of the call."""
-    for counted in contexts.run(count_rounds, ranks=2):
-        assert all(plain == recorded for plain, recorded in counted.values()), counted
+def test_what_gradients_cost(contexts):
+    """Which operands require grad travels in the agreement of the call, or of the next one."""
+    (counted, entered), (others, _) = contexts.run(count_work, ranks=2)
+    assert counted == others
+    for name, (plain, recorded, gradient) in counted.items():
+        assert plain == recorded == (name != "copies"), name
+        assert gradient == OF_GRADIENTS.get(name, 1), name
+    if extension("shardmath.call._direct") is not None:
+        assert {name: n for name, n in entered.items() if n > MOST_CALLS} == {}, entered

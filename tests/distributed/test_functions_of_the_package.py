@@ -117,6 +117,8 @@ def mistakes(context):
             redistribute(operand=x, output_distribution=Slab.Y)
         with pytest.raises(NotImplementedError, match=r"call it with x\.local"):
             collectives.all_to_all(x)
+        with pytest.raises(NotImplementedError, match=r"async_op=True .*call it with x\.local"):
+            collectives.all_gather(x, async_op=True)
         with pytest.raises(ValueError, match="every rank: norm is"):
             fft.rfft(x, norm="none")
         assert matmul(x, x).sum() == 64

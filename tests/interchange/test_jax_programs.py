@@ -145,10 +145,18 @@ def check_order(context, jax):
             x = jnp.tanh(x @ x)
         return x
 
-    pending = late(jnp.ones((300, 300)) * context.rank)  # on ranks that differ in what they wait
-    first = jax.jit(lambda x: all_reduce(x[0, :2] * 0 + 1))(pending)
-    second = all_reduce(jnp.full(2, 5.0))  # an array of JAX's waits for what was begun before
-    assert (first.tolist(), second.tolist()) == ([2, 2], [10, 10])
+    # A program that waits on one rank only. Calls outside wait for it there, with any arrays.
+    outside = {
+        "NumPy": lambda: all_reduce(np.full(2, 5.0)).tolist() == [10, 10],
+        "JAX": lambda: all_reduce(jnp.full(2, 5.0)).tolist() == [10, 10],
+        "a barrier": lambda: context.barrier() is None,
+    }
+    program = jax.jit(lambda x: all_reduce(x[0, :2] * 0 + 1))
+    program(jnp.ones((500, 500)))
+    for name, call in outside.items():
+        pending = jnp.ones((500, 500))
+        first = program(late(pending) if context.rank == 0 else pending)
+        assert (name, call(), first.tolist()) == (name, True, [2, 2])
 
 
 def check_mistakes(context, jax):

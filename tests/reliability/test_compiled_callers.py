@@ -109,7 +109,6 @@ def compiled_of_ours():
 def check(context, names, device="cpu"):
     """Of which calls the results differ, or more was compiled than the lines around the call."""
     from torch._dynamo import guards
-    from torch._dynamo.backends.debugging import aot_eager
 
     compiled_of_ours()
 
@@ -124,8 +123,8 @@ def check(context, names, device="cpu"):
                 return call(x + 1) * 2
 
             def backend(graph, inputs, graphs=graphs):
-                graphs.append(graph)
-                return aot_eager(graph, inputs)
+                graphs.append([str(node.target) for node in graph.graph.nodes])
+                return graph  # what is cut is the subject here, and not what becomes of it
 
             expected = program(x)
             torch._dynamo.reset()  # or else it would give up on a function that comes so often
@@ -133,9 +132,9 @@ def check(context, names, device="cpu"):
             for call in (compiled, compiled):
                 if not torch.equal(call(x), expected):
                     wrong.append(name)
-            ours = [graph for graph in graphs if "shardmath" in graph.print_readable(False)]
+            ours = [graph for graph in graphs if "shardmath" in " ".join(graph)]
             if ours if name not in OPERATORS else len(graphs) != 1 or not ours:
-                wrong.append(f"{name}: {graphs[0].print_readable(False)}")
+                wrong.append(f"{name}: {graphs[0]}")
             if ours := compiled_of_ours():
                 wrong.append(f"{name}: {ours}")
             if not torch.equal(program(x), expected):

@@ -1,4 +1,4 @@
-"""How torch traces and differentiates this package's functions: each is an operator of torch's.
+"""Gradients: each public function is an operator of torch's, which it differentiates and traces.
 
     y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.Y])
     loss = all_reduce((y * y).sum())
@@ -8,11 +8,11 @@
 `torch.ops.shardmath.*`, where a tensor requires grad, or where torch traces or transforms the call:
 `torch.compile`, `torch.func`, autocast. All other calls never come here.
 
-A gradient has the shape and the distribution of what it is the gradient of, and passes through our
-own operators: a backward pass is as collective as the call was, and all ranks run it. What has a
-distribution is one global array, also where it is replicated; and so is the sum of `all_reduce`: a
-loss that every rank has from it is one loss. What the other collectives return is each rank's own,
-and its gradients are those of as many copies: `all_gather` sums them by `reduce_scatter`.
+A gradient has the shape and the distribution of its operand, and is computed by the same operators.
+A backward pass is therefore collective, as the call was: all ranks run it. An operand with a
+distribution is one global array, even if it is replicated, and the result of `all_reduce` is one
+array too: a loss that all ranks have from it counts once. The results of other collectives belong
+to each rank, so their gradients are summed: that of `all_gather` is a `reduce_scatter`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The public functions, where a tensor is recorded or traced: calls of operators of torch's."""
+"""The public functions where torch records, traces or transforms the call: they call operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import torch
 
 from shardmath.autograd.registered import call_operator
-from shardmath.base.untraced import has_tangent, operators
+from shardmath.base.untraced import has_tangent, is_compiling, may_have_tangents, operators
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Replicated, Slab
@@ -21,26 +22,32 @@ from shardmath.traced.arguments import (
 )
 from shardmath.traced.words import number_of, words_of
 
+T = TypeVar("T")
+
 
 def _operated(
     name: str, xs: list[Any], text: str, counts: Any = None, context: Any = None, out: Any = None
 ) -> Any:
     """The result of an operator of a call of the user's; in `out` where that is given."""
-    compiled = torch.compiler.is_compiling()
-    recorded = "".join([_recorded(x, compiled) for x in xs])
-    if out is not None and not compiled:
-        _refuse(name, context, "a result with a gradient, or that torch transforms, is no `out`")
-    if context is None and not compiled:
+    if torch.compiler.is_compiling():
+        made = call_operator(name, xs, text, counts, None, number_of(context), _recorded(xs))
+        return made if out is None else out.copy_(made)
+    if out is not None:
+        why = "out= is for results that torch neither differentiates nor transforms: leave it out"
+        _refuse(name, context, why)
+    if context is None:
         context = require_context()
-    recorded = recorded if recorded.strip("0") else ""
-    made = call_operator(name, xs, text, counts, None, number_of(context), recorded)
-    return made if out is None else out.copy_(made)
+    recorded = _recorded(xs, tangents=may_have_tangents())
+    return call_operator(name, xs, text, counts, None, number_of(context), recorded)
 
 
-def _recorded(x: Any, compiled: bool) -> str:
-    """1 where `x` requires grad, 2 where it has a tangent, 3 for both, else 0."""
-    requires_grad = torch.is_grad_enabled() and x.requires_grad
-    return str(requires_grad + 2 * (not compiled and has_tangent(x)))
+def _recorded(xs: Sequence[Any], *, tangents: bool = False) -> str:
+    """Which operands have derivatives: see `Context.with_derivatives`. "" where none has."""
+    requires_grad = torch.is_grad_enabled()
+    digits = [int(requires_grad and x.requires_grad) for x in xs]
+    if tangents:
+        digits = [digit + 2 * has_tangent(x) for digit, x in zip(digits, xs, strict=True)]
+    return "".join(map(str, digits)) if any(digits) else ""
 
 
 def _refuse(operation: str, context: Any, why: str) -> None:
@@ -53,17 +60,34 @@ def _refuse(operation: str, context: Any, why: str) -> None:
 
 def _require_result(operation: str, context: Any, async_op: Any) -> None:
     if async_op:
-        _refuse(operation, context, "async_op=True is for calls that torch does not know of")
+        why = "async_op=True is for calls without gradients, outside of torch.compile: leave it out"
+        _refuse(operation, context, why)
 
 
-def _said(operation: str, context: Any, words: Callable[..., Any], *given: Any) -> Any:
-    """The words of a call. What is wrong with them is raised on all ranks. Collective."""
-    if torch.compiler.is_compiling():
+def _said(operation: str, context: Any, words: Callable[..., T], *given: Any) -> T:
+    """The words of a call. What is wrong with them is raised on all ranks. Collective.
+
+    An eager call that comes again finds them by its arguments.
+    """
+    if is_compiling():
         return words(*given)
+    try:
+        key = [tuple(x) if type(x) is list else x for x in given]
+        signed = repr(key[1:3]) if words is words_of_matmul else ""  # 0.0 equals -0.0
+        return cast(T, _said_before(signed, words, *key))
+    except TypeError:  # something has no hash, or is wrong: which, the words say
+        pass
+    except (ValueError, NotImplementedError) as error:
+        raise_on_all_ranks(context or require_context(), operation, error)
     try:
         return words(*given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise_on_all_ranks(context or require_context(), operation, error)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _said_before(signed: str, words: Callable[..., Any], *given: Any) -> Any:
+    return words(*given)
 
 
 def matmul(
@@ -85,7 +109,8 @@ def matmul(
 ) -> Any:
     """See `shardmath.linalg.advanced.matmul`. What an epilog does, torch does to the product."""
     if quantization_scales is not None or stream is not None:
-        _refuse("matmul", None, "quantization_scales and stream are for calls without gradients")
+        why = "quantization_scales= and stream= are for calls without gradients: leave them out"
+        _refuse("matmul", None, why)
     given = distributions, alpha, beta, epilog, qualifiers, options
     text = _said("matmul", None, words_of_matmul, *given)
     function, has_bias, sums_c = _said("matmul", None, functions_of, epilog)
@@ -138,7 +163,7 @@ def redistribute(
 ) -> Any:
     """See `shardmath.distribution.redistribute`."""
     if stream is not None:
-        _refuse("redistribute", None, "stream is for calls without gradients")
+        _refuse("redistribute", None, "stream= is for calls without gradients: leave it out")
     given = words_of_redistribute, input_distribution, output_distribution
     return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
 
@@ -158,7 +183,7 @@ def _fft(name: str) -> Callable[..., Any]:
     ) -> Any:
         """See `shardmath.fft`."""
         if stream is not None:
-            _refuse(name, None, "stream is for calls without gradients")
+            _refuse(name, None, "stream= is for calls without gradients: leave it out")
         given = words_of_fft, operand.ndim, distribution, axes, norm, options
         return _operated(name, [operand], _said(name, None, *given), out=out)
 
@@ -171,7 +196,7 @@ def _trigonometric(name: str) -> Callable[..., Any]:
     def call(operand: Any, type: Any, extents: Any, axes: Any, norm: Any, named: Any) -> Any:
         words = dict.fromkeys(("orthogonalize", "distribution", "options", "stream", "out")) | named
         if words["stream"] is not None:
-            _refuse(name, None, "stream is for calls without gradients")
+            _refuse(name, None, "stream= is for calls without gradients: leave it out")
         given = operand.ndim, words["distribution"], axes, norm, words["options"]
         text = _said(
             *(name, None, words_of_trigonometric, *given),
@@ -199,8 +224,12 @@ def all_gather(
 ) -> Any:
     """See `shardmath.collectives`."""
     _require_result("all_gather", context, async_op)
-    text = words_of(axis=_axis(x, axis), op="sum")
+    text = _said("all_gather", context, _words_along, _axis(x, axis), "sum")
     return _operated("all_gather", [x], text, None, context, out)
+
+
+def _words_along(axis: Any, op: Any = None) -> str:
+    return words_of(axis=axis) if op is None else words_of(axis=axis, op=op)
 
 
 def _axis(x: Any, axis: Any) -> Any:
@@ -219,7 +248,7 @@ def reduce_scatter(
 ) -> Any:
     """See `shardmath.collectives`."""
     _require_result("reduce_scatter", context, async_op)
-    text = words_of(axis=_axis(x, axis), op=op)
+    text = _said("reduce_scatter", context, _words_along, _axis(x, axis), op)
     return _operated("reduce_scatter", [x], text, counts, context, out)
 
 
@@ -236,7 +265,7 @@ def all_to_all(
     """See `shardmath.collectives`."""
     _require_result("all_to_all", context, async_op)
     counts = None if send_counts is None else [*send_counts, *(receive_counts or ())]
-    text = words_of(axis=_axis(x, axis))
+    text = _said("all_to_all", context, _words_along, _axis(x, axis))
     return _operated("all_to_all", [x], text, counts, context, out)
 
 
@@ -245,7 +274,12 @@ def broadcast(
 ) -> Any:
     """See `shardmath.collectives`. A tensor is given on all ranks."""
     _require_result("broadcast", context, async_op)
-    return _operated("broadcast", [x], words_of(root=root), None, context, out)
+    text = _said("broadcast", context, _words_of_root, root)
+    return _operated("broadcast", [x], text, None, context, out)
+
+
+def _words_of_root(root: Any) -> str:
+    return words_of(root=root)
 
 
 def all_reduce(
@@ -253,7 +287,12 @@ def all_reduce(
 ) -> Any:
     """See `shardmath.collectives`."""
     _require_result("all_reduce", context, async_op)
-    return _operated("all_reduce", [x], words_of(op=op), None, context, out)
+    text = _said("all_reduce", context, _words_of_op, op)
+    return _operated("all_reduce", [x], text, None, context, out)
+
+
+def _words_of_op(op: Any) -> str:
+    return words_of(op=op)
 
 
 def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
@@ -262,10 +301,10 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
         y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
 
     For what every rank has, and uses on data of its own: without it the gradient on a rank is the
-    share of that rank. Its backward pass is an `all_reduce`; where `x` requires grad ranks compare
-    that, and it is collective too.
+    share of that rank. The call is local, and its backward pass an `all_reduce`. Whether `x`
+    requires grad the ranks compare in the next call that records or computes a gradient.
     """
-    return _operated("copies", [x], words_of(op="sum"), None, context)
+    return _operated("copies", [x], _said("copies", context, _words_of_op, "sum"), None, context)
 
 
 def certain(condition: Any) -> Any:

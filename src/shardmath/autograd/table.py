@@ -1,9 +1,10 @@
-"""How is an operator performed, and through which other one does its gradient go? One row each."""
+"""The table of operators: how each is performed, and which operator computes its gradient."""
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,22 @@ import torch
 
 from shardmath import collectives
 from shardmath.arrays import dtypes
+from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
+from shardmath.call.driver import call as run
+from shardmath.collectives.moving import all_to_all_by_received
+from shardmath.collectives.operand import slab_counts
+from shardmath.collectives.reducing import reduce_scatter_by_own
 from shardmath.context.context import require_context
-from shardmath.geometry import Box, Distribution, Spans
+from shardmath.geometry import Box, Distribution
 from shardmath.operators import fft as transforms
+from shardmath.operators.fft.options import FFTOptions
 from shardmath.operators.layouts import infer_layout
-from shardmath.operators.matmul import matmul as multiply
-from shardmath.operators.matmul.options import matrix_qualifiers_dtype
+from shardmath.operators.matmul.description import arguments_of
+from shardmath.operators.matmul.operation import MATMUL, given_results
+from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_dtype
 from shardmath.operators.redistribute import redistribute
+from shardmath.program.performing import Arguments
 from shardmath.traced import shapes
 from shardmath.traced.arguments import SWAPPED, TURNED
 from shardmath.traced.shapes import Shape, Tensors
@@ -28,20 +37,21 @@ Call = Callable[..., Any]
 
 
 class Operator(Immutable, eq=False):
-    """An operator of torch's: one tensor from several, on all ranks together.
+    """An operator of torch's: all ranks together compute one tensor from several.
 
-    `perform(xs, words, counts, shape)` calls the public function, on tensors that record nothing.
-    `shape(xs, words, counts)` is that of this rank's result, None for an extent which only the
-    peers know; `dtype(xs, words)` is the result's. `adjoint(words, counts)` is (the name
-    of the operator, its words and counts) through which the gradient of a linear operator goes;
-    `gradients(saved, words, grad, wanted, call)` are those of the operands of another, and
-    `tangent(saved, words, tangents, counts, call)` is the derivative of its result along tangents
-    of the operands. One that `is_local` asks no other rank.
+    `perform(xs, words, counts, shape)` calls the public function on tensors without gradients.
+    `shape(xs, words, counts)` is the shape of this rank's result, with None for an extent that only
+    the peers know; `dtype(xs, words)` is its type.
+
+    A linear operator has an `adjoint(words)`: the name and the words of the operator that computes
+    its gradient, with the same counts. Any other has `gradients(saved, words, grad, wanted, call)`,
+    the gradients of its operands, and `tangent(saved, words, tangents, counts, call)`, the
+    derivative of its result along tangents of them. An operator that `is_local` asks no other rank.
     """
 
     perform: Callable[[Tensors, Words, Any, Any], Any]
     shape: Callable[[Tensors, Words, Any], Shape]
-    adjoint: Callable[[Words, Any], tuple[str, Words, Any] | None] = lambda words, counts: None
+    adjoint: Callable[[Words], tuple[str, Words] | None] = lambda words: None
     gradients: Callable[..., list[Any]] | None = None
     tangent: Callable[..., Any] | None = None
     dtype: Callable[[Tensors, Words], Any] = lambda xs, words: xs[0].dtype
@@ -53,13 +63,15 @@ def _perform_redistribute(xs: Tensors, words: Words, counts: Any, shape: Any) ->
 
 
 def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    pair, options = [words["source"], words["target"]], {}
-    if name == "irfft":
-        options["last_axis_parity"] = words["parity"]
-    function = getattr(transforms, name)
-    return function(
-        xs[0], distribution=pair, axes=words["axes"], norm=words["norm"], options=options
-    )
+    return getattr(transforms, name)(xs[0], **_arguments_of_fft(name, words))
+
+
+@lru_cache(maxsize=1024)
+def _arguments_of_fft(name: str, words: Words) -> dict[str, Any]:
+    """The arguments of a transform: objects by which a call that comes again is recognised."""
+    options = FFTOptions(last_axis_parity=words["parity"]) if name == "irfft" else None
+    pair, axes = (words["source"], words["target"]), tuple(words["axes"])
+    return {"distribution": pair, "axes": axes, "norm": words["norm"], "options": options}
 
 
 _ADJOINT = {
@@ -72,41 +84,48 @@ _ADJOINT = {
 }
 
 
-def _adjoint_fft(name: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
-    back = dict(words, source=words["target"], target=words["source"])
-    return _ADJOINT[name], dict(back, norm=SWAPPED[words["norm"]]), None
+def _adjoint_fft(name: str, words: Words) -> tuple[str, Words]:
+    return _ADJOINT[name], dict(_turned(words), norm=SWAPPED[words["norm"]])
 
 
+def _turned(words: Words) -> Words:
+    """Words of a call in the other direction."""
+    return dict(words, source=words["target"], target=words["source"])
+
+
+@collective_call
 def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The adjoint of `rfft`: a real array, from n // 2 + 1 elements along the last axis. Each of
-    them counts once, where `irfft` counts most of them twice.
+    """The adjoint of `rfft`: a real array from n // 2 + 1 elements along the last axis. Each
+    element counts once here; `irfft` counts most of them twice.
     """
     (grad,), axes = xs, words["axes"]
     *others, last = axes
     source, target = words["source"], words["target"]
-    extent = _global_shape(target, shape)[last]
-    halved = [
-        extent // 2 + 1 if n == last else m for n, m in enumerate(_global_shape(source, grad))
-    ]
+    halved = list(_global_shape(target, shape))
+    extent = halved[last]
+    halved[last] = extent // 2 + 1
     if others:  # first along them: what counts once is real only then
-        grad = transforms.ifft(grad, distribution=source, axes=others, norm=words["norm"])
+        grad = transforms.ifft(grad, distribution=source, axes=tuple(others), norm=words["norm"])
     weights = _weights(grad, source, halved, last, extent, others=0.5)
     return transforms.irfft(
         (grad * weights).to(grad.dtype),
-        distribution=[source, target],
-        axes=[last],
+        distribution=(source, target),
+        axes=(last,),
         norm=words["norm"],
-        options={"last_axis_parity": "odd" if extent % 2 else "even"},
+        options=FFTOptions(last_axis_parity="odd" if extent % 2 else "even"),
     )
 
 
+@collective_call
 def _perform_irfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The transform of a real array, in which each element that stands for two counts twice."""
+    """The adjoint of `irfft`: a transform of a real array in which most elements count twice."""
     (grad,), axes = xs, words["axes"]
     source, target = words["source"], words["target"]
     halved = _global_shape(target, shape)
     extent = 2 * (halved[axes[-1]] - 1) + (words["parity"] == "odd")
-    made = transforms.rfft(grad, distribution=[source, target], axes=axes, norm=words["norm"])
+    made = transforms.rfft(
+        grad, distribution=(source, target), axes=tuple(axes), norm=words["norm"]
+    )
     return made * _weights(made, target, halved, axes[-1], extent, others=2.0)
 
 
@@ -119,7 +138,9 @@ def _weights(
     *,
     others: float,
 ) -> Any:
-    """1 for elements of `x` that stand for themselves alone along a halved axis, and `others`."""
+    """1 for elements of `x` that are their own conjugates along a halved axis, `others` for the
+    rest, each of which stands for two elements of the whole spectrum.
+    """
     indices = _indices(distribution, halved, axis)
     alone = (indices == 0) | (2 * indices == extent)
     return torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
@@ -140,26 +161,26 @@ def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, sh
     return getattr(transforms, f"{kind}n")(
         xs[0],
         words["type"],
-        axes=words["axes"],
+        axes=tuple(words["axes"]),
         norm=words["norm"],
         orthogonalize=words["orthogonalize"],
-        distribution=[words["source"], words["target"]],
+        distribution=(words["source"], words["target"]),
     )
 
 
-def _adjoint_trigonometric(kind: str, words: Words, counts: Any) -> tuple[str, Words, Any]:
-    back = dict(words, source=words["target"], target=words["source"])
+def _adjoint_trigonometric(kind: str, words: Words) -> tuple[str, Words]:
     name = kind.removesuffix("_adjoint") if kind.endswith("_adjoint") else f"{kind}_adjoint"
-    return name, back, None
+    return name, _turned(words)
 
 
+@collective_call
 def _perform_trigonometric_adjoint(
     kind: str, xs: Tensors, words: Words, counts: Any, shape: Any
 ) -> Any:
-    """The transpose of a real matrix along each axis: the transform of the type of the inverse.
+    """The adjoint of a real transform along each axis: the transform of the inverse's type.
 
-    Where it is not made orthogonal, its first or last columns have half of the others' weight in
-    types 1 and 3, which is made up for before and behind.
+    Unless they are orthogonal, the matrices of types 1 and 3 weight their first or last columns by
+    half, so the operand or the result is scaled there.
     """
     (grad,), number = xs, words["type"]
     source, target = words["source"], words["target"]
@@ -186,7 +207,7 @@ def _ends(
     *,
     before: bool,
 ) -> Any:
-    """The weights of a transpose's operand, or `before` it those of its result, at their ends."""
+    """The factors at the ends of each axis: of the operand where `before`, else of the result."""
     made = torch.ones((1,) * len(shape), dtype=x.real.dtype, device=x.device)
     for axis in axes:
         indices, last = _indices(distribution, shape, axis).to(x.device), shape[axis] - 1
@@ -201,7 +222,9 @@ def _ends(
 
 
 def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
-    """The global shape of an array of which ranks have such parts. Collective."""
+    """The global shape of an array of which ranks have such parts. Collective if not bound."""
+    if distribution.binding is not None:
+        return distribution.binding.global_shape
     shape = tuple(int(n) for n in getattr(part, "shape", part))
 
     def check(specs: list[Any]) -> tuple[int, ...]:
@@ -227,15 +250,10 @@ def _complex(xs: Tensors, words: Words) -> Any:
 
 
 def _perform_reduce_scatter(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    if shape is not None:  # it knows how much this rank is to have, and the peers say it of them
-        counts = _of_all(shape[words["axis"]])
-    return collectives.reduce_scatter(xs[0], op=words["op"], axis=words["axis"], counts=counts)
-
-
-def _of_all(extent: Any) -> list[int]:
-    """The extents of all ranks, by rank. Collective."""
-    extents: list[int] = collectives.all_gather(np.array([int(extent)])).tolist()
-    return extents
+    op, axis = words["op"], words["axis"]
+    if counts is None and shape is not None:  # a gradient, of this rank's part
+        return reduce_scatter_by_own(xs[0], op=op, axis=axis, own=int(shape[axis]))
+    return collectives.reduce_scatter(xs[0], op=op, axis=axis, counts=counts)
 
 
 def _perform_all_to_all(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -246,15 +264,10 @@ def _perform_all_to_all(xs: Tensors, words: Words, counts: Any, shape: Any) -> A
 
 
 def _perform_all_to_all_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """What came goes back to where it came from."""
-    context, axis = require_context(), words["axis"]
-    if counts is None:
-        whole = int(shape[axis])
-        sent = [Spans.even(whole, context.size, rank).length for rank in range(context.size)]
-    else:
-        sent = list(counts[: context.size])
-    came = collectives.all_gather(np.array([sent]))[:, context.rank].tolist()
-    return collectives.all_to_all(xs[0], axis=axis, send_counts=came, receive_counts=sent)
+    """Each rank returns what it received to the rank that sent it."""
+    size, axis = require_context().size, words["axis"]
+    sent = slab_counts(int(shape[axis]), size) if counts is None else tuple(counts[:size])
+    return all_to_all_by_received(xs[0], axis=axis, received=sent)
 
 
 def _perform_reduce(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -269,29 +282,60 @@ def _scaled_copies(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
     return xs[0] / require_context().size if words["op"] == "mean" else xs[0].clone()
 
 
-def _same(name: str) -> Callable[[Words, Any], tuple[str, Words, Any]]:
-    """The adjoint of that name, with the same words and counts."""
-    return lambda words, counts: (name, words, counts)
+def _same(name: str) -> Callable[[Words], tuple[str, Words]]:
+    """The adjoint of that name, with the same words."""
+    return lambda words: (name, words)
 
 
 def _perform_matmul(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    a, b, *c = xs
-    return multiply(
-        a,
-        b,
-        *c,
+    return multiply(words, *xs)
+
+
+@collective_call
+def multiply(words: Words, *xs: Any) -> Any:
+    """The product of these factors, or with C. Collective. It is recognised by the words, where
+    `matmul` would have to read its qualifiers each time.
+    """
+    arguments = _arguments_of_product(words, len(xs))
+    operands = (*xs, *arguments.operands[len(xs) :])
+    return given_results(run(MATMUL, arguments._replace(operands=operands)))
+
+
+multiply.__name__ = "matmul"  # as peers and traces name it
+
+
+@lru_cache(maxsize=1024)
+def _arguments_of_product(words: Words, operands: int) -> Arguments:
+    """The arguments of a product, without its operands."""
+    flags = np.zeros(3, dtype=matrix_qualifiers_dtype)
+    flags["is_transpose"][:2], flags["is_conjugate"][:2] = words["transpose"], words["conjugate"]
+    return arguments_of(
+        None,
+        None,
         distributions=words["distributions"],
         alpha=words["alpha"],
-        beta=words["beta"] if c else None,
-        qualifiers=_qualifiers(words["transpose"], words["conjugate"]),
-        options=words["options"],
+        beta=words["beta"] if operands == 3 else None,
+        qualifiers=flags,
+        options=MatmulOptions(**words["options"]) if words["options"] else None,
     )
 
 
-def _qualifiers(transpose: Sequence[bool], conjugate: Sequence[bool]) -> Any:
-    made = np.zeros(3, dtype=matrix_qualifiers_dtype)
-    made["is_transpose"][:2], made["is_conjugate"][:2] = transpose, conjugate
-    return made
+@lru_cache(maxsize=1024)
+def _text_of_product(
+    distributions: tuple[Distribution, ...],
+    alpha: str,
+    transpose: tuple[bool, ...],
+    conjugate: tuple[bool, ...],
+) -> str:
+    """The words of a product, given the number that `alpha` says."""
+    return words_of(
+        distributions=distributions,
+        alpha=literal_eval(alpha),
+        beta=None,
+        transpose=transpose,
+        conjugate=conjugate,
+        options={},
+    )
 
 
 def _dtype_of_matmul(xs: Tensors, words: Words) -> Any:
@@ -304,8 +348,8 @@ def _dtype_of_matmul(xs: Tensors, words: Words) -> Any:
 def _matmul_gradients(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """D = alpha op(A) op(B) + beta C: gradients that are split as the operands, two of them
-    products again.
+    """The gradients of D = alpha op(A) op(B) + beta C, split as the operands are. Those of A and B
+    are products again.
     """
     a, b, *c, _ = xs
     of_a, of_b, of_d = words["distributions"]
@@ -316,40 +360,32 @@ def _matmul_gradients(
         scale = words["alpha"]
         if isinstance(scale, complex) and not conjugated:
             scale = scale.conjugate()
-        conjugate = [bool(flag) and x.is_complex() for flag in flags[1]]
-        text = words_of(
-            distributions=split,
-            alpha=scale,
-            beta=None,
-            transpose=flags[0],
-            conjugate=conjugate,
-            options={},
-        )
+        conjugate = tuple([bool(flag) and x.is_complex() for flag in flags[1]])
+        text = _text_of_product(split, repr(scale), tuple(flags[0]), conjugate)
         return call("matmul", [x, y], text, shape=list(like.shape))
 
     grads: list[Any] = [None] * (2 + len(c))
     if wanted[0] and ta:
         flags = [tb, True], [cb ^ (not ca), ca]
-        grads[0] = product(b, narrow, [of_b, of_d, of_a], flags, a, conjugated=ca)
+        grads[0] = product(b, narrow, (of_b, of_d, of_a), flags, a, conjugated=ca)
     elif wanted[0]:
         flags = [False, not tb], [ca, ca ^ (not cb)]
-        grads[0] = product(narrow, b, [of_d, of_b, of_a], flags, a, conjugated=ca)
+        grads[0] = product(narrow, b, (of_d, of_b, of_a), flags, a, conjugated=ca)
     if wanted[1] and tb:
         flags = [True, ta], [cb, ca ^ (not cb)]
-        grads[1] = product(narrow, a, [of_d, of_a, of_b], flags, b, conjugated=cb)
+        grads[1] = product(narrow, a, (of_d, of_a, of_b), flags, b, conjugated=cb)
     elif wanted[1]:
         flags = [not ta, False], [cb ^ (not ca), cb]
-        grads[1] = product(a, narrow, [of_a, of_d, of_b], flags, b, conjugated=cb)
+        grads[1] = product(a, narrow, (of_a, of_d, of_b), flags, b, conjugated=cb)
     if c and wanted[2]:
         beta = words["beta"]
         grads[2] = grad * (beta.conjugate() if isinstance(beta, complex) else beta)
     return grads
 
 
+@collective_call
 def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The sums of what all ranks have for the same rows of a matrix, of which this one has a part
-    of shape `counts`.
-    """
+    """For each row of this rank's part, of shape `counts`, the sum over all ranks that have it."""
     distribution = words["distribution"]
     whole = _global_shape(distribution, counts)
     own = _indices(distribution, whole, 0).reshape(-1).to(xs[0].device)
@@ -360,7 +396,7 @@ def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
 def _tangent_of_matmul(
     xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
 ) -> Any:
-    """The sum of products of which each has the tangent of one factor."""
+    """The sum over the factors of products in which one factor is replaced by its tangent."""
     a, b, *_, made = xs
     text = words_of(**dict(words, beta=None))
     pairs = (tangents[0], b), (a, tangents[1])
@@ -387,9 +423,9 @@ def _perform_all_reduce(xs: Tensors, words: Words, counts: Any, shape: Any) -> A
     return collectives.all_reduce(xs[0], op=words["op"])
 
 
-def _linear(name: str) -> Callable[[Words, Any], tuple[str, Words, Any] | None]:
+def _linear(name: str) -> Callable[[Words], tuple[str, Words] | None]:
     """The adjoint of a sum or a mean, with the same words; of other reductions there is none."""
-    return lambda words, counts: (name, words, None) if words["op"] in ("sum", "mean") else None
+    return lambda words: (name, words) if words["op"] in ("sum", "mean") else None
 
 
 def _gradients_of_all_reduce(
@@ -411,7 +447,7 @@ def _tangent_of_all_reduce(
 def _gradients_of_reduce_scatter(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
-    """The gradients of reduce_scatter, for which the parts of all ranks are gathered first."""
+    """The gradient of a min, max or product that is scattered: the parts are gathered first."""
     x, made = xs
     text = words_of(axis=words["axis"], op="sum")
     whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
@@ -429,8 +465,8 @@ def _tangent_of_reduce_scatter(
 
 
 def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
-    """The derivatives of a reduction by this rank's elements: ranks that have the min or max share
-    it, and in a product they are the others' product.
+    """The derivative of a reduction by this rank's elements. Ranks whose elements are the min or
+    max share it equally; that of a product is the product of the other ranks' elements.
     """
     if words["op"] in ("min", "max"):
         holds = (x == made).to(x.dtype)
@@ -446,7 +482,7 @@ def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
 def _transform(name: str, dtype: Any = None) -> Operator:
     made = {} if dtype is None else {"dtype": dtype}
     perform: Call = partial(_perform_fft, name)
-    if name.endswith("adjoint"):  # whose shape its caller says
+    if name.endswith("adjoint"):  # a caller passes the shape of its result
         perform = _perform_rfft_adjoint if name == "rfft_adjoint" else _perform_irfft_adjoint
     return Operator(
         perform, partial(shapes.of_transform, name), partial(_adjoint_fft, name), **made
@@ -482,11 +518,7 @@ TABLE = {
     "redistribute": Operator(
         _perform_redistribute,
         shapes.of_redistribution,
-        lambda words, counts: (
-            "redistribute",
-            {"source": words["target"], "target": words["source"]},
-            None,
-        ),
+        lambda words: ("redistribute", _turned(words)),
     ),
     "fft": _transform("fft"),
     "ifft": _transform("ifft"),

@@ -30,6 +30,7 @@ from shardmath.base.log import LOGGER, logged
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
+    Watch,
     function_of_dtensors,
     function_of_foreign,
     is_loaded,
@@ -97,6 +98,10 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
+waits: list[Callable[[], None]] = []
+"""Functions that each call waits for before it begins: `interchange` adds the one for JAX."""
+
+
 def settled(error: E) -> E:
     """`error`, after which the boards of this call remain usable."""
     if this_thread.call is not None:
@@ -138,7 +143,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # else `_is_part` would take this frame for that call's
             return unwatched(call)(*args, **kwargs)
-        again = _again()
+        again = _again_after_waits() if waits else _again()
         if again is not None:
             given: R | None = again(function, args, kwargs)
             if given is not None:
@@ -154,7 +159,8 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
                 or operand.requires_grad
                 or watches[0]()
                 or watches[1]()
-                or (narrows and watches[2]())
+                or watches[2]()
+                or (narrows and watches[3]())
             ):
                 other = _function_of(operand, function, call, name)
                 if other is not None:
@@ -189,7 +195,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
 # Types of arguments for which the function itself is always called; and torch.Tensor, with the
 # functions of `watches_of_torch`.
 _WITHOUT_FUNCTIONS: set[type] = set()
-_TENSORS: dict[type, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}
+_TENSORS: dict[type, tuple[Watch, Watch, Watch, Watch]] = {}
 _MOST = 1000
 
 
@@ -231,6 +237,13 @@ def _again() -> Callable[..., Any] | None:
     """The compiled function that repeats calls: see direct.c. None where it was not built."""
     built = extension("shardmath.call._direct")
     return None if built is None else partial(built.again, *current.places())
+
+
+def _again_after_waits() -> Callable[..., Any] | None:
+    """See `waits`."""
+    for wait in waits:
+        wait()
+    return _again()
 
 
 @marked

@@ -147,21 +147,28 @@ def wants_operator(tensor: Any, name: str) -> bool:
     """Whether a call with this tensor needs torch's operator: for a gradient or a tangent, or since
     torch transforms or records operations, or chooses the data type of products.
     """
-    torch = sys.modules["torch"]
-    transforms, _, narrows = watches_of_torch()
-    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
+    transforms, _, modes, narrows = watches_of_torch()
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         return True
-    if transforms() or torch._C._len_torch_dispatch_stack():
+    if has_tangent(tensor) or transforms() or modes():
         return True
     return name == "matmul" and bool(narrows())
 
 
-def watches_of_torch() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
-    """Functions that tell whether torch transforms what is called now, whether tensors may have
-    tangents, and whether autocast is on.
+Watch = Callable[[], Any]
+
+
+def watches_of_torch() -> tuple[Watch, Watch, Watch, Watch]:
+    """Functions that say whether a transform is active, whether tensors may have tangents, whether
+    a dispatch mode is active, and whether autocast is on.
     """
     core = sys.modules["torch"]._C
-    return core._functorch.peek_interpreter_stack, _asks_for_level(), core._is_any_autocast_enabled
+    return (
+        core._functorch.peek_interpreter_stack,
+        _asks_for_level(),
+        core._len_torch_dispatch_stack,
+        core._is_any_autocast_enabled,
+    )
 
 
 def may_have_tangents() -> bool:

@@ -35,6 +35,7 @@ from shardmath.program.cores import Cores
 from shardmath.program.notes import PLAIN, TAG_BYTES, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
+from shardmath.symmetric.rows import NAME_BYTES
 
 _KEPT = 128  # calls of an operation that are recognised
 _DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
@@ -100,19 +101,32 @@ def driver_of(context: Context, operation: Operation[Any]) -> Driver:
 
 
 class _Differentiated:
-    """An operation some of whose operands have derivatives: `which`, by a digit for each operand.
-
-    Its name says so, and ranks agree on names.
+    """An operation some of whose operands have derivatives: see `Context.with_derivatives`. Its
+    name says which, and ranks compare names when they agree on a call.
     """
 
     def __init__(self, operation: Operation[Any], which: str) -> None:
         self._operation = operation
-        pairs = zip(operation.names.operands, which, strict=False)
-        said = ", ".join(f"{name} {_DERIVATIVES[flag]}" for name, flag in pairs if flag != "0")
-        self.names = operation.names._replace(operation=f"{operation.names.operation} ({said})")
+        names = operation.names
+        self.names = names._replace(operation=with_derivatives(names.operation, names, which))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._operation, name)
+
+
+def with_derivatives(operation: str, names: Names, which: str) -> str:
+    """The name of an operation, and which operands have derivatives: see `Context`. Different
+    choices have different names, also where ranks compare only the beginning of a long one.
+    """
+    flags, _, before = which.partition(" ")
+    pairs = zip(names.operands, flags, strict=False)
+    said = ", ".join(f"{name} {_DERIVATIVES[flag]}" for name, flag in pairs if flag != "0")
+    operation += f" ({said})" if said else ""
+    operation += f" after copies (grad: {before})" if before else ""
+    if len(operation) > NAME_BYTES:
+        digest = blake2b(operation.encode(), digest_size=4).hexdigest()
+        operation = f"{operation[: NAME_BYTES - 12]}... {digest}"
+    return operation
 
 
 class Driver:

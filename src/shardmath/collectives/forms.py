@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from shardmath.collectives.operand import OutputSpec, Shape
 
 UNKNOWN = (1 << 64) - 1  # in a row of counts that kernels send: the rank does not know this one
+ANY_EXTENT = -1  # of a peer's operand: it follows from what the ranks receive
 _OUT = 3  # where a spec has `out`
 
 Spec = tuple[Any, ...]  # a rank's spec of a call: see `dispatch.Collective`
@@ -77,6 +78,22 @@ class Form:
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """The spec of a rank whose kernel has sent this row of counts; see exchange.cu."""
         return self.whole(common)
+
+
+class OwnCount(Form):
+    """A reduction that is scattered: how many indices a rank receives is its own."""
+
+    counted = True
+
+    def common(self, spec: Spec) -> Spec | None:
+        *shared, _ = spec
+        return super().common(tuple(shared))
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        return (*super().whole(common), *(words or (0,)))
+
+    def words(self, spec: Spec) -> Shape:
+        return spec[-1:]
 
 
 def _as_form_says(operand: Any, plan: Any) -> tuple[()]:
@@ -179,6 +196,21 @@ class Scattered(Gathered):
         *spec, _ = _with_room(self.whole(common, row[:size]), row)
         expected = tuple(row[size : 2 * size])
         return (*spec, None if UNKNOWN in expected else expected)
+
+
+class Received(Gathered):
+    """An all_to_all of which a rank knows what it receives of each, and not what it sends."""
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        kind, dtype, others, axis = common
+        return kind, dtype, _shape(others, axis, ANY_EXTENT), None, axis, tuple(words)
+
+    def words(self, spec: Spec) -> Shape:
+        received: Shape = spec[5]
+        return received
+
+    def alone(self, spec: Spec) -> OwnParts | None:
+        return None
 
 
 def _others(shape: Shape, axis: int) -> Shape:

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from shardmath.arrays import Array, dtypes
 from shardmath.arrays.spec import ArraySpec
-from shardmath.base.collective_call import differentiable
+from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, in_background, perform
-from shardmath.collectives.forms import Broadcast, Gathered, OnGPUs, Scattered
+from shardmath.collectives.forms import (
+    ANY_EXTENT,
+    Broadcast,
+    Gathered,
+    OnGPUs,
+    Received,
+    Scattered,
+)
 from shardmath.collectives.operand import (
     OutputSpec,
     Shape,
@@ -26,7 +33,7 @@ from shardmath.collectives.operand import (
     slab_counts,
 )
 from shardmath.context.agreement import require_equal
-from shardmath.context.context import DistributedContext
+from shardmath.context.context import DistributedContext, require_context
 from shardmath.errors import CollectiveMismatch
 from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
 from shardmath.redistribution import Sections
@@ -343,6 +350,39 @@ ALL_TO_ALL = Collective(
     _plan_all_to_all,
     _steps,
     OnGPUs(Scattered(), lambda operand, plan: _sections_on_gpus(operand, plan, whole=False)),
+)
+
+
+@collective_call
+def all_to_all_by_received(x: Any, *, axis: int, received: Shape) -> Any:
+    """As `all_to_all`, where each rank knows how much it receives of each other, and not what it
+    sends: the gradient of an all_to_all. What the peers receive travels in its agreement.
+    """
+    return perform(require_context(), ALL_TO_ALL_BY_RECEIVED, (axis, received), x, None)
+
+
+def _plan_by_received(specs: list[Any]) -> _Moved:
+    libraries, _, shapes, outs, _, received = zip(*specs, strict=True)
+    dtype, axis = _require_one_kind(specs)
+    sent = list(zip(*received, strict=True))
+    extents = [sum(row) for row in sent]
+    for rank, (shape, extent) in enumerate(zip(shapes, extents, strict=True)):
+        if shape[axis] not in (extent, ANY_EXTENT):
+            raise CollectiveMismatch(
+                f"rank {rank} has {shape[axis]} indices of axis {axis}, and the ranks receive "
+                f"{extent} of it"
+            )
+    whole = [(*s[:axis], n, *s[axis + 1 :]) for s, n in zip(shapes, extents, strict=True)]
+    transfer = Sections.divided(whole, axis, sent, dtypes.of(dtype).itemsize)
+    return _fitting(transfer, dtype, libraries, outs)
+
+
+ALL_TO_ALL_BY_RECEIVED = Collective(
+    "all_to_all by received counts",
+    lambda spec, size, axis, received: (as_axis(axis, spec.ndim), received),
+    _plan_by_received,
+    _steps,
+    OnGPUs(Received(), lambda operand, plan: _sections_on_gpus(operand, plan, whole=False)),
 )
 
 

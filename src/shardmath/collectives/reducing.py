@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from shardmath.arrays import Array
 from shardmath.arrays.spec import ArraySpec
-from shardmath.base.collective_call import differentiable
+from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, in_background, perform
-from shardmath.collectives.forms import Form, OnGPUs
+from shardmath.collectives.forms import Form, OnGPUs, OwnCount
 from shardmath.collectives.operand import (
+    OutputSpec,
     Shape,
     as_axis,
     as_counts,
@@ -26,7 +27,7 @@ from shardmath.collectives.operand import (
     slab_counts,
 )
 from shardmath.context.agreement import require_equal
-from shardmath.context.context import DistributedContext
+from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Layout, Spans
 from shardmath.local.reduction import Reduction
 from shardmath.program.steps import READ, REUSE, Combine, LocalArray, Program
@@ -215,10 +216,21 @@ def _plan_reduce_scatter(specs: list[Any]) -> _Combined:
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     axis = require_equal("axis", axes)
     counts = require_equal("counts", parts)
+    return _scattered(reduction, libraries, shapes, outs, axis, counts)
+
+
+def _scattered(
+    reduction: Reduction,
+    libraries: Sequence[str],
+    shapes: Sequence[Shape],
+    outs: Sequence[OutputSpec],
+    axis: int,
+    counts: Shape,
+) -> _Combined:
     columns: list[list[Spans] | None] = [None] * len(shapes[0])
     columns[axis] = [Spans.interval(*ends) for ends in pairwise(bounds(counts))]
-    needed = Layout.product(shapes[0], columns, size=len(specs))
-    results = [needed.local_shape(rank) for rank in range(len(specs))]
+    needed = Layout.product(shapes[0], columns, size=len(shapes))
+    results = [needed.local_shape(rank) for rank in range(len(shapes))]
     require_outputs_fit(outs, libraries, reduction.result, results)
     return _Combined(reduction, needed, not any(outs), axis, counts)
 
@@ -228,6 +240,11 @@ def _part_of(operand: DeviceOperand, plan: _Combined) -> Shape:
     return plan.needed.local_shape(operand.context.rank)
 
 
+def _scatter_on_gpus(operand: DeviceOperand, plan: _Combined) -> Any:
+    shape = _part_of(operand, plan)
+    return operand.reduce_scatter(plan.reduction, plan.axis, plan.counts, shape)
+
+
 REDUCE_SCATTER = Collective(
     "reduce_scatter",
     _arguments_of_reduce_scatter,
@@ -235,11 +252,42 @@ REDUCE_SCATTER = Collective(
     _steps,
     OnGPUs(
         Form(),
-        lambda operand, plan: operand.reduce_scatter(
-            plan.reduction, plan.axis, plan.counts, _part_of(operand, plan)
-        ),
+        _scatter_on_gpus,
         lambda operand, plan: (plan.reduction.result, _part_of(operand, plan)),
     ),
+)
+
+
+@collective_call
+def reduce_scatter_by_own(x: Any, *, op: str, axis: int, own: int) -> Any:
+    """As `reduce_scatter`, where each rank knows only how many indices it receives itself: `own`.
+
+    The gradient of an all_gather is one: what the peers have brought travels in its agreement.
+    """
+    return perform(require_context(), REDUCE_SCATTER_BY_OWN, (op, axis, own), x, None)
+
+
+def _arguments_by_own(
+    spec: ArraySpec, size: int, op: Any, axis: int, own: int
+) -> tuple[Hashable, ...]:
+    return Reduction.of(op, spec.dtype).op, as_axis(axis, spec.ndim), own
+
+
+def _plan_by_own(specs: list[Any]) -> _Combined:
+    libraries, dtypes, shapes, outs, ops, axes, counts = zip(*specs, strict=True)
+    reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
+    axis = require_equal("axis", axes)
+    if sum(counts) != shapes[0][axis]:
+        raise ValueError(f"the ranks receive {list(counts)} indices of {shapes[0][axis]}")
+    return _scattered(reduction, libraries, shapes, outs, axis, counts)
+
+
+REDUCE_SCATTER_BY_OWN = Collective(
+    "reduce_scatter by own counts",
+    _arguments_by_own,
+    _plan_by_own,
+    _steps,
+    OnGPUs(OwnCount(), _scatter_on_gpus),
 )
 
 

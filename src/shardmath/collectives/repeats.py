@@ -23,16 +23,19 @@ from shardmath.base.collective_call import Call, this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import this_process
 from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls, watches_of
+from shardmath.call.driver import with_derivatives
 from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch
+from shardmath.program.performing import Names
 from shardmath.symmetric.calls import packed
 
 _KEPT = 1024  # entries
 _UNIT = 16  # bytes: addresses are multiples of it
 _NAME = "shardmath.cuda._launch"
 _PUBLIC = "shardmath.collectives."  # modules of the public functions
+_X = Names("", ("x",), ())
 
 
 _Key = tuple[tuple[Any, ...], Any, Any, bool]  # a call, type and shape of x, whether out is new
@@ -155,7 +158,7 @@ class Repeats:
         `call` is the operation and its other arguments.
         """
         try:
-            key = call, x.dtype, x.shape, out is None
+            key = self._named(call), x.dtype, x.shape, out is None
             entry = self.calls.get(key)
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
@@ -171,11 +174,19 @@ class Repeats:
     ) -> Any:
         """As `make`, for a call with counts to and from all ranks, which may differ each time."""
         try:
-            key = call, x.dtype, x.shape[1:], out is None
+            key = self._named(call), x.dtype, x.shape[1:], out is None
             entry = self.calls.get(key)
         except (AttributeError, TypeError):
             return None
         return None if entry is None else self._made(key, entry, x, out, sent, expected)
+
+    def _named(self, call: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A call by the name that ranks compare, which says of which operands derivatives are."""
+        context = self._context()
+        if context is None or not context.derivatives:
+            return call
+        operation, *words = call
+        return with_derivatives(operation, _X, context.derivatives), *words
 
     def _made(self, key: _Key, entry: _Entry, x: Any, out: Any, *counts: Any) -> Any:
         """The result; None if nothing was done after all."""

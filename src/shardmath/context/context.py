@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call, settled
+from shardmath.base.lru_cache import LRUCache
 from shardmath.context import agreement
 from shardmath.context.runtime import Runtime
 from shardmath.errors import HeapExhausted, RankFailure
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
+
+_KEPT = 64  # choices of operands with derivatives
+_UNCHECKED = 8  # digits of them that are kept as they are
 
 _contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -84,7 +88,9 @@ class Context(OnHosts):
         self.again: dict[Any, Any] = {}  # repeated calls of public functions: see direct.c
         self.repeats: Any = None  # repeated collectives on GPUs, compiled: see collectives.repeats
         self.heaps: Any = None  # addresses of all ranks' heaps, for kernels: see collectives.heaps
-        self.derivatives = ""  # of the operands of the call under way: see `comparing_derivatives`
+        self.derivatives = ""  # what ranks compare of the call under way: see `with_derivatives`
+        self._unchecked = ""  # what they compare later: see `note_derivatives`
+        self._again_with: LRUCache[str, dict[Any, Any]] = LRUCache(_KEPT)  # `again`, by derivatives
         # A context that is dropped without `close` leaves, too: peers must not wait for its memory.
         drop = None if team is None else team.drop
         leaving = board, drop, self.heap.groups, self.number
@@ -96,19 +102,31 @@ class Context(OnHosts):
         self._outlived: list[Any] = []  # memory of ended parts, which peers may still read
         _contexts.add(self)
 
-    @contextmanager
-    def comparing_derivatives(self, which: str) -> Iterator[None]:
-        """Within, let calls compare across ranks which operands have derivatives.
+    def with_derivatives(self, which: str, call: Callable[..., T], *arguments: Any) -> T:
+        """`call(*arguments)`, in which the ranks compare which operands have derivatives.
 
         `which` has a digit for each operand: 1 where it requires grad, 2 where it has a tangent, 3
-        for both, else 0. It travels in the agreement of a call; repeated calls by compiled code,
-        which have no derivatives, are switched off meanwhile.
+        for both, else 0. It is a part of the operation's name, so comparing costs no exchange; what
+        `note_derivatives` has noted follows, after a blank.
         """
-        again, self.again, self.derivatives = self.again, {}, which
+        if self._unchecked:
+            which, self._unchecked = f"{which} {self._unchecked}", ""
+        if not which:
+            return call(*arguments)
+        again = self.again  # without derivatives: the same arguments would find those calls
         try:
-            yield
+            self.again, self.derivatives = self._again_with.made(which, dict), which
+            return call(*arguments)
         finally:
             self.again, self.derivatives = again, ""
+
+    def note_derivatives(self, which: str) -> None:
+        """Let the ranks compare `which` in the next call of `with_derivatives`. Local."""
+        if not self._unchecked and not which.strip("0"):
+            return
+        self._unchecked += which
+        if len(self._unchecked) > _UNCHECKED:
+            self._unchecked = blake2b(self._unchecked.encode(), digest_size=4).hexdigest()
 
     @property
     def transport(self) -> str:
@@ -606,6 +624,7 @@ class DistributedContext(Context):
         self.team = None
         self.caches.clear()
         self.again.clear()
+        self._again_with.clear()
         self.repeats = None
 
 

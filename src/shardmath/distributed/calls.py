@@ -75,6 +75,11 @@ def _of_parts(function: Function) -> Function:
                 f"{function.__name__} whose result is no array that every rank has, nor a slab: "
                 "call it with x.local, and make an array of the result with shardmath.array"
             )
+        if words.get("async_op"):
+            raise NotImplementedError(
+                f"{function.__name__} with async_op=True of an array that knows how it is split: "
+                "call it with x.local"
+            )
         end_explanation(lambda: f"{function.__name__} of {x.layout}")
         into = None if out is None else out.local
         local = function(x.local, out=into, context=x.context, **words)

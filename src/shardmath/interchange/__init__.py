@@ -1,1 +1,1 @@
-"""How are functions called with arrays of any other library, also while JAX compiles the call?"""
+"""Calls with arrays of libraries that speak DLPack, and calls in programs that JAX compiles."""

@@ -1,7 +1,7 @@
 """Calls with arrays of any library that speaks DLPack: results are arrays of that library, too.
 
-An array on the host is computed with as NumPy's, one on a GPU as torch's or CuPy's, on the same
-memory; so is the result given back. Nothing is copied where the library shares memory.
+An array on the host is viewed as an array of NumPy's, one on a GPU as one of torch's or CuPy's, and
+results are given back the same way. Nothing is copied where the library shares memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _HOST, _GPUS = (1,), (2, 13)  # what DLPack calls devices: the host; CUDA's, and
 
 
 def with_arrays_of(call: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
-    """What calls the public function `call` with arrays of class `kind`; None where the package has
-    a file for that library, and needs none.
+    """The function that calls `call` with arrays of class `kind`; None if the package knows the
+    library of that class.
     """
     if knows_type(kind):
         return None
@@ -62,7 +62,6 @@ def _called(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
     except (BufferError, TypeError, ValueError) as error:
         context = words.get("context") or require_context()
         raise_on_all_ranks(context, name, ValueError(f"{name}: {error}"))
-    jax_programs.wait()
     made = call(*operands, **named)
 
     def given(x: Any) -> Any:
@@ -86,7 +85,7 @@ def _is_of_jax(kind: type) -> bool:
 
 
 def borrowed(x: Any) -> Any:
-    """The array `x` as one that the package computes with, on the same memory.
+    """A view of the memory of `x` as an array of a library that the package knows.
 
     Raises ValueError for an array of several devices, or of none that the package knows.
     """
@@ -105,7 +104,7 @@ def borrowed(x: Any) -> Any:
 
 
 def _library_on_gpus() -> Any:
-    """Torch or CuPy, that which is loaded, or is there."""
+    """Torch or CuPy: the one that is loaded, else the one that is installed."""
     names = "torch", "cupy"
     name = next((name for name in names if name in sys.modules), None)
     name = name or next((name for name in names if find_spec(name)), None)
@@ -136,7 +135,7 @@ def returned(made: Any, like: Any) -> Any:
 
 
 def _from_dlpack(like: Any) -> Callable[[Any], Any]:
-    """The function by which the library of `like` takes arrays: its namespace has it."""
+    """`from_dlpack` of the library of `like`, from its namespace or its package."""
     if hasattr(like, "__array_namespace__"):
         found: Callable[[Any], Any] = like.__array_namespace__().from_dlpack
         return found

@@ -1,18 +1,19 @@
-"""Calls in programs that JAX compiles: `jax.jit` stages a callback, which makes the call.
+"""Calls in programs that JAX compiles: `jax.jit` stages an ordered callback, which makes the call.
 
-Callbacks are ordered, as collective calls have to be. `jax.pure_callback` promises no order: XLA
-may move such a callback, make it twice, or leave it out where its result is unused, on one rank and
-not on another, and calls that do not belong together would be paired. JAX keeps ordered callbacks
-in their order, within a program and from one program to the next.
+Collective calls must come in the same order on all ranks. `jax.pure_callback` promises no order:
+XLA may move such a callback, make it twice, or leave it out if its result is unused, on one rank
+and not on another, and then wrong calls would be paired. JAX keeps ordered callbacks in order,
+within a program and from one program to the next, and calls outside wait for programs before them.
 
-While JAX traces, no rank asks another, as ranks may not trace together: one of them may have traced
-such shapes before. The shape of the result follows from the distributions, or from parts that are
-even, as those of JAX are; whether they are the ranks compare when the call is made.
+Tracing is local, because a rank that has traced such shapes before does not trace again. The shape
+of a result follows from the distributions, or from the assumption that parts are even, as JAX's
+are. When the call is made, the ranks compare whether that is so.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.base import current
+from shardmath.base.collective_call import waits
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Spans
@@ -39,13 +41,23 @@ from shardmath.traced.words import read_words
 
 Shape = tuple[int, ...]
 
-_REFUSED = ("out", "async_op", "stream", "quantization_scales")  # of calls in compiled programs
-_staged: list[bool] = []  # whether JAX has such a callback
+_REFUSED = ("out", "async_op", "stream", "quantization_scales")  # arguments in compiled programs
 
 
-def wait() -> None:
-    """Wait for the callbacks of compiled programs that this process has started before."""
-    if _staged:
+class _Thread(threading.local):
+    """Whether a compiled program makes a call in this thread."""
+
+    calls = False
+
+
+_this_thread = _Thread()
+
+
+def _wait() -> None:
+    """Wait for the calls of compiled programs that this process has started, as the ranks' calls
+    have to come in one order. JAX returns from a program before it has run.
+    """
+    if not _this_thread.calls:
         import_module("jax").effects_barrier()
 
 
@@ -69,13 +81,14 @@ def traced(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
     shape, dtype, is_even = _result(name, given, context)
     made_by = _Callback(call, leaves, structure, places, (shape, dtype), is_even, context)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    _staged[:] = [True]
+    if _wait not in waits:
+        waits.append(_wait)
     callback = import_module("jax.experimental").io_callback
     return callback(made_by, result, *[leaves[n] for n in places], ordered=True)
 
 
 def _is_array(x: Any) -> bool:
-    """Whether it is an operand; `qualifiers` are an array of NumPy's with fields, and are none."""
+    """Whether it is an operand. `qualifiers`, an array of NumPy's with fields, is none."""
     has_fields = isinstance(x, np.ndarray) and x.dtype.names is not None
     return hasattr(type(x), "__dlpack__") and not has_fields
 
@@ -101,7 +114,7 @@ class _Callback:
         self._leaves = [None if n in places else leaf for n, leaf in enumerate(leaves)]
         self._shape, self._dtype = result
         self._is_even = is_even
-        # A program outlives the context in which it was traced: the default one of its runs counts.
+        # A program may outlive the context in which it was traced: it runs in the default one then.
         self._context = None if current.default() is context else context
         self._traced_for = context.rank, context.size
 
@@ -117,14 +130,18 @@ class _Callback:
         for place, view in zip(self._places, views, strict=True):
             leaves[place] = view
         args, words = self._structure.unflatten(leaves)
-        with nullcontext() if current.get() is context else context:
-            if self._is_even:
-                context.agree(
-                    f"{self._call.__name__} in a program of JAX",
-                    lambda: list(views[0].shape),
-                    partial(require_equal, "the shapes of parts, which have no counts"),
-                )
-            made = self._call(*args, **words)
+        _this_thread.calls = True
+        try:
+            with nullcontext() if current.get() is context else context:
+                if self._is_even:
+                    context.agree(
+                        f"{self._call.__name__} in a program of JAX",
+                        lambda: list(views[0].shape),
+                        partial(require_equal, "the shapes of parts, which have no counts"),
+                    )
+                made = self._call(*args, **words)
+        finally:
+            _this_thread.calls = False
         if (made.shape, made.dtype) != (self._shape, self._dtype):
             raise RuntimeError(
                 f"{self._call.__name__}: the result is {made.dtype} {made.shape}, and JAX was told "
@@ -142,7 +159,7 @@ def require_default() -> DistributedContext:
 def _result(
     name: str, given: Mapping[str, Any], context: DistributedContext
 ) -> tuple[Shape, Any, bool]:
-    """The shape and the type of this rank's result, and whether that takes parts of one shape."""
+    """The shape and the type of this rank's result, and whether they assume even parts."""
     rule = RULES.get(name)
     if rule is None:
         raise NotImplementedError(f"{name} is not there in programs that JAX compiles: call it "
@@ -163,7 +180,7 @@ def _result(
 def _even(
     name: str, extents: shapes.Shape, shape: shapes.Shape, context: DistributedContext
 ) -> list[int]:
-    """The extents of a result to which each rank brings a part of the same shape."""
+    """The extents of a result if all ranks' parts have the same shape."""
     axis = list(extents).index(None)
     part = shape[axis]
     if name == "all_to_all":

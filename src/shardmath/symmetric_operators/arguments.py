@@ -1,4 +1,4 @@
-"""What several operators read of their arguments, with errors that all ranks raise alike."""
+"""Arguments that several operators have; what is wrong with one, all ranks raise."""
 
 from __future__ import annotations
 

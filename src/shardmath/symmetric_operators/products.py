@@ -1,8 +1,7 @@
-"""Operators with a product: of rows that all ranks gather, of sums that they scatter.
+"""Operators that multiply rows gathered from all ranks, or scatter the sums of products.
 
-The scaled ones are of eight-bit floats, each rank's product by torch's own `_scaled_mm`, so that
-scales, types and roundings are its. What is wrong with a rank's factors is found before the ranks
-meet.
+The scaled ones take eight-bit floats. Each rank multiplies by torch's own `_scaled_mm`, so scales,
+types and roundings are the same. A rank's factors are checked before the ranks exchange data.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a compiler knows of a call before it is made: its words, and the shape of its result."""
+"""What a compiler has to know of a call in advance: its arguments, and the shape of its result."""

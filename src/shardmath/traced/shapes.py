@@ -36,7 +36,7 @@ def of_redistribution(xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """The shape of this rank's part of a matrix product: C's, where there is a C."""
+    """The shape of this rank's part of a matrix product: that of C, if there is one."""
     if len(xs) == 3:
         return list(xs[2].shape)
     (a, b), (of_a, of_b, target) = xs, words["distributions"]

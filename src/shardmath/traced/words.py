@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from shardmath import geometry
+from shardmath.base import current
 from shardmath.base.untraced import constant
 from shardmath.context.context import DistributedContext, open_contexts, require_context
 from shardmath.geometry import Distribution
 
-Words = Mapping[str, Any]
+Words = Mapping[str, Any]  # hashable where `read_words` has made them
 CURRENT = -1  # in place of a context's number: the context that is current at the call
 
 
@@ -34,7 +34,7 @@ def words_of(**given: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` as what `ast.literal_eval` reads. Raises TypeError as `words_of`."""
+    """`value` as data that `ast.literal_eval` reads. Raises TypeError as `words_of`."""
     if isinstance(value, Distribution):
         return {"distribution": value.encode()}
     if isinstance(value, IntEnum):
@@ -53,10 +53,17 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{value!r} is not what torch traces or differentiates: pass plain data")
 
 
+class _ReadWords(dict[str, Any]):
+    """The words of a text: one object, never changed, so that caches are keyed by it."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
 @lru_cache(maxsize=4096)
 def read_words(text: str) -> Words:
     """The words in a text of `words_of`."""
-    return MappingProxyType({name: _value(x) for name, x in ast.literal_eval(text).items()})
+    return _ReadWords({name: _value(x) for name, x in ast.literal_eval(text).items()})
 
 
 def _value(plain: Any) -> Any:
@@ -80,6 +87,9 @@ def number_of(context: DistributedContext | None) -> int:
 
 def context_of(number: int) -> DistributedContext:
     """The context of that number. Raises RuntimeError where it has been finalised."""
+    found = current.get()
+    if isinstance(found, DistributedContext) and number in (CURRENT, found.number):
+        return found
     if number == CURRENT:
         return require_context()
     found = next((one for one in open_contexts() if one.number == number), None)
