@@ -55,6 +55,7 @@ def test_what_was_not_built_is_said_once_where_nothing_was(monkeypatch, built):
     some = [*doctor.compiled.BUILT][:built]
     monkeypatch.setattr(doctor.compiled, "is_built", lambda name: name in some)
     monkeypatch.setattr(doctor.compiled, "is_wanted", lambda: True)
+    monkeypatch.setattr(doctor.compiled, "other_pythons", lambda name: [])
     parts = doctor._in_brief({name: doctor._built(name) for name in doctor.compiled.BUILT})
     lacking = [found["reason"] for found in parts.values() if "reason" in found]
     assert len(lacking) == {0: 1, 1: 7, 8: 0}[built]

@@ -11,6 +11,7 @@ import mmap
 import random
 import threading
 import types
+from functools import partial
 
 import pytest
 
@@ -201,13 +202,18 @@ def meetings(seed, hosts, monkeypatch):
     size = len(hosts)
     schedule = Schedule(seed, size, stays=0.9)
     boards = boards_of(schedule, size, 100.0, monkeypatch, hosts)
+    slots = Word([0] * size, schedule)
     found = [None] * size
 
     def be(rank):
         schedule.start(rank)
+        before, behind = (rank - 1) % size, (rank + 1) % size
         try:
-            for _ in range(3):
+            for number in range(1, 4):
                 boards[rank].barrier()
+                slots[behind] = number
+                arrived = partial(lambda number: slots[rank] == number, number)
+                boards[rank].wait(arrived, lambda: [before], "signal")
                 boards[rank].exchange("told", b"%d" % rank)
             boards[rank].leave()
             found[rank] = "out"
@@ -222,7 +228,7 @@ def meetings(seed, hosts, monkeypatch):
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1], [0, 0, 1, 1]], ids=str)
 def test_who_goes_on_or_leaves_has_come_before(hosts, monkeypatch):
-    """A rank sees that one it waits for has gone on, while a message of a third is on its way."""
+    """A rank sees that a peer has gone on before it sees that the peer, or a third, has come."""
     for seed in range(SEEDS):
         with monkeypatch.context() as patch:
             assert meetings(seed, hosts, patch) == ["out"] * len(hosts), seed

@@ -102,7 +102,7 @@ def wait_until(
         pause = LONGEST_REST
     while not arrived():
         waited = time.monotonic() - start
-        error = _error_of(late or missing, peer_error)
+        error = _error_of(arrived, late or missing, peer_error)
         if error is not None:
             raise error
         missing_ranks = missing()
@@ -126,7 +126,9 @@ def wait_until(
 
 
 def _error_of(
-    late: Callable[[], Sequence[int]], peer_error: Callable[[Sequence[int]], Exception | None]
+    arrived: Callable[[], bool],
+    late: Callable[[], Sequence[int]],
+    peer_error: Callable[[Sequence[int]], Exception | None],
 ) -> Exception | None:
     """`peer_error` of the ranks that are late, if none of them has arrived meanwhile.
 
@@ -138,7 +140,7 @@ def _error_of(
     if error is None:
         return None
     order()
-    return error if late() == ranks else None
+    return error if not arrived() and late() == ranks else None
 
 
 def _sleep(peer: int, arrived: Callable[[], bool], seconds: float) -> None:
