@@ -117,7 +117,7 @@ def test_memory_that_was_freed_is_noticed(contexts):
     assert contexts.run(free_and_call, ranks=2) == [[True, True]] * 2
 
 
-MOST = 5 if extension("shardmath.call._direct") is not None else 60
+MOST = 5 if extension("shardmath.call._direct") is not None else 80
 REPEATS = 32
 FIRST = {"all_reduce": "reduce_local", "all_gather": "copyto", "redistribute": "copyto"}
 

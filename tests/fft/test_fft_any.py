@@ -72,7 +72,7 @@ def check_case(context, case):
     assert untouched(whole, want.shape)
 
 
-@drawn(240)
+@drawn(160)
 @given(case=fft_cases.cases())
 def test_any_transform(contexts, case):
     contexts.run(run_case, case, ranks=case["size"])

@@ -139,7 +139,7 @@ def run_case(case, results, hosts=1, chunking=None, seed=0):
     return ranks
 
 
-@drawn(150)
+@drawn(100)
 @given(case=fft_cases.cases(), seed=st.integers(0, 99))
 @example(case=TWO_ARRAYS_OF_ONE_MEMORY, seed=0)
 def test_any_program(case, seed):
@@ -147,13 +147,13 @@ def test_any_program(case, seed):
         run_case(case, Results(reachable, False), seed=seed)
 
 
-@drawn(80)
+@drawn(60)
 @given(case=fft_cases.cases(), hosts=st.integers(2, 3), seed=st.integers(0, 99))
 def test_any_program_of_ranks_on_several_hosts(case, hosts, seed):
     run_case(case, Results(False, False), hosts, seed=seed)
 
 
-@drawn(100)
+@drawn(70)
 @given(
     case=fft_cases.cases(least=2),
     hosts=st.integers(2, 3),

@@ -46,7 +46,7 @@ def on_gpus(context, module, body, *args):
     return result
 
 
-@drawn(40, shrunk=False)
+@drawn(28, shrunk=False)
 @given(case=cases.cases())
 def test_any_product(ranks, case):
     if case.library == "numpy":

@@ -48,14 +48,14 @@ def on_gpus(context, body, *args):
     return found
 
 
-@drawn(40, shrunk=False)
+@drawn(28, shrunk=False)
 @given(case=fft_cases.cases())
 def test_any_transform(ranks, case):
     if case["library"] == "numpy":
         ranks.run(on_gpus, "check_case", case, ranks=case["size"])
 
 
-@drawn(40, shrunk=False)
+@drawn(28, shrunk=False)
 @given(case=test_trigonometric.cases())
 def test_any_cosines_and_sines(ranks, case):
     if case["library"] == "numpy":

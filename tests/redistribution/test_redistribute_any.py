@@ -76,7 +76,7 @@ def run_case(context, case):
     assert cases.untouched(view, around)
 
 
-@drawn(250)
+@drawn(180)
 @given(case=cases.cases())
 def test_any_distribution_to_any_other(contexts, case):
     contexts.run(run_case, case, ranks=case[0])

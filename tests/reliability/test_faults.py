@@ -25,7 +25,7 @@ from shardmath.handles.rendezvous import rendezvous
 
 NAMED = {name for name in vars(errors) if isinstance(getattr(errors, name), type)}
 AT_ONCE = 8  # jobs; while some wait for their deadlines, others have a core
-SHORT = 32  # seeds; `make torture` takes all of LONG
+SHORT = 24  # seeds; `make torture` takes all of LONG
 LONG = 1000
 RIGHT = "right"
 

@@ -20,7 +20,7 @@ from shardmath.symmetric.board import Board
 from shardmath.symmetric.rows import Rows
 
 RANKS = 3
-SAMPLE = 3  # places of each step that are to strike
+SAMPLE = 2  # places of each step that are to strike
 PARTS = 32  # of all of them
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = VARIABLES | {"SHARDMATH_COMPILED": "0"}
