@@ -14,7 +14,8 @@ from shardmath.local import compiled_sum
 from shardmath.tools import doctor
 
 
-def test_beside_a_module(tmp_path):
+def test_beside_a_module(tmp_path, monkeypatch):
+    monkeypatch.delenv("SHARDMATH_COMPILED", raising=False)
     module = str(tmp_path / "module.py")
     assert library_beside(module, "_made") is None
     built.built_from_c(compiled_sum, "sum.c", tmp_path)

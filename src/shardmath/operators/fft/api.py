@@ -63,7 +63,7 @@ def fft(
     the array was freed, or when an operand in place is too small for the result.
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
-    words = (distribution, axes, norm, None)
+    words = _words(distribution, axes, norm)
     made: Array = call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
     return made
 
@@ -86,7 +86,7 @@ def ifft(
     Not divided by the number of elements, unless `norm` says so. Arguments and errors as `fft`.
     Source: nvmath.distributed.fft.ifft.
     """
-    words = (distribution, axes, norm, None)
+    words = _words(distribution, axes, norm)
     made: Array = call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
     return made
 
@@ -111,7 +111,7 @@ def rfft(
     RuntimeError for a complex operand. A box of the operand does not fit the result: give a pair
     of boxes. Source: nvmath.distributed.fft.rfft.
     """
-    words = (distribution, axes, norm, None)
+    words = _words(distribution, axes, norm)
     made: Array = call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
     return made
 
@@ -134,7 +134,7 @@ def irfft(
     The last of `axes` has m hermitian elements, and 2 (m - 1) real ones in the result, or one more
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
-    words = (distribution, axes, norm, None)
+    words = _words(distribution, axes, norm)
     made: Array = call(OPERATIONS["irfft"], Arguments((operand,), (out,), words, options, stream))
     return made
 
@@ -168,7 +168,7 @@ class FFT(Planned, Generic[Array]):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        words = (distribution, axes, norm, None)
+        words = _words(distribution, axes, norm)
         super().__init__(FFT_OF_ANY_KIND, Arguments((operand,), (None,), words, options, stream))
 
     @property
@@ -274,3 +274,9 @@ class FFT(Planned, Generic[Array]):
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")
         return plan
+
+
+def _words(distribution: Any, axes: Any, norm: Any) -> tuple[Any, ...]:
+    """The words of a call in no direction. Lists become tuples, by which calls are recognised."""
+    held, chosen = (tuple(x) if type(x) is list else x for x in (distribution, axes))
+    return held, chosen, norm, None
