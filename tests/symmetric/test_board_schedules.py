@@ -37,14 +37,26 @@ class Schedule:
         self._turns = [threading.Semaphore(0) for _ in range(count)]
         self._local = threading.local()
 
-    def run(self, body, count: int) -> None:
-        """Run `body(number)` in so many threads, to their end."""
-        threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
+    def run(self, body, count: int) -> list:
+        """What `body(number)` returns in each of so many threads, or the exception it raises."""
+        found = [None] * count
+
+        def be(number: int) -> None:
+            self.start(number)
+            try:
+                found[number] = body(number)
+            except BaseException as error:
+                found[number] = error
+            finally:
+                self.end()
+
+        threads = [threading.Thread(target=be, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
         self.begin()
         for thread in threads:
             thread.join()
+        return found
 
     def start(self, number: int) -> None:
         """Make the calling thread that of this number, and let it wait for its turn."""
@@ -162,27 +174,19 @@ def outcomes(seed, size, operation, monkeypatch):
         LIMIT + schedule.random.uniform(-2e-3, 4e-3) if rank in late else 0.0
         for rank in range(size)
     ]
-    found = [None] * size
 
-    def be(rank):
-        schedule.start(rank)
+    def call(rank):
+        schedule.pause(starts[rank] + schedule.random.uniform(0, 2e-3))
         try:
-            schedule.pause(starts[rank] + schedule.random.uniform(0, 2e-3))
             if operation == "barrier":
                 boards[rank].barrier()
-                found[rank] = "out"
-            else:
-                told = boards[rank].exchange("told", b"%d" % rank)
-                found[rank] = "out" if told == [b"%d" % r for r in range(size)] else told
+                return "out"
+            told = boards[rank].exchange("told", b"%d" % rank)
+            return "out" if told == [b"%d" % r for r in range(size)] else told
         except (OpTimeout, RankFailure):
-            found[rank] = "raised"
-        except BaseException as error:
-            found[rank] = error
-        finally:
-            schedule.end()
+            return "raised"
 
-    schedule.run(be, size)
-    return found
+    return schedule.run(call, size)
 
 
 @pytest.mark.parametrize("operation", ["exchange", "barrier"])
@@ -203,27 +207,19 @@ def meetings(seed, hosts, monkeypatch):
     schedule = Schedule(seed, size, stays=0.9)
     boards = boards_of(schedule, size, 100.0, monkeypatch, hosts)
     slots = Word([0] * size, schedule)
-    found = [None] * size
 
-    def be(rank):
-        schedule.start(rank)
+    def call(rank):
         before, behind = (rank - 1) % size, (rank + 1) % size
-        try:
-            for number in range(1, 4):
-                boards[rank].barrier()
-                slots[behind] = number
-                arrived = partial(lambda number: slots[rank] == number, number)
-                boards[rank].wait(arrived, lambda: [before], "signal")
-                boards[rank].exchange("told", b"%d" % rank)
-            boards[rank].leave()
-            found[rank] = "out"
-        except BaseException as error:
-            found[rank] = error
-        finally:
-            schedule.end()
+        for number in range(1, 4):
+            boards[rank].barrier()
+            slots[behind] = number
+            arrived = partial(lambda number: slots[rank] == number, number)
+            boards[rank].wait(arrived, lambda: [before], "signal")
+            boards[rank].exchange("told", b"%d" % rank)
+        boards[rank].leave()
+        return "out"
 
-    schedule.run(be, size)
-    return found
+    return schedule.run(call, size)
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1], [0, 0, 1, 1]], ids=str)

@@ -125,7 +125,7 @@ Dimension = tuple[int, int, int]  # extent, stride in one array, stride in anoth
 
 
 def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
-    """The same pairs of elements in as few dimensions as possible, the fastest first."""
+    """These dimensions merged into as few as address the same pairs of elements, fastest first."""
     kept: list[Dimension] = []
     for extent, one, two in dimensions:
         if extent == 1:

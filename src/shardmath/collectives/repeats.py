@@ -149,7 +149,7 @@ class Repeats:
             context.again.clear()
 
     def _of_peers(self, words: Sequence[Sequence[int]]) -> bytes:
-        """Of all ranks' words, the packed words of the peers."""
+        """The words of all ranks but this one, packed, given those of all."""
         return b"".join(packed(each) for r, each in enumerate(words) if r != self._board.rank)
 
     def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:

@@ -243,7 +243,7 @@ def run_between(src: Spans, dst: Spans, start: int, length: int, count: int, ste
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """The same runs, in order, with those merged that lie at a constant distance."""
+    """These runs, in order, where neighbours at a constant distance are merged into one."""
     kept: list[Run] = []
     for run in runs:
         both = _join(kept[-1], run) if kept else None

@@ -305,7 +305,7 @@ class _Pipeline(Immutable):
 
 
 class _HostChain(_Pipeline):
-    """The same, where every element crosses once from a host to the next, and back as a result.
+    """Two shots between hosts: each element crosses once to the next host, and back as a result.
 
         host 0: combine ─partials─► host 1: combine ─partials─► host 2: combine
         host 1 ◄─results─ host 0 ◄─────────────results───────── host 2

@@ -116,5 +116,5 @@ def words_of_trigonometric(
 
 
 def _unbound(distribution: Distribution) -> Distribution:
-    """The same split, not bound to a shape: the result of a transform may have another."""
+    """This distribution, not bound to a global shape: a transform's result may have another."""
     return geometry.decode((*distribution.encode()[:-1], None))

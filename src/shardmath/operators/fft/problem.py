@@ -65,7 +65,7 @@ class Problem(Immutable):
 
     @property
     def widened(self) -> Problem:
-        """The same problem in types that the libraries of cores know."""
+        """This problem with its dtypes replaced by ones that the FFT libraries of cores support."""
         if self.kind in SERIES:
             return replace(self, dtype=self.result)
         if "complex32" not in (self.dtype, self.result):

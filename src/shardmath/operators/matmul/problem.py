@@ -76,7 +76,7 @@ class Problem(Immutable):
         return self.result if self.scaling is None else self.scaling.extras
 
     def widened(self) -> Problem:
-        """The same product of float32 operands, in place of scaled eight-bit elements."""
+        """This product with float32 operands instead of scaled eight-bit ones."""
         return self if self.scaling is None else replace(self, dtype="float32")
 
 
