@@ -42,23 +42,23 @@ class Schedule:
         found = [None] * count
 
         def be(number: int) -> None:
-            self.start(number)
+            self._start(number)
             try:
                 found[number] = body(number)
             except BaseException as error:
                 found[number] = error
             finally:
-                self.end()
+                self._end()
 
         threads = [threading.Thread(target=be, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
-        self.begin()
+        self._begin()
         for thread in threads:
             thread.join()
         return found
 
-    def start(self, number: int) -> None:
+    def _start(self, number: int) -> None:
         """Make the calling thread that of this number, and let it wait for its turn."""
         self._local.number = number
         self._turns[number].acquire()
@@ -74,12 +74,12 @@ class Schedule:
             self._turns[chosen].release()
             self._turns[own].acquire()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Let the others run from now on."""
         del self._wakes[self._local.number]
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Let some thread run."""
         if self._wakes:
             self._turns[self._chosen()].release()

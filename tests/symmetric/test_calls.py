@@ -62,10 +62,9 @@ def outcomes(seed, programs, monkeypatch):
     monkeypatch.setattr(waiting.os, "sched_yield", schedule.pause)
     monkeypatch.setattr(waiting, "_YIELDS", 1)
     monkeypatch.setattr(boards_module, "extension", lambda _: None, raising=False)
-    boards, found, furthest = boards_of(size, schedule), [None] * size, [0]
+    boards, furthest = boards_of(size, schedule), [0]
 
     def be(rank):
-        schedule.start(rank)
         board = boards[rank]
         try:
             schedule.pause(schedule.random.uniform(0, 2e-3))
@@ -80,16 +79,11 @@ def outcomes(seed, programs, monkeypatch):
                 if tag == TELL:
                     told = board.listed_words(2)
                     assert told == [(r, number) for r in range(size)], told
-            found[rank] = "out"
         except (CollectiveMismatch, OpTimeout, RankFailure) as error:
-            found[rank] = f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            found[rank] = repr(error)
-        finally:
-            schedule.end()
+            return f"{type(error).__name__}: {error}"
+        return "out"
 
-    schedule.run(be, size)
-    return found, furthest[0]
+    return schedule.run(be, size), furthest[0]
 
 
 def program(choice, count):
