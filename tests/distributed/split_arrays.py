@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,12 +13,13 @@ import shardmath
 from arrangements import distributions, part_of
 from shardmath.arrays import library_named, library_of
 from shardmath.arrays.dtypes import to_numpy
-from shardmath.distributed import DistributedArray, parts
+from shardmath.distributed import DistributedArray, dense, parts
 from shardmath.geometry import Box, Replicated, decode
 
 __all__ = [
     "agree",
     "array_of",
+    "as_on_gpus",
     "elements",
     "host",
     "lists_of",
@@ -76,6 +78,15 @@ def array_of(context, part, library):
     of_parts = library_named(library if is_there else ON_GPUS[library])
     importlib.import_module(of_parts.name)  # as whoever has an array of it has done
     return parts.on_device(part, of_parts, device)
+
+
+def as_on_gpus(context, module, body, *arguments):
+    """A body by names, in which matrices are decomposed as on GPUs: by the library of the parts,
+    where NumPy stands for CuPy.
+    """
+    own = patch.object(dense, "workable", lambda part: part)
+    with own, patch.object(dense, "is_on_cores", lambda _: False):
+        return getattr(importlib.import_module(module), body)(context, *arguments)
 
 
 def host(x):

@@ -8,9 +8,10 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, host, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, elements, host, lists_of, placed, shapes, splits
 
 import shardmath
 from draws import drawn
@@ -194,6 +195,28 @@ def moves(context):
 
 def test_what_moves_can_be_known_and_forbidden(contexts):
     contexts.run(moves, ranks=2)
+
+
+def without_axes(context):
+    """NumPy's and torch's arrays of no axes, and NumPy's numbers, beside parts of either."""
+    a = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for library in ("numpy", "torch"):
+        with context:
+            x = shardmath.from_global(array_of(context, a, library), Slab.X)
+        for two in (np.asarray(2, "f4"), np.float32(2), np.asarray(2), torch.tensor(2.0)):
+            agree(two + x if library == "torch" else x + two, a + 2, strict=False)
+            agree(np.where(x > 5, two, x), np.where(a > 5, 2, a), strict=False)
+            agree(np.maximum(x, two), np.maximum(a, 2), strict=False)
+            agree(np.clip(x, two, 2 * two), np.clip(a, 2, 4), strict=False)
+            agree(x < two, a < 2)
+            y = x.copy()
+            y += two
+            agree(y, a + 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_operands_without_axes(contexts, ranks):
+    contexts.run(without_axes, ranks=ranks)
 
 
 def mistakes(context):

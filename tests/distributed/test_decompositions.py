@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import lists_of, placed, splits
+from split_arrays import as_on_gpus, lists_of, placed, splits
 
 import shardmath
 from draws import drawn
@@ -109,6 +109,7 @@ def take_apart(context, cases):
 def test_factors_of_any_matrix(contexts, cases):
     size, calls = cases
     contexts.run(take_apart, calls, ranks=size)
+    contexts.run(as_on_gpus, __name__, "take_apart", calls, ranks=size)
 
 
 @st.composite
@@ -144,6 +145,7 @@ def eigenvalues(context, cases):
 def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
     size, calls = cases
     contexts.run(eigenvalues, calls, ranks=size)
+    contexts.run(as_on_gpus, __name__, "eigenvalues", calls, ranks=size)
 
 
 def hermitian_factors():
@@ -205,6 +207,7 @@ def least_squares(context, cases):
 def test_least_squares_of_any_equations(contexts, cases):
     size, calls = cases
     contexts.run(least_squares, calls, ranks=size)
+    contexts.run(as_on_gpus, __name__, "least_squares", calls, ranks=size)
 
 
 def nearly_of_low_rank(context, dtype):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, as_on_gpus, elements, lists_of, placed, shapes, splits
 
 import shardmath
 from draws import drawn
@@ -17,6 +17,7 @@ from shardmath.distribution import Slab
 linalg = np.linalg
 EXTENT = st.sampled_from([1, 2, 3, 5, 8])
 VECTORS = (None, 0, 1, 2, 3, 0.5, np.inf, -np.inf)
+LIBRARIES = st.sampled_from(("numpy", "torch"))
 MATRICES = (None, "fro", "nuc", 1, -1, 2, -2, np.inf, -np.inf)
 
 
@@ -34,13 +35,14 @@ def normed(draw, size):
         draw(st.booleans()),
         draw(st.sampled_from(VECTORS)),
         draw(st.sampled_from(MATRICES)),
+        draw(LIBRARIES),
     )
 
 
 def norms_of(context, cases):
-    for shape, dtype, split, axes, kept, of_vectors, of_matrices in cases:
+    for shape, dtype, split, axes, kept, of_vectors, of_matrices, library in cases:
         a = elements(shape, dtype)
-        x = placed(context, a, split)
+        x = placed(context, a, split, library)
         calls = [((), {}), ((of_vectors, axes[0], kept), {})]
         if len(shape) > 1:
             calls.append(((of_matrices, tuple(axes), kept), {}))
@@ -59,24 +61,24 @@ def norms_of(context, cases):
 def test_norms(contexts, cases):
     size, calls = cases
     contexts.run(norms_of, calls, ranks=size)
+    contexts.run(as_on_gpus, __name__, "norms_of", calls, ranks=size)
 
 
 @st.composite
 def stacks(draw, size):
     shape = (*draw(shapes(0, 1)), draw(EXTENT), draw(EXTENT))
     dtype = draw(st.sampled_from(("int16", "float32", "float64", "complex128")))
-    return shape, dtype, draw(splits(shape, size)), draw(st.integers(-4, 4))
+    return shape, dtype, draw(splits(shape, size)), draw(st.integers(-4, 4)), draw(LIBRARIES)
 
 
-def systems(context, x, a):
+def systems(context, x, a, library):
     """Factors and solutions of well-conditioned matrices, in stacks and alone."""
     names, one = distributed.linalg, np.eye(a.shape[-1], dtype=a.dtype)
     a = a / (1 + np.abs(a).sum(axis=(-2, -1), keepdims=True)).astype(a.dtype) + one
-    y = (
-        placed(context, a, [x.distribution.encode()] * context.size)
-        if not (x.distribution.per_rank)
-        else shardmath.from_global(a, Slab(0))
-    )
+    with context:
+        y = shardmath.from_global(array_of(context, a, library), Slab(0))
+    if not x.distribution.per_rank:
+        y = y.to(x.distribution)
     for name in ("inv", "det", "slogdet"):
         got, expected = getattr(names, name)(y), getattr(linalg, name)(a)
         pairs = zip(got, expected, strict=True) if name == "slogdet" else [(got, expected)]
@@ -94,9 +96,9 @@ def systems(context, x, a):
 
 def small_functions(context, cases):
     names = distributed.linalg
-    for shape, dtype, split, number in cases:
+    for shape, dtype, split, number, library in cases:
         a = elements(shape, dtype)
-        x = placed(context, a, split)
+        x = placed(context, a, split, library)
         agree(names.diagonal(x, offset=number), linalg.diagonal(a, offset=number), close=True)
         agree(linalg.trace(x, offset=number), linalg.trace(a, offset=number), close=True)
         agree(np.trace(x, number), np.trace(a, number), close=True)
@@ -110,7 +112,7 @@ def small_functions(context, cases):
         if shape[-1] == shape[-2] and a.dtype.kind in "fc":
             power = abs(number) % 4
             agree(linalg.matrix_power(x, power), linalg.matrix_power(a, power), close=True)
-            systems(context, x, a)
+            systems(context, x, a, library)
         q, r = linalg.qr(x)
         agree(q @ r, a, close=True, strict=False)
         u, s, vh = names.svd(x, full_matrices=False)
@@ -124,6 +126,7 @@ def small_functions(context, cases):
 def test_functions_of_matrices_and_stacks(contexts, cases):
     size, calls = cases
     contexts.run(small_functions, calls, ranks=size)
+    contexts.run(as_on_gpus, __name__, "small_functions", calls, ranks=size)
 
 
 def vectors(context):

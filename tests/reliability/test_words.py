@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mortal import Job
+from mortal import Job, limit_waits
 from shardmath import errors
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
@@ -29,7 +29,7 @@ from shardmath.linalg import DirectSolver
 from shardmath.linalg.advanced import Matmul
 from shardmath.symmetric import rows
 
-LIMIT = {"SHARDMATH_TIMEOUT": "0.5", "SHARDMATH_NOTICE": "100"}
+LIMIT = 0.5  # seconds that a peer which cannot come is given
 AFTER = "call recover() of the context"
 ONES = np.ones(3)
 
@@ -223,8 +223,11 @@ def error_of(call, ranks):
     return "returned", None, "", ""
 
 
-def outcomes(part, reader_calls, other_calls, **variables):
-    """The reader's error; who the two ranks are: their processes, and their numbers in the job."""
+def outcomes(part, reader_calls, other_calls, *, limited=False, **variables):
+    """The reader's error; who the two ranks are: their processes, and their numbers in the job.
+
+    `limited`: the reader's time is up before the other comes.
+    """
     size, members = (4, (1, 3)) if part else (2, (0, 1))
 
     def body(group):
@@ -237,9 +240,11 @@ def outcomes(part, reader_calls, other_calls, **variables):
         ranks = Ranks(context, handle)
         if group.rank not in members:
             return None
+        if limited:
+            limit_waits(context, LIMIT)
         return error_of(reader_calls if context.rank == 0 else other_calls, ranks)
 
-    with Job(size, body, {**LIMIT, **variables}) as job:
+    with Job(size, body, {"SHARDMATH_NOTICE": "100", **variables}) as job:
         found = job.outcome(members[0])
         host = socket.gethostname()
         processes = [f"pid {job.pids[rank]} on {host}" for rank in members]
@@ -250,7 +255,8 @@ def outcomes(part, reader_calls, other_calls, **variables):
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_names_all_that_have_part_in_it(name, part):
     reader, other, kind, words, advice = CASES[name]
-    found, processes, numbers = outcomes(part, reader, other)
+    limited = kind == "OpTimeout" or name == "earlier"
+    found, processes, numbers = outcomes(part, reader, other, limited=limited)
     assert found[0] == kind, found
     text = f"{found[2]}\n{found[3]}"
     wanted = [*words, *processes, *numbers, "rank 0", "rank 1", "test_words.py:", advice]
@@ -265,13 +271,14 @@ def test_an_error_names_all_that_have_part_in_it(name, part):
 @pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
 def test_a_wait_for_memory_on_another_host(part):
     def read(ranks):
+        ranks.context._runtime.transport._timeout = LIMIT
         other = ranks.context._runtime.mesh.pids[3 if part else 1]
         while Path(f"/proc/{other}/stat").read_text().rpartition(") ")[2][0] != "T":
             time.sleep(0.01)  # or else it may answer yet
         ranks.handle.get(np.zeros(4), 1)
 
     hosts = {"SHARDMATH_FAKE_HOSTS": "4" if part else "2", "SHARDMATH_TRANSPORT": "tcp"}
-    found, processes, numbers = outcomes(part, read, stop, **hosts)
+    found, processes, numbers = outcomes(part, read, stop, limited=True, **hosts)
     assert (found[0], tuple(found[1])) == ("OpTimeout", (1,)), found
     for each in [*processes, "a read of its memory", "test_words.py:", "raise SHARDMATH_TIMEOUT"]:
         assert each in found[2], found

@@ -1,11 +1,10 @@
 """QR, singular values, eigenvalues and least squares of matrices that are split over the ranks.
 
-QR is computed where the rows are (`factorisations.qr`). The triangle R is small, every rank gets
-it, and its singular values are those of the matrix, so the rest is LAPACK on every rank. For
-eigenvalues every rank gathers the matrix. Of a stack each rank has whole matrices, which NumPy
-decomposes.
+QR is computed where the rows are (`qr`). The triangle R is small, every rank gets it, and its
+singular values are those of the matrix, so every rank decomposes it alone (`dense`). For
+eigenvalues every rank gathers the matrix. Of a stack each rank decomposes whole matrices.
 
-    svd     A (m, n) Slab.X ── QR ──► Q Slab.X, R everywhere ── LAPACK ──► U = Q U', S, V^H
+    svd     A (m, n) Slab.X ── QR ──► Q Slab.X, R everywhere ── svd ──► U = Q U', S, V^H
     lstsq   A, b ── QR ──► R, Q^H b ── svd of R ──► x
 """
 
@@ -16,19 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmath.arrays import array_of, dtypes
-from shardmath.arrays.base import HostArray
+from shardmath.arrays import array_of, dtypes, library_of
 from shardmath.base.collective_call import collective_call
 from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
-from shardmath.distributed import parts
+from shardmath.distributed import dense, parts
 from shardmath.distributed.elementwise import all_distributed
-from shardmath.distributed.layouts import distribution_of, placed_part, selector, unbound
+from shardmath.distributed.layouts import distribution_of, unbound
 from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
-from shardmath.factorisations.cores import is_finite
+from shardmath.distributed.qr import QR, same_everywhere
+from shardmath.distributed.reductions import squares as squares_of
 from shardmath.factorisations.operands import (
     not_finite,
     require_equations,
@@ -36,11 +35,8 @@ from shardmath.factorisations.operands import (
     require_square,
     require_type,
 )
-from shardmath.factorisations.qr import QR, same_everywhere
 from shardmath.geometry import Layout, Slab
 from shardmath.local import lapack
-
-_NUMPY: Any = np.linalg  # whose type hints lack some arguments
 
 
 class QRResult(NamedTuple):
@@ -94,12 +90,12 @@ def qr(a: Any, mode: str = "economic") -> Any:
     as A is, or as Slab.X; R is on every rank.
 
     Raises on all ranks ValueError for elements that are not finite and for another mode,
-    LinAlgError for less than two axes, NotImplementedError for arrays on GPUs.
+    LinAlgError for less than two axes.
     """
     (a,) = described("qr", [a], words=(mode,), modes=_MODES)
     if a.ndim > 2:
         numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
-        made = of_stacks("qr", [a], lambda x: _positive_qr(x, numpy_mode))
+        made = of_stacks("qr", [a], lambda x: dense.qr(x, numpy_mode))
         return made[0] if len(made) == 1 else QRResult(*made)
     rows, factors = _factorised(a)
     chosen = _MODES[mode]
@@ -107,28 +103,12 @@ def qr(a: Any, mode: str = "economic") -> Any:
     (m, n), rank = a.shape, factors.rank
     r = _whole(a, factors, factors.r(), n)
     if complete and m > rank:
-        r = np.concatenate([r, np.zeros((m - rank, n), r.dtype)])
+        r = parts.module_of(r).concatenate([r, parts.full((m - rank, n), 0, r)])
     upper = replicated(a, r)
     if chosen == "r":
         return upper
     q = factors.q(complete=complete)
     return QRResult(_of_rows(a, q, rows, m if complete else rank), upper)
-
-
-def _positive_qr(x: HostArray, mode: str) -> tuple[HostArray, ...]:
-    """The factors of each matrix of a stack, with a diagonal of R that is not negative."""
-    made = _NUMPY.qr(x, mode=mode)
-    q, r = (None, made) if mode == "r" else made
-    diagonal = np.diagonal(r, axis1=-2, axis2=-1)
-    size = np.abs(diagonal)
-    phases = np.ones(diagonal.shape, r.dtype)
-    np.divide(diagonal, size, out=phases, where=size > 0)
-    count = phases.shape[-1]
-    r[..., :count, :] *= phases[..., :, None].conj()
-    if q is None:
-        return (r,)
-    q[..., :count] *= phases[..., None, :]
-    return q, r
 
 
 def _factorised(a: Any) -> tuple[Layout, QR]:
@@ -139,7 +119,7 @@ def _factorised(a: Any) -> tuple[Layout, QR]:
     held = sum(part[0].length for part in rows.parts)
     if any(axis for axis in rows.partitioned_axes) or held != a.shape[0]:
         rows = Layout.slab(a.shape, a.context.size, axis=0)
-    part = np.array(parts.on_host(part_in(a, rows)), order="C")
+    part = dense.copied(part_in(a, rows))
     return rows, QR(a.context, [along[0].length for along in rows.parts], part)
 
 
@@ -149,11 +129,11 @@ def orthonormal(a: Any) -> Any:
     return _of_rows(a, factors.q(), rows, factors.rank)
 
 
-def _of_rows(a: Any, host: HostArray, rows: Layout, columns: int) -> Any:
-    """The array of `columns` columns of which `host` has this rank's `rows`, split as `a` is."""
+def _of_rows(a: Any, local: Any, rows: Layout, columns: int) -> Any:
+    """The array of `columns` columns of which `local` has this rank's `rows`, split as `a` is."""
     column = rows.column(0)
     layout = Layout.product((rows.global_shape[0], columns), [column, None], size=a.context.size)
-    return _of_host(a, host, layout)
+    return _of_part(a, local, layout)
 
 
 # -- singular values -------------------------------------------------------------------------------
@@ -175,14 +155,14 @@ def svd(
     words = bool(full_matrices), bool(compute_uv), bool(hermitian)
     (a,) = described("svd", [a], words=words, fit=_require_square if hermitian else None)
     if hermitian or a.ndim > 2:
-        made = _by_whole_matrices("svd", a, lambda x: _svd(x, *words))
+        made = _by_whole_matrices("svd", a, lambda x: dense.svd(x, *words))
         return SVDResult(*made) if compute_uv else made[0]
     if a.shape[0] < a.shape[1]:
         made = svd(a.T.conj(), full_matrices, compute_uv)
         return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
     rows, factors = _factorised(a)
     r = _whole(a, factors, factors.r(), a.shape[1])
-    of_r = alike("svd", a, lambda: _svd(r, False, compute_uv))
+    of_r = alike("svd", a, lambda: dense.svd(r, False, compute_uv))
     if not compute_uv:
         return replicated(a, of_r[0])
     u, s, vh = of_r
@@ -200,17 +180,11 @@ def svdvals(a: Any) -> Any:
     return svd(a, compute_uv=False)
 
 
-def _svd(x: HostArray, full: bool, vectors: bool, hermitian: bool = False) -> tuple[HostArray, ...]:
-    """NumPy's decomposition, or the singular values alone."""
-    made = _NUMPY.svd(x, full_matrices=full, compute_uv=vectors, hermitian=hermitian)
-    return tuple(made) if vectors else (made,)
-
-
-def _whole(a: Any, factors: QR, share: HostArray, columns: int) -> HostArray:
+def _whole(a: Any, factors: QR, share: Any, columns: int) -> Any:
     """All rows of a matrix of `columns` columns, of which `share` has this rank's even share."""
     layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
-    upper = _everywhere(_of_host(a, share, layout))
-    return parts.on_host(upper.local)
+    upper = _everywhere(_of_part(a, share, layout))
+    return dense.workable(upper.local)
 
 
 # -- least squares ---------------------------------------------------------------------------------
@@ -235,23 +209,21 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     wide = m < n
     rows, factors = _factorised(a.T.conj() if wide else a)
     r = _whole(a, factors, factors.r(), min(m, n))
-    u, s, vh = alike("lstsq", a, lambda: _svd(r.conj().T if wide else r, False, True))
+    u, s, vh = alike("lstsq", a, lambda: dense.svd(r.conj().T if wide else r, False, True))
     kept = s > least * (s[0] if len(s) else 0)
-    inverse = np.divide(1, s, out=np.zeros_like(s), where=kept)
-    squares = np.zeros(0, s.dtype)
+    inverse = kept / (s + ~kept)
+    squares = s[:0]
     if wide:
-        right = parts.on_host(_everywhere(b).local)
+        right = dense.workable(_everywhere(b).local)
         unknowns = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
         x = _of_rows(a, factors.times(unknowns), rows, count)
     else:
         held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
-        right = np.array(parts.on_host(part_in(b, held)), order="C")
-        top, below = factors.adjoint_times(right)
+        top, below = factors.adjoint_times(dense.copied(part_in(b, held)))
         top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
         if kept.all() and m > n:
-            squares = (below.real**2 + below.imag**2).sum(axis=0)
-            squares = all_reduce(np.ascontiguousarray(squares), context=a.context)
+            squares = all_reduce(squares_of(below).sum(axis=0), context=a.context)
     x = x[:, 0] if vector else x
     return LstsqResult(x, replicated(a, squares), int(kept.sum()), replicated(a, s))
 
@@ -280,34 +252,21 @@ def eigvalsh(a: Any, UPLO: str = "L") -> Any:
 
 def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
     (a,) = described(name, [a], words=(triangle,), modes=("L", "U"), fit=_require_square)
-    wants_vectors = name == "eigh"
-
-    def compute(x: HostArray) -> tuple[HostArray, ...]:
-        if wants_vectors:
-            return tuple(_NUMPY.eigh(x, triangle))
-        return (_NUMPY.eigvalsh(x, triangle),)
-
-    return _by_whole_matrices(name, a, compute)
+    vectors = name == "eigh"
+    return _by_whole_matrices(name, a, lambda x: dense.eigh(x, triangle, vectors=vectors))
 
 
 def _by_whole_matrices(
-    name: str, a: Any, compute: Callable[[HostArray], tuple[HostArray, ...]]
+    name: str, a: Any, compute: Callable[[Any], tuple[Any, ...]]
 ) -> Sequence[Any]:
-    """What NumPy computes from a square matrix that every rank gathers: matrices are split as `a`
-    is, vectors are on every rank. Of stacks each rank computes its own.
+    """What every rank computes from a square matrix that it gathers: matrices are split as `a` is,
+    vectors are on every rank. Of stacks each rank computes its own.
     """
     if a.ndim > 2:
         return of_stacks(name, [a], compute)
-    host = parts.on_host(_everywhere(a).local)
-    made = alike(name, a, lambda: compute(host))
-    return [_cut(a, x) if x.ndim > 1 else replicated(a, x) for x in made]
-
-
-def _cut(a: Any, host: HostArray) -> Any:
-    """The array that every rank has whole in `host`, split as `a`, which has the same shape."""
-    along = [placed_part(spans) for spans in a.layout.spans(a.context.rank)]
-    part = np.ascontiguousarray(host[selector(along)])
-    return a.with_part(parts.converted(part, a.local))
+    whole = dense.workable(_everywhere(a).local)
+    made = [replicated(a, x) for x in alike(name, a, lambda: compute(whole))]
+    return [a.with_part(part_in(x, a.layout)) if x.ndim > 1 else x for x in made]
 
 
 # -- what all have in common -----------------------------------------------------------------------
@@ -342,16 +301,12 @@ def described(
         require_matrices("a", first.shape)
         if fit is not None:
             fit(*(x.shape for x in given))
-        lapack.require()
         for letter, x in zip("ab", arrays, strict=False):
-            spec = x.library.spec(x.local)
-            if spec.space != "cpu" or x.context.team is not None:
-                raise NotImplementedError(
-                    f"{name} on GPUs: move the parts to the host, and make arrays of them, "
-                    "shardmath.array(part, distribution), in a context of device 'cpu'"
-                )
-            require_type(name, letter, spec.dtype)
-            if not is_finite(parts.on_host(x.local)):
+            require_type(name, letter, x.element_type.name)
+            part = dense.workable(x.local)
+            if dense.is_on_cores(part):
+                lapack.require()
+            if not dense.is_finite(part):
                 raise not_finite(letter)
         return words, [x.element_type.name for x in given], [x.shape for x in given]
 
@@ -369,7 +324,7 @@ def _require_square(*shapes: tuple[int, ...]) -> None:
     require_square("a", shapes[0])
 
 
-def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tuple[HostArray, ...]:
+def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """What every rank computes from equal arrays; the same bits on all. Collective. Raises on all
     ranks what one of them raises.
     """
@@ -377,9 +332,9 @@ def alike(name: str, a: Any, compute: Callable[[], tuple[HostArray, ...]]) -> tu
 
 
 def of_square_stacks(
-    name: str, arrays: Sequence[Any], compute: Callable[..., tuple[HostArray, ...]]
+    name: str, arrays: Sequence[Any], compute: Callable[..., tuple[Any, ...]]
 ) -> list[Any]:
-    """The results of a NumPy function of stacks of square matrices. Collective.
+    """The results of a function of stacks of square matrices, of `dense`. Collective.
 
     Raises LinAlgError on all ranks where one of them does, or where the matrices are not square.
     """
@@ -389,9 +344,9 @@ def of_square_stacks(
 def of_stacks(
     name: str,
     arrays: Sequence[Any],
-    compute: Callable[..., tuple[HostArray, ...]],
+    compute: Callable[..., tuple[Any, ...]],
 ) -> list[Any]:
-    """The results of a NumPy function of stacks of matrices. Collective.
+    """The results of a function of stacks of matrices, of `dense`. Collective.
 
     The arrays have the same stack. Each rank gets whole matrices: as the first array is split, if
     that splits no matrix, else along the longest axis of the stack.
@@ -400,23 +355,23 @@ def of_stacks(
     count = first.ndim - 2
     stack = first.shape[:count]
     columns = stack_columns((first,), stack)
-    hosts = []
+    stacks = []
     for x in arrays:
         inner = [None] * (x.ndim - count)
         layout = Layout.product(x.shape, [*columns, *inner], size=size)
-        hosts.append(parts.on_host(part_in(x, layout)))
+        stacks.append(dense.workable(part_in(x, layout)))
     results = []
-    for made in together(first.context, name, lambda: compute(*hosts)):
+    for made in together(first.context, name, lambda: compute(*stacks)):
         shape = (*stack, *made.shape[count:])
         inner = [None] * (made.ndim - count)
-        results.append(_of_host(first, made, Layout.product(shape, [*columns, *inner], size=size)))
+        results.append(_of_part(first, made, Layout.product(shape, [*columns, *inner], size=size)))
     return results
 
 
-def _of_host(a: Any, host: HostArray, layout: Layout) -> Any:
-    """The array whose part is `host` on this rank; in slabs of rows where no distribution fits."""
-    host = np.ascontiguousarray(host) if host.ndim else host
-    local = array_of(parts.converted(host, a.local))
+def _of_part(a: Any, made: Any, layout: Layout) -> Any:
+    """The array whose part is `made` on this rank; in slabs of rows where no distribution fits."""
+    made = array_of(made)
+    local = parts.converted(library_of(made).contiguous(made), a.local)
     like = unbound(a.distribution) if a.ndim == layout.ndim else None
     distribution = distribution_of(layout, a.context.rank, like)
     if distribution is not None:
@@ -430,6 +385,6 @@ def _everywhere(x: Any) -> Any:
     return x.everywhere(part_in(x, Layout.replicated(x.shape, x.context.size)))
 
 
-def replicated(a: Any, host: HostArray) -> Any:
-    """The array that every rank has whole in `host`."""
-    return a.everywhere(parts.converted(np.asarray(host), a.local))
+def replicated(a: Any, whole: Any) -> Any:
+    """The array that every rank has in `whole`, an array or a number."""
+    return a.everywhere(parts.converted(array_of(whole), a.local))

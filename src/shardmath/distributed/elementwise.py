@@ -313,11 +313,10 @@ def local_part(x: Any, layout: Layout, first: Distributed) -> Any:
     """This rank's part of a number, or of an array that is the same on all ranks, beside its part
     of an array in `layout`.
     """
-    shape = tuple(getattr(x, "shape", ()))
-    if not shape:
+    if not hasattr(x, "shape"):
         return x
-    key = _own_part(layout, shape, first.context.rank)
     whole_array = parts.converted(x, first.local)
+    key = _own_part(layout, tuple(x.shape), first.context.rank)
     return whole_array if key is None else whole_array[key]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from shardmath.base.collective_call import collective_call
-from shardmath.distributed import decompositions, elementwise, parts, reductions
+from shardmath.distributed import decompositions, dense, elementwise, parts, reductions
 from shardmath.distributed.decompositions import native_type
 from shardmath.distributed.manipulation import (
     broadcast_to,
@@ -129,7 +129,7 @@ def cond(x: Any, p: Any = None) -> Any:
     require_matrices("x", x.shape)
     if p not in (None, 2, -2):
         if x.ndim > 2:
-            compute = lambda a: (np.linalg.cond(a, p),)  # noqa: E731
+            compute = lambda a: (dense.called("cond", a, p),)  # noqa: E731
             return decompositions.of_square_stacks("cond", [x], compute)[0]
         size = norm(x, p)
         try:
@@ -142,7 +142,7 @@ def cond(x: Any, p: Any = None) -> Any:
     top, bottom = (last, first) if p == -2 else (first, last)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = top / bottom
-    return elementwise.where(np.isnan(ratio), np.asarray(np.inf, native_type(ratio)), ratio)
+    return elementwise.where(np.isnan(ratio), np.inf, ratio)
 
 
 @collective_call

@@ -45,7 +45,8 @@ def module_of(x: Any) -> Any:
     return sys.modules[library_of(x).name]
 
 
-def _is_torchs(x: Any) -> bool:
+def is_torchs(x: Any) -> bool:
+    """Whether `x` is a tensor of torch, whose functions have other names and arguments."""
     return library_of(x).name == "torch"
 
 
@@ -142,7 +143,7 @@ def full(shape: Sequence[int], value: Any, like: Any, dtype: Any = None) -> Any:
 
 def copied(x: Any) -> Any:
     """A copy of `x`."""
-    return x.clone() if _is_torchs(x) else x.copy()
+    return x.clone() if is_torchs(x) else x.copy()
 
 
 def cast(x: Any, dtype: DType) -> Any:
@@ -165,14 +166,14 @@ def flipped(x: Any, axes: Sequence[int]) -> Any:
     """`x` with these axes reversed; torch has no negative strides."""
     if not axes:
         return x
-    if _is_torchs(x):
+    if is_torchs(x):
         return x.flip(tuple(axes))
     return x[tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))]
 
 
 def permuted(x: Any, axes: Sequence[int]) -> Any:
     """A view of `x` with its axes in another order."""
-    return x.permute(tuple(axes)) if _is_torchs(x) else x.transpose(tuple(axes))
+    return x.permute(tuple(axes)) if is_torchs(x) else x.transpose(tuple(axes))
 
 
 def chosen(condition: Any, x: Any, y: Any) -> Any:
@@ -182,7 +183,7 @@ def chosen(condition: Any, x: Any, y: Any) -> Any:
 
 def rounded(x: Any, decimals: int) -> Any:
     """`x` rounded to so many decimals, which torch does for floating types only."""
-    if _is_torchs(x) and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
+    if is_torchs(x) and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
         return x.clone()
     return module_of(x).round(x, decimals=decimals)
 
@@ -190,13 +191,13 @@ def rounded(x: Any, decimals: int) -> Any:
 def repeated(x: Any, times: int, axis: int) -> Any:
     """`x` with each index along an axis repeated."""
     module = module_of(x)
-    return (module.repeat_interleave if _is_torchs(x) else module.repeat)(x, times, axis=axis)
+    return (module.repeat_interleave if is_torchs(x) else module.repeat)(x, times, axis=axis)
 
 
 def taken(x: Any, numbers: HostArray, axis: int) -> Any:
     """The elements of `x` at indices along an axis."""
     there = converted(numbers, x)
-    return x.index_select(axis, there) if _is_torchs(x) else module_of(x).take(x, there, axis=axis)
+    return x.index_select(axis, there) if is_torchs(x) else module_of(x).take(x, there, axis=axis)
 
 
 def picked(x: Any, numbers: Sequence[HostArray], axis: int) -> Any:
@@ -208,21 +209,21 @@ def picked(x: Any, numbers: Sequence[HostArray], axis: int) -> Any:
 
 def order(x: Any, axis: int) -> Any:
     """The indices that sort `x` along an axis; equal elements keep their order."""
-    words: dict[str, Any] = {"stable": True} if _is_torchs(x) else {"kind": "stable"}
+    words: dict[str, Any] = {"stable": True} if is_torchs(x) else {"kind": "stable"}
     return module_of(x).argsort(x, axis=axis, **words)
 
 
 def taken_along(x: Any, numbers: Any, axis: int) -> Any:
     """The elements of `x` at indices along an axis, different ones for each line."""
     module = module_of(x)
-    function = module.take_along_dim if _is_torchs(x) else module.take_along_axis
+    function = module.take_along_dim if is_torchs(x) else module.take_along_axis
     return function(x, numbers, axis=axis)
 
 
 def crossed(x: Any, y: Any, axis: int) -> Any:
     """The cross products of vectors of three elements along an axis, which both have."""
     module = module_of(x)
-    if _is_torchs(x):
+    if is_torchs(x):
         return module.linalg.cross(x, y, dim=axis)
     made = module.empty(np.broadcast_shapes(x.shape, y.shape), x.dtype)  # C order, unlike np.cross
     a, b, c = (tuple(z[(slice(None),) * axis + (n, ...)] for n in range(3)) for z in (x, y, made))
@@ -246,7 +247,7 @@ def histogram(x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any)
     as numpy.histogram; torch has no such function for every device and type.
     """
     module = module_of(x)
-    if not _is_torchs(x):
+    if not is_torchs(x):
         bins = bins if np.ndim(bins) == 0 else converted(bins, x)
         counts, edges = module.histogram(x, bins, ends, weights=weights)
         return counts, edges

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.call.agreement import raising_on_all_ranks
+from shardmath.distributed import dense
 from shardmath.distributed.decompositions import of_square_stacks, replicated
 from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.layouts import unbound
@@ -30,7 +31,7 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     split as the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
     """
     if x.ndim > 2:
-        compute = lambda a: (np.linalg.cholesky(a, upper=upper),)  # noqa: E731
+        compute = lambda a: (dense.cholesky(a, upper=upper),)  # noqa: E731
         return of_square_stacks("cholesky", [x], compute)[0]
     return _like_last(api.cholesky, x, not upper)
 
@@ -47,21 +48,21 @@ def solve(x1: Any, x2: Any, /) -> Any:
     right = x2[:, None] if is_vector else x2
     stack = np.broadcast_shapes(x1.shape[:-2], right.shape[:-2])
     pair = [broadcast_to(x, (*stack, *x.shape[-2:])) for x in (x1, right)]
-    (made,) = of_square_stacks("solve", pair, lambda a, b: (np.linalg.solve(a, b),))
+    (made,) = of_square_stacks("solve", pair, lambda a, b: (dense.called("solve", a, b),))
     return made[..., 0] if is_vector else made
 
 
 def inv(x: Any, /) -> Any:
     """The inverse of a matrix, split as it is. Collective. Raises as `shardmath.linalg.inv`."""
     if x.ndim > 2:
-        return of_square_stacks("inv", [x], lambda a: (np.linalg.inv(a),))[0]
+        return of_square_stacks("inv", [x], lambda a: (dense.called("inv", a),))[0]
     return _like_last(api.inv, x)
 
 
 def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
     if x.ndim > 2:
-        return of_square_stacks("det", [x], lambda a: (np.linalg.det(a),))[0]
+        return of_square_stacks("det", [x], lambda a: (dense.called("det", a),))[0]
     require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"det of {a.layout}")
@@ -74,7 +75,9 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     `shardmath.linalg.slogdet`.
     """
     if x.ndim > 2:
-        return api.SignAndLogarithm(*of_square_stacks("slogdet", [x], np.linalg.slogdet))
+        return api.SignAndLogarithm(
+            *of_square_stacks("slogdet", [x], partial(dense.called, "slogdet"))
+        )
     require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: f"slogdet of {a.layout}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import test_arithmetic
 import test_creation
+import test_decompositions
 import test_functions_of_the_package
 import test_indexing
+import test_norms
 import test_numpys_functions
 import test_products_of_arrays
 import test_reductions
@@ -30,9 +32,18 @@ SPLIT_AT_RANDOM = [
     (test_numpys_functions.body, test_numpys_functions.calls, 40),
     (test_products_of_arrays.multiply, test_products_of_arrays.factors, 10),
     (test_products_of_arrays.transform, test_products_of_arrays.transforms, 6),
+    (test_decompositions.take_apart, test_decompositions.matrices, 4),
+    (test_decompositions.eigenvalues, test_decompositions.hermitian, 5),
+    (test_decompositions.least_squares, test_decompositions.equations, 5),
+    (test_norms.norms_of, test_norms.normed, 8),
+    (test_norms.small_functions, test_norms.stacks, 5),
 ]
 OF_TWO_RANKS = [
     test_arithmetic.moves,
+    test_arithmetic.without_axes,
+    test_decompositions.in_context,
+    test_decompositions.refused,
+    test_norms.vectors,
     test_reductions.distributions,
     test_indexing.follows,
     test_numpys_functions.follows,

@@ -10,7 +10,8 @@ each stage are then applied to the columns to the right of the panel.
              leaf ── R ┴ R ┘
 
 R may come from any rows, as long as Q uses the same: a panel takes rows of the rank that has the
-most left. So the rows may be split in any way, and no row changes its rank.
+most left. So the rows may be split in any way, and no row changes its rank. On GPUs, which need no
+cache for long columns, the rows of a rank are one leaf.
 
 Source: Demmel, Grigori, Hoemmen, Langou, "Communication-optimal parallel and sequential QR and LU
 factorizations", SIAM J. Sci. Comput. 34 (2012). Reflectors are those of LAPACK's geqrt, in the
@@ -19,19 +20,18 @@ compact form I - V T V^H of Schreiber and Van Loan (1989).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmath.arrays.base import HostArray
+from shardmath.arrays import library_of
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
 from shardmath.context.context import DistributedContext
+from shardmath.distributed import dense, parts
+from shardmath.distributed.dense import reflected
 from shardmath.geometry.integers import slices
-from shardmath.local import lapack
 from shardmath.machine import Machine
 
 _LEAF_BYTES = 2 << 20  # reflectors pass over a leaf many times, so it has to stay in a cache
@@ -69,37 +69,35 @@ class Stage(NamedTuple):
     """Reflectors I - V T V^H on some `rows` of this rank; `everywhere`: on rows of all ranks."""
 
     rows: tuple[slice, ...]
-    v: HostArray
-    t: HostArray
+    v: Any
+    t: Any
     everywhere: bool = False
 
 
 class QR:
     """The factors of a matrix. All functions that return arrays are collective.
 
-    `a` is this rank's rows, which are overwritten, and `rows` the number that each rank has.
-    `phases` are those of R's diagonal as the reflectors leave it: the R returned has a real
-    diagonal that is not negative, which makes the factors of a matrix of full rank unique.
+    `a` is this rank's rows, an array of `dense.workable`, which are overwritten, and `rows` the
+    number that each rank has. `phases` are those of R's diagonal as the reflectors leave it: the R
+    returned has a real diagonal that is not negative, which makes the factors of a matrix of full
+    rank unique.
     """
 
-    def __init__(self, context: DistributedContext, rows: Sequence[int], a: HostArray) -> None:
+    def __init__(self, context: DistributedContext, rows: Sequence[int], a: Any) -> None:
         self.context = context
         self.rows = tuple(rows)
         self.columns = a.shape[1]
-        width = Machine("cpu", context.hosts).rates.panel
-        self.panels = panels(self.rows, self.columns, width)
+        kind = "cpu" if dense.is_on_cores(a) else "cuda"
+        self.panels = panels(self.rows, self.columns, Machine(kind, context.hosts).rates.panel)
         self.rank = min(sum(rows), self.columns)
-        self.phases = np.ones(self.rank, a.dtype)
+        self.phases = parts.full((self.rank,), 1, a)
         self._a = a
         self._stages: list[list[Stage]] = []
         for panel in self.panels:
             stages, r = self._factorised(panel)
             self._stages.append(stages)
-            diagonal = np.diagonal(r)
-            size = np.abs(diagonal)
-            known = self.phases[panel.first : panel.first + panel.width]
-            np.divide(diagonal, size, out=known, where=size > 0)
             end = panel.first + panel.width
+            self.phases[panel.first : end] = dense.phases(r.diagonal())
             if panel.owner == context.rank:
                 start = panel.starts[context.rank]
                 a[start : start + panel.width, panel.first : end] = r
@@ -107,33 +105,30 @@ class QR:
                 for stage in stages:
                     self._apply(stage, a[:, end:], adjoint=True)
 
-    def r(self) -> HostArray:
+    def r(self) -> Any:
         """This rank's rows of R, which is split evenly, as a slab of axis 0."""
         a = self._a
         for panel, rows in self._own():
-            a[rows, : panel.first] = 0
             end = panel.first + panel.width
-            block = a[rows, panel.first : end]
-            block[...] = np.triu(block)
+            a[rows, : panel.first] = 0
             a[rows, panel.first :] *= self.phases[panel.first : end, None].conj()
-            diagonal = np.einsum("ii->i", block)
-            diagonal[...] = np.abs(diagonal)
+            a[rows, panel.first : end] = dense.upper_triangle(a[rows, panel.first : end])
         return self._top(a)
 
-    def q(self, *, complete: bool = False) -> HostArray:
+    def q(self, *, complete: bool = False) -> Any:
         """This rank's rows of Q: of as many columns as R has rows, or, `complete`, of all."""
         ends = [self.panels[-1].starts[rank] if self.panels else 0 for rank in self._ranks]
         if self.panels:
             ends[self.panels[-1].owner] += self.panels[-1].width
         rest = [count - end for count, end in zip(self.rows, ends, strict=True)]
         width = self.rank + sum(rest) * complete
-        c = np.zeros((len(self._a), width), self._a.dtype)
+        c = parts.full((len(self._a), width), 0, self._a)
         for panel, rows in self._own():
             end = panel.first + panel.width
-            np.fill_diagonal(c[rows, panel.first : end], self.phases[panel.first : end])
+            c[rows, panel.first : end] = parts.module_of(c).diag(self.phases[panel.first : end])
         if complete:
-            own, before = self.context.rank, sum(rest[: self.context.rank])
-            np.fill_diagonal(c[ends[own] :, self.rank + before :][:, : rest[own]], 1)
+            own, before = self.context.rank, self.rank + sum(rest[: self.context.rank])
+            c[ends[own] :, before : before + rest[own]] = dense.identity(rest[own], c)
         for number in reversed(range(len(self.panels))):
             first = self.panels[number].first  # the columns before are 0 in the rows of this panel
             is_last = number == len(self.panels) - 1 and not complete
@@ -141,9 +136,9 @@ class QR:
                 self._apply(stage, c[:, first:], adjoint=False, only_top=is_last)
         return c
 
-    def times(self, top: HostArray) -> HostArray:
+    def times(self, top: Any) -> Any:
         """This rank's rows of Q @ top, where every rank has `top`, of as many rows as R has."""
-        c = np.zeros((len(self._a), top.shape[1]), self._a.dtype)
+        c = parts.full((len(self._a), top.shape[1]), 0, self._a)
         for panel, rows in self._own():
             end = panel.first + panel.width
             c[rows] = self.phases[panel.first : end, None] * top[panel.first : end]
@@ -153,7 +148,7 @@ class QR:
                 self._apply(stage, c, adjoint=False, only_top=only_top)
         return c
 
-    def adjoint_times(self, c: HostArray) -> tuple[HostArray, HostArray]:
+    def adjoint_times(self, c: Any) -> tuple[Any, Any]:
         """Q^H @ c of this rank's rows of c, which are overwritten.
 
         Returns this rank's even share of its first rows, as many as R has, and this rank's rows
@@ -162,11 +157,10 @@ class QR:
         for stages in self._stages:
             for stage in stages:
                 self._apply(stage, c, adjoint=True)
-        below = np.ones(len(c), bool)
-        for panel, rows in self._own():
+        own = self._own()
+        for panel, rows in own:
             c[rows] *= self.phases[panel.first : panel.first + panel.width, None].conj()
-            below[rows] = False
-        return self._top(c), c[below]
+        return self._top(c), c[own[-1][1].stop if own else 0 :]
 
     # -- a panel -----------------------------------------------------------------------------------
 
@@ -183,7 +177,7 @@ class QR:
             if panel.owner == rank
         ]
 
-    def _factorised(self, panel: Panel) -> tuple[list[Stage], HostArray]:
+    def _factorised(self, panel: Panel) -> tuple[list[Stage], Any]:
         """The stages that make a panel a triangle, in order, and the triangle."""
         start, width = panel.starts[self.context.rank], panel.width
         columns = self._a[start:, panel.first : panel.first + width]
@@ -195,37 +189,37 @@ class QR:
             min(count - begin, width) for count, begin in zip(self.rows, panel.starts, strict=True)
         ]
         ends = list(accumulate(heights, initial=0))
-        gathered = all_gather(np.ascontiguousarray(r), context=self.context)
+        gathered = all_gather(library_of(r).contiguous(r), context=self.context)
         order = sorted(
             self._ranks, key=lambda rank: rank != panel.owner
         )  # R is left in the first one's rows
-        stacked = np.concatenate([gathered[ends[rank] : ends[rank + 1]] for rank in order])
+        stacked = _stacked([gathered[ends[rank] : ends[rank + 1]] for rank in order])
         v, t, r = same_everywhere(self.context, reflected(stacked))
         own = order.index(self.context.rank)
         before = sum(heights[rank] for rank in order[:own])
         height = heights[self.context.rank]
-        part = np.asfortranarray(v[before : before + height])
+        part = dense.rows_of_reflectors(v, slice(before, before + height))
         return [*stages, Stage((slice(start, start + height),), part, t, everywhere=True)], r
 
-    def _apply(self, stage: Stage, c: HostArray, *, adjoint: bool, only_top: bool = False) -> None:
+    def _apply(self, stage: Stage, c: Any, *, adjoint: bool, only_top: bool = False) -> None:
         """Multiply rows of c by a stage's reflectors, or by their adjoint, in place.
 
         `only_top`: c is 0 below its first rows, as many as there are reflectors.
         """
         rows, v, t, everywhere = stage
-        x = c[rows[0]] if len(rows) == 1 else np.concatenate([c[part] for part in rows])
+        x = c[rows[0]] if len(rows) == 1 else _stacked([c[part] for part in rows])
         known = v.shape[1] if only_top and not everywhere else len(v)
         w = v[:known].conj().T @ x[:known]
         if everywhere:
             w = all_reduce(w, context=self.context)
         w = (t.conj().T if adjoint else t) @ w
-        lapack.subtract_product(x.T, w.T, "N", v, "T")()
+        dense.subtract_product(x, v, w)
         if len(rows) > 1:
             ends = accumulate(part.stop - part.start for part in rows)
             for part, end in zip(rows, ends, strict=True):
                 c[part] = x[end - (part.stop - part.start) : end]
 
-    def _top(self, c: HostArray) -> HostArray:
+    def _top(self, c: Any) -> Any:
         """This rank's even share of the rows of c that R's rows are, in the order of R."""
         size = self.context.size
         ends = [*accumulate(_even(self.rank, size), initial=0)]
@@ -236,26 +230,22 @@ class QR:
         ]  # fmt: skip
         sent = c[: len(held[self.context.rank])]  # rows are given from the first on
         if size == 1:
-            return sent.copy()
+            return parts.copied(sent)
         cut = np.searchsorted(held[self.context.rank], ends)
         counts = np.diff(cut).tolist()
         received = all_to_all(sent, send_counts=counts, context=self.context)
         low, high = ends[self.context.rank], ends[self.context.rank + 1]
         places = [n - low for rank in self._ranks for n in held[rank] if low <= n < high]
-        share: HostArray = np.empty_like(received)
-        share[places] = received
-        return share
+        return parts.taken(received, np.argsort(places), 0)
 
 
-def same_everywhere(
-    context: DistributedContext, results: tuple[HostArray, ...]
-) -> tuple[HostArray, ...]:
-    """The results that every rank has computed from the same elements. On several hosts, whose
-    processors may differ in the last bit, those of rank 0. Collective.
+def same_everywhere(context: DistributedContext, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results that every rank has computed from the same elements. On GPUs, and on several
+    hosts, whose processors may differ in the last bit, those of rank 0. Collective.
     """
-    if len({*context.hosts}) == 1:
+    if len({*context.hosts}) == 1 and all(map(dense.is_on_cores, results)):
         return results
-    return tuple(broadcast(np.ascontiguousarray(x), context=context) for x in results)
+    return tuple(broadcast(library_of(x).contiguous(x), context=context) for x in results)
 
 
 def _even(extent: int, size: int) -> list[int]:
@@ -263,13 +253,15 @@ def _even(extent: int, size: int) -> list[int]:
     return [extent // size + (rank < extent % size) for rank in range(size)]
 
 
-def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
+def tree(a: Any, start: int) -> tuple[list[Stage], Any]:
     """The stages that make a rank's columns a triangle, and the triangle. Pure.
 
     The rows of `a` are those from `start` on; the triangle is left in the first of them.
     """
     rows, width = a.shape
-    leaf = max(2 * width, _LEAF_BYTES // (a.itemsize * max(width, 1)))
+    leaf = rows or 1
+    if dense.is_on_cores(a):
+        leaf = max(2 * width, _LEAF_BYTES // (a.itemsize * max(width, 1)))
     places = [slice(part.start + start, part.stop + start) for part in slices(rows, leaf)]
     heights = [min(place.stop - place.start, width) for place in places]
     stages, triangles = [], []
@@ -282,7 +274,7 @@ def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
     while len(tops) > 1:
         above, joined = [], []
         for group in slices(len(tops), fan):
-            v, t, r = reflected(np.concatenate(triangles[group]))
+            v, t, r = reflected(_stacked(triangles[group]))
             stages.append(Stage(tuple(tops[group]), v, t))
             above.append(slice(tops[group][0].start, tops[group][0].start + len(r)))
             joined.append(r)
@@ -290,22 +282,6 @@ def tree(a: HostArray, start: int) -> tuple[list[Stage], HostArray]:
     return stages, triangles[0] if triangles else a[:0]
 
 
-def reflected(a: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-    """V, T and R of a matrix: (I - V T V^H)^H a = [R; 0]. V has min(a.shape) columns, and is in
-    column-major order.
-    """
-    count = min(a.shape)
-    if not count:
-        return np.zeros((len(a), 0), a.dtype), np.zeros((0, 0), a.dtype), a[:0]
-    factors, t, _ = _geqrt(a.dtype.name)(count, a)
-    r, v = np.triu(factors[:count]), factors[:, :count]
-    v[:count] = np.tril(v[:count], -1)
-    np.einsum("ii->i", v[:count])[...] = 1
-    return v, np.triu(t), r
-
-
-@lru_cache(maxsize=8)
-def _geqrt(dtype: str) -> Any:
-    """LAPACK's geqrt of a type: (columns of a block, A) -> (V and R in one, T, 0)."""
-    wrapped: Any = importlib.import_module("scipy.linalg.lapack")
-    return wrapped.get_lapack_funcs("geqrt", dtype=dtype)
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Rows below rows."""
+    return parts.module_of(rows[0]).concatenate(rows)

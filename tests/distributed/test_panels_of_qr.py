@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardmath.factorisations.qr import panels, reflected, tree
+from shardmath.distributed.dense import reflected
+from shardmath.distributed.qr import panels, tree
 
 ROWS = [
     [0], [1], [200], [7, 0, 5], [50, 50, 50, 50], [1, 1, 1, 1], [0, 0], [300, 299],
