@@ -308,11 +308,12 @@ def described(
                 lapack.require()
             if not dense.is_finite(part):
                 raise not_finite(letter)
-        return words, [x.element_type.name for x in given], [x.shape for x in given]
+        types, shapes = [x.element_type.name for x in given], [x.shape for x in given]
+        return words, types, shapes, [x.library.spec(x.local).space for x in given]
 
     def check(specs: list[Any]) -> None:
         for what, values in zip(
-            ("arguments", "dtype", "shape"), zip(*specs, strict=True), strict=True
+            ("arguments", "dtype", "shape", "memory"), zip(*specs, strict=True), strict=True
         ):
             require_equal(f"the {what} of {name}", values)
 
