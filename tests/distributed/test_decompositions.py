@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import as_on_gpus, lists_of, placed, splits
+from split_arrays import array_of, as_on_gpus, lists_of, placed, splits
 
 import shardmath
 from draws import drawn
-from shardmath.distributed import decompositions
+from shardmath.distributed import decompositions, spectral
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
 
@@ -138,6 +139,53 @@ def eigenvalues(context, cases):
             require_product(a, u.numpy() * s.numpy(), vh.numpy())
             values = np.linalg.svd(x, compute_uv=False, hermitian=True).numpy()
             np.testing.assert_allclose(values, np.sort(abs(expected))[::-1], atol=size)
+
+
+def spectra(order, dtype):
+    """Hermitian matrices by name: eigenvalues that are far apart, together, equal, or nearly so."""
+    general = matrix((order, order), dtype, "random")
+    q = np.linalg.qr(general)[0]
+    star = np.zeros((order, order))
+    star[0, 1:] = 1
+    values = {
+        "graded": np.logspace(0, -14, order),
+        "in clusters": np.resize([1, 1, -1, 2], order),
+        "one apart": np.r_[1e6, np.zeros(order - 1)],
+    }
+    made = {name: (q * numbers) @ q.conj().T for name, numbers in values.items()}
+    made |= {"random": general + general.conj().T, "star": star + star.T}
+    made["equal"] = np.eye(order) * 3
+    return {name: ((x + x.conj().T) / 2).astype(dtype) for name, x in made.items()}
+
+
+def divided(context, order, dtype, library):
+    """How far divided eigenvalues and eigenvectors are off, in units of the usual bound."""
+    found = {}
+    shares = patch.multiple(spectral, ALONE=order // 2, LEAF=order // 2)
+    for name, a in spectra(order, dtype).items():
+        with context, shares:
+            x = shardmath.from_global(array_of(context, np.tril(a), library), Slab.Y)
+            values, vectors = shardmath.linalg.eigh(x)
+            alone = shardmath.linalg.eigvalsh(x).numpy() if name == "random" else values.numpy()
+            w, v = values.numpy(), vectors.numpy()
+            assert vectors.distribution == Slab.Y and w.dtype == alone.dtype == a.real.dtype
+        unit = order * np.finfo(dtype).eps
+        size = unit * np.linalg.norm(a)
+        found[name] = max(
+            np.linalg.norm((v * w) @ v.conj().T - a) / size,
+            np.linalg.norm(v.conj().T @ v - np.eye(order)) / unit,
+            np.abs(w - np.linalg.eigvalsh(a)).max() / size,
+            np.abs(w - alone).max() / size,
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "library"), [(2, "float64", "numpy"), (3, "complex64", "torch")]
+)
+def test_eigenvalues_that_are_divided(contexts, ranks, dtype, library):
+    for found in contexts.run(divided, 21, dtype, library, ranks=ranks):
+        assert {name: off for name, off in found.items() if not off < BOUND} == {}
 
 
 @drawn(3)

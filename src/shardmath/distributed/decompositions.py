@@ -20,7 +20,7 @@ from shardmath.base.collective_call import collective_call
 from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
-from shardmath.distributed import dense, parts
+from shardmath.distributed import dense, parts, spectral
 from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.layouts import distribution_of, unbound
 from shardmath.distributed.manipulation import of_one_type
@@ -235,10 +235,10 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
 def eigh(a: Any, UPLO: str = "L") -> EighResult:
     """The eigenvalues of a Hermitian matrix, ascending, and its eigenvectors. Collective.
 
-    Only the triangle `UPLO`, "L" or "U", is read. Every rank gathers the matrix, so its order must
-    be moderate, and decomposes it by LAPACK's heevd. Eigenvalues are on every rank, eigenvectors
-    are split as A is. Raises as `qr`, and LinAlgError where A is not square, or it does not
-    converge.
+    Only the triangle `UPLO`, "L" or "U", is read. Every rank gathers the matrix and decomposes it
+    by LAPACK's heevd; the ranks share the work if the order is above 16,384, and from 16 ranks on
+    if it is above 2,048 (`spectral`). Eigenvalues are on every rank, eigenvectors are split as A
+    is. Raises as `qr`, and LinAlgError where A is not square, or it does not converge.
     """
     values, vectors = _eigen("eigh", a, UPLO)
     return EighResult(values, vectors)
@@ -253,6 +253,8 @@ def eigvalsh(a: Any, UPLO: str = "L") -> Any:
 def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
     (a,) = described(name, [a], words=(triangle,), modes=("L", "U"), fit=_require_square)
     vectors = name == "eigh"
+    if a.ndim == 2 and spectral.shares(a):
+        return spectral.eigh(a, triangle, vectors=vectors)
     return _by_whole_matrices(name, a, lambda x: dense.eigh(x, triangle, vectors=vectors))
 
 

@@ -1,0 +1,264 @@
+"""Eigenvalues and eigenvectors of a Hermitian matrix by work that the ranks share.
+
+The eigenvalues are divided at a shift s: the sign function of A - s I has the eigenvectors of A,
+those above s with the eigenvalue 1 and those below with -1. From it follow bases of both spaces,
+and A becomes two blocks, which are divided again until every rank can decompose a block alone.
+
+    A ── sign(A - s I) ──► projector ── QR ──► V = [V1 V2]      V^H A V = | A1  0 |
+                                                                          | 0  A2 |
+
+All large steps are products, QR and Cholesky factorisations of matrices in slabs of rows.
+
+Source: Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms for the
+symmetric eigenvalue decomposition and the SVD", SIAM J. Sci. Comput. 35 (2013); the iteration for
+the sign function, QDWH, is that of Nakatsukasa, Bai and Gygi, SIAM J. Matrix Anal. Appl. 31 (2010).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from shardmath.collectives import all_gather, all_reduce
+from shardmath.distributed import dense, parts
+from shardmath.distributed.movement import part_in, within
+from shardmath.distributed.products import matmul
+from shardmath.distributed.qr import QR, same_everywhere
+from shardmath.distributed.reductions import squares
+from shardmath.distributed.state import Distributed
+from shardmath.factorisations import api
+from shardmath.geometry import Layout, Slab
+
+ALONE = 16_384  # orders above which no rank decomposes a matrix alone
+RANKS = 16  # from which on they share the work for smaller ones, too, but for
+LEAF = 2_048  # orders up to which every rank decomposes a block
+
+_ROWS = Slab(0)
+_BY_QR = 100  # weights above which a step is a QR factorisation: Cholesky would lose digits
+_STEPS = 12  # of the iteration, of which 6 or 7 are enough in double precision
+_LEVELS = 4  # more than halving a matrix would need
+
+
+def shares(a: Any) -> bool:
+    """Whether the ranks share the work for a matrix: in all it takes ten times as long as LAPACK's
+    on one rank, which needs memory for five such matrices.
+    """
+    order: int = a.shape[0]
+    size: int = a.context.size
+    return size > 1 and (order > ALONE or (order > LEAF and size >= RANKS))
+
+
+def eigh(a: Any, triangle: str, *, vectors: bool) -> tuple[Any, ...]:
+    """The eigenvalues, ascending and on every rank, and with `vectors` the eigenvectors, split as
+    the matrix. Collective.
+
+    The matrix has finite elements of a type that LAPACK has, of which this triangle is read. Blocks
+    up to the order LEAF, and those that cannot be divided, are decomposed on every rank.
+    """
+    own = part_in(a, Layout.slab(a.shape, a.context.size, axis=0))
+    rows = _from_triangle(_in_rows(a, dense.workable(own)), triangle)
+    levels = (rows.shape[0] // LEAF).bit_length() + _LEVELS
+    values, made = _Division(_size(rows), vectors=vectors).divided(rows, levels)
+    order = parts.order(values, 0)
+    values = a.everywhere(parts.converted(parts.taken_along(values, order, 0), a.local))
+    if made is None:
+        return (values,)
+    local = parts.taken(made.local, parts.on_host(order), 1)
+    made = made.with_part(parts.converted(local, a.local))
+    return values, a.with_part(part_in(made, a.layout))
+
+
+class _Division:
+    """Divides blocks of a matrix of this Frobenius norm."""
+
+    def __init__(self, size: float, *, vectors: bool) -> None:
+        self.size = size
+        self.vectors = vectors
+
+    def divided(self, a: Any, levels: int) -> tuple[Any, Any]:
+        """The eigenvalues of a block, in no order, and its eigenvectors. Collective."""
+        order = a.shape[0]
+        if order <= LEAF or not levels:
+            return self._alone(a)
+        diagonal = _diagonal(a)
+        middle = float(np.mean(diagonal))
+        rest = _with_diagonal(a, -middle)
+        spread = _size(rest) / order**0.5  # of the eigenvalues about their mean
+        if spread * order**0.5 <= 4 * _eps(a) * self.size:
+            return self._equal(a, diagonal)
+        for shift in (float(np.median(diagonal)) + spread / 37, middle, middle + spread / 41):
+            halves = self._halves(a, shift)
+            if halves is not None:
+                break
+        else:
+            return self._alone(a)
+        bases, blocks = zip(*halves, strict=True)
+        values, vectors = zip(*(self.divided(one, levels - 1) for one in blocks), strict=True)
+        together = parts.module_of(a.local).concatenate
+        if not self.vectors:
+            return together(values), None
+        columns = [_in_rows(a, matmul(*pair)).local for pair in zip(bases, vectors, strict=True)]
+        return together(values), a.with_part(together(columns, 1))
+
+    def _halves(self, a: Any, shift: float) -> list[tuple[Any, Any]] | None:
+        """Bases of the eigenvectors on the two sides of a shift, and the blocks of `a` for them;
+        None where no eigenvalue is on one side, or one is so near that the sides are not apart.
+        """
+        order = a.shape[0]
+        sign = _sign(_with_diagonal(a, -shift))
+        above = round((order + float(np.sum(_diagonal(sign)))) / 2)
+        if not 0 < above < order:
+            return None
+        side = 1 if 2 * above <= order else -1
+        projector = _with_diagonal(sign * (side / 2), 0.5)
+        count = min(above, order - above)
+        start = _basis(matmul(projector, _random(a, count)))
+        basis = _basis(matmul(projector, start), complete=True)
+        block = _hermitian(_in_rows(a, matmul(basis.conj().T, _in_rows(a, matmul(a, basis)))))
+        left = _size(block[count:, :count])
+        if left > 10 * _eps(a) * order**0.5 * self.size:
+            return None
+        first, second = slice(0, count), slice(count, None)
+        return [(basis[:, own], _in_rows(a, block[own, own])) for own in (first, second)]
+
+    def _alone(self, a: Any) -> tuple[Any, Any]:
+        """The eigenvalues and eigenvectors of a block that every rank decomposes."""
+        whole = dense.workable(part_in(a, Layout.replicated(a.shape, a.context.size)))
+        made = same_everywhere(a.context, dense.eigh(whole, "L", vectors=self.vectors))
+        return made[0], a.everywhere(made[1]) if self.vectors else None
+
+    def _equal(self, a: Any, diagonal: Any) -> tuple[Any, Any]:
+        """The same of a block that is a multiple of the identity matrix, up to rounding."""
+        values = parts.converted(diagonal, abs(a.local[:0, 0]))
+        one = _with_diagonal(a.with_part(a.local * 0), 1.0)
+        return values, one if self.vectors else None
+
+
+# -- the sign function -----------------------------------------------------------------------------
+
+
+def _sign(a: Any) -> Any:
+    """The sign function of a Hermitian matrix that is not 0. Eigenvalues that are smaller than the
+    largest by the type's epsilon may come out between -1 and 1. Collective.
+    """
+    eps = _eps(a)
+    x = a * (1 / _size(a))
+    low = eps  # no eigenvalue that is to become 1 or -1 is smaller in absolute value
+    for _ in range(_STEPS):
+        u, v, w = _weights(low)
+        step = _by_qr if w > _BY_QR or _lacks_cholesky(a) else _by_cholesky
+        after = _hermitian(x * (v / w) + step(x, w) * (u - v / w))
+        change, x = _size(after - x), after
+        low = min(1.0, low * (u + v * low**2) / (1 + w * low**2))
+        if 1 - low <= 5 * eps and change <= (5 * eps) ** (1 / 3):
+            break
+    return x
+
+
+def _weights(low: float) -> tuple[float, float, float]:
+    """The weights a, b, c of a step x (a + b x^2) / (1 + c x^2), which takes numbers from `low` to
+    1 as near to 1 as such a step can.
+    """
+    d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+    root = (1 + d) ** 0.5
+    a = root + (8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) ** 0.5 / 2
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def _by_qr(x: Any, weight: float) -> Any:
+    """X (1 + weight x^2)^-1, from the orthonormal columns of [sqrt(weight) x; I]. Collective.
+
+    Each rank stacks its rows of both: the order of rows does not matter.
+    """
+    own = len(x.local)
+    pair = [x.local * weight**0.5, _with_diagonal(x.with_part(x.local * 0), 1.0).local]
+    heights = [2 * part[0].length for part in x.layout.parts]
+    q = QR(x.context, heights, parts.module_of(x.local).concatenate(pair)).q()
+    upper, lower = x.with_part(q[:own]), x.with_part(q[own:])
+    return _in_rows(x, matmul(upper, lower.conj().T)) * weight**-0.5
+
+
+def _by_cholesky(x: Any, weight: float) -> Any:
+    """The same by solving (1 + weight x^2) y = x. Collective."""
+    square = _with_diagonal(_in_rows(x, matmul(x, x)) * weight, 1.0)
+    words: Any = {"distributions": [_ROWS] * 3, "assume_a": "pos", "check_finite": False}
+    return x.with_part(within(x.context, lambda: api.solve(square.local, x.local, **words)))
+
+
+def _lacks_cholesky(x: Any) -> bool:
+    """Whether there is no Cholesky factorisation between these ranks."""
+    return x.context.team is not None and len({*x.context.hosts}) > 1
+
+
+# -- matrices in slabs of rows ---------------------------------------------------------------------
+
+
+def _in_rows(a: Any, x: Any, columns: int | None = None) -> Any:
+    """`x` in slabs of rows: an array, or this rank's rows of one with the rows of `a`."""
+    shape = x.shape if isinstance(x, Distributed) else (a.shape[0], columns or a.shape[1])
+    layout = Layout.slab(shape, a.context.size, axis=0)
+    return a.like(part_in(x, layout) if isinstance(x, Distributed) else x, _ROWS, layout)
+
+
+def _from_triangle(x: Any, triangle: str) -> Any:
+    """The Hermitian matrix of which this triangle is given."""
+    own, all_ = _own_diagonal(x)[1][:, None], parts.converted(np.arange(x.shape[0]), x.local)
+    is_given = own > all_ if triangle == "L" else own < all_
+    strict = x.with_part(parts.chosen(is_given, x.local, x.local * 0))
+    made = strict + _in_rows(x, strict.conj().T)
+    made.local[_own_diagonal(x)] += x.local[_own_diagonal(x)].real
+    return made
+
+
+def _hermitian(x: Any) -> Any:
+    """The Hermitian part of a matrix."""
+    return (x + _in_rows(x, x.conj().T)) * 0.5
+
+
+def _own_diagonal(x: Any) -> tuple[Any, Any]:
+    """The indices of the elements on the diagonal in this rank's rows."""
+    first = x.layout.parts[x.context.rank][0].start if len(x.local) else 0
+    rows = np.arange(len(x.local))
+    return parts.converted(rows, x.local), parts.converted(rows + first, x.local)
+
+
+def _diagonal(x: Any) -> Any:
+    """The diagonal of a Hermitian matrix, real, as NumPy's array on every rank. Collective."""
+    own = x.local[_own_diagonal(x)]
+    return parts.on_host(all_gather(own.real + 0, context=x.context))
+
+
+def _with_diagonal(x: Any, more: float) -> Any:
+    """The matrix with a number added to its diagonal."""
+    local = parts.copied(x.local)
+    local[_own_diagonal(x)] += more
+    return x.with_part(local)
+
+
+def _size(x: Any) -> float:
+    """The Frobenius norm. Collective."""
+    total: float = all_reduce(float(squares(x.local).sum()), context=x.context)
+    return math.sqrt(total)
+
+
+def _basis(x: Any, *, complete: bool = False) -> Any:
+    """Orthonormal columns that span those of `x`; with `complete`, more, which make a square."""
+    factors = QR(x.context, [part[0].length for part in x.layout.parts], dense.copied(x.local))
+    q = factors.q(complete=complete)
+    return _in_rows(x, q, q.shape[1])
+
+
+def _random(a: Any, columns: int) -> Any:
+    """A matrix of that many random columns, in the type of `a`: the same in every run."""
+    generator = np.random.default_rng([a.shape[0], a.context.rank])
+    numbers = generator.standard_normal((len(a.local), columns))
+    return _in_rows(a, parts.cast(parts.converted(numbers, a.local), a.element_type), columns)
+
+
+def _eps(a: Any) -> float:
+    """The epsilon of the type."""
+    eps: float = np.finfo(a.element_type.name).eps
+    return float(eps)
