@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import pickle
 
@@ -253,7 +254,10 @@ def mistakes(context):
             x.sort()
         with pytest.raises(AttributeError, match="object has no attribute 'rows'"):
             x.rows  # noqa: B018
-        assert 1 in x and 2 not in x and not hasattr(x, "__array_interface__")
+        assert 1 in x and 2 not in x and None not in x and not hasattr(x, "__array_interface__")
+        for compare, other in itertools.product((operator.eq, operator.ne), (None, "one")):
+            agree(compare(x, other), compare(np.ones((4, 3)), other))
+        assert x.__eq__({1}) is NotImplemented
         other = copy.deepcopy(x)
         other += copy.copy(x)
         assert x.sum() == 12 and other.sum() == 24

@@ -54,6 +54,18 @@ def _binary(function: _Function) -> Any:
     return method
 
 
+def _comparison(function: _Function, *, of_others: bool) -> Any:
+    """The method __eq__ or __ne__, which is `of_others` for None and text: no element is either."""
+
+    def method(self: Any, other: Any) -> Any:
+        made = combined(function, self, other)
+        if made is NotImplemented and (other is None or isinstance(other, str | bytes)):
+            return elementwise.full_like(self, of_others, "bool")
+        return made
+
+    return method
+
+
 def _operators(function: _Function, in_place: _Function) -> Any:
     """The methods of an operator, of the operator with its operands exchanged, and of the operator
     in place, such as __add__, __radd__ and __iadd__.
@@ -394,7 +406,8 @@ class DistributedArray(Distributed):
     __rshift__, __rrshift__, __irshift__ = _operators(operator.rshift, operator.irshift)
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
-    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+    __eq__ = _comparison(operator.eq, of_others=False)
+    __ne__ = _comparison(operator.ne, of_others=True)
 
     def __matmul__(self, other: Any) -> Any:
         is_known = type(other) is type(self) or is_operand(other)
