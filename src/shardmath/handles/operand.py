@@ -94,7 +94,7 @@ class Operand(Immutable):
         return Exposed(start, high - low, -low, self.strides)
 
     @cached_property
-    def told(self) -> bytes:
+    def packed_place(self) -> bytes:
         """`exposed`, packed, for peers; b"" for ordinary memory."""
         return b"" if self.block is None else self.exposed.pack()
 

@@ -323,7 +323,7 @@ class GPUPerformer(ABC):
         array = given.arrays[memory]
         if array.block is not None:
             self._context.announce(array.block)
-        return array.told
+        return array.packed_place
 
     def _facts(self, execution: Execution) -> Facts:
         """The facts about this rank's arrays."""

@@ -72,7 +72,7 @@ class FusedProduct:
         if layout is None or self._pattern.kind != "all-reduce" or out.block is None:
             return b""
         pieces = x.address // 2, layout.pitch, x.columns
-        return b"" if any(piece % 8 for piece in pieces) else out.told
+        return b"" if any(piece % 8 for piece in pieces) else out.packed_place
 
     def bind(self, context: Context, told: Sequence[Note]) -> Launch:
         """The launch of the kernel, from what all ranks have told each other. Collective."""
