@@ -66,7 +66,10 @@ class MatmulOptions:
     told of each plan once. `strategy` names the strategy to use instead of the one predicted to be
     fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
     "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
-    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+    True, or "auto" (operands in host memory always block). `algo_type` and
+    `sm_count_communication`, the number of multiprocessors that are to communicate, are compared
+    between the ranks and otherwise have no effect: `strategy` chooses. `block_scaling` is refused,
+    as no supported GPU has it.
 
     Raises ValueError or TypeError for a value that is not of its option's kind. Source:
     nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
