@@ -225,21 +225,9 @@ def _team(context: Context, state: RendezvousState) -> Team | None:
     slots = state.peers[0].pad_size
     start = _team_start(slots)
     pads = [int(address) and int(address) + start for address in state.pad_table]
+    far = {rank: state.peers[rank].pad.behind(start) for rank, pad in enumerate(pads) if not pad}
     channels = slots // (SLOT_BYTES * context.size)
-    team = whole.with_pads(state.pad_buffer, pads, channels)
-    if context.multi_host:
-        _locate(team, whole, state, start)
-    return team
-
-
-def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None:
-    """Where the team's pads lie on other hosts: `start` bytes into those of the rendezvous."""
-    from shardmath.symmetric.team import FarTeam
-
-    assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
-    far = [rank for rank, pad in enumerate(team.pads) if not pad]
-    pads = {rank: state.peers[rank].pad.behind(start) for rank in far}
-    team.locate(whole.transport, whole.numbers, pads)
+    return whole.with_pads(state.pad_buffer, pads, far, channels)
 
 
 # -- which ranks -----------------------------------------------------------------------------------

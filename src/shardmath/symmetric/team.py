@@ -121,8 +121,10 @@ class Team:
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
         self._orders: dict[int, StreamOrder] = {}  # of `ordered_barrier`, by channel
 
-    def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
-        """A team of the same ranks with other pads."""
+    def with_pads(
+        self, own: Buffer, pads: Sequence[int], far: Mapping[int, Location], channels: int
+    ) -> Self:
+        """A team of the same ranks with other pads; `far` says where those of other hosts lie."""
         return type(self)(
             self.device,
             self._board,
@@ -415,6 +417,13 @@ class FarTeam(Team):
         self.transport = transport
         self.numbers = tuple(numbers)
         self._far = dict(places)
+
+    def with_pads(
+        self, own: Buffer, pads: Sequence[int], far: Mapping[int, Location], channels: int
+    ) -> Self:
+        team = super().with_pads(own, pads, far, channels)
+        team.locate(self.transport, self.numbers, far)
+        return team
 
     def enqueue_barrier(
         self, stream: int, *, channel: int = 0, timeout: float | None = None
