@@ -64,8 +64,7 @@ class Ahead:
     """The known calls of one context, and the call for which this rank meets its peers."""
 
     def __init__(self, context: Context) -> None:
-        team = context.team
-        assert team is not None, "a context of GPUs"
+        team = context.gpu_team
         self._rank, self._size = context.rank, context.size
         self._board = context.board
         self._context = weakref.ref(context)  # it keeps this

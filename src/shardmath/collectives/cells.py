@@ -174,8 +174,7 @@ class DeviceCollectives(Pushes):
 
         Ranks of one host only. Raises HeapExhausted on all ranks.
         """
-        team = context.team
-        assert team is not None, "a context of GPUs"
+        team = context.gpu_team
         nbytes = _words_end(team.size) + _post_bytes(team.size, _mail_bytes(team.size))
         nbytes += table_bytes(team.size)
         Heaps.announce(context)

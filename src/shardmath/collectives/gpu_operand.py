@@ -66,8 +66,7 @@ class DeviceOperand:
         Raises ValueError if `x` or `out` is no array, or lies on another GPU, or if `out` cannot be
         written; UseAfterFree.
         """
-        team = context.team
-        assert team is not None, "a context of GPUs"
+        team = context.gpu_team
         self.context, self.team = context, team
         x = array_of(x)
         self.library, self.spec = library_and_spec(x, "x")

@@ -68,8 +68,7 @@ class Heaps:
         own, peers = context.heap.segments, context.announced_segments()
         if (own, peers) == self._known:
             return
-        assert context.team is not None, "a context of GPUs"
-        context.team.device.write(self.address, table_of(context.size, own, peers))
+        context.gpu_team.device.write(self.address, table_of(context.size, own, peers))
         self._own = [(start, start + nbytes) for start, nbytes in own.values()]
         self._known = own, peers
 

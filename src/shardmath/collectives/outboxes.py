@@ -24,7 +24,7 @@ from shardmath.geometry import Spans
 from shardmath.geometry.integers import up
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.team import RESERVED, Team
+from shardmath.symmetric.team import RESERVED
 from shardmath.transport.base import DeviceBytes
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ class FarCollectives:
     """
 
     def __init__(self, context: Context) -> None:
-        team = context.team
-        assert team is not None, "a context of GPUs"
+        team = context.gpu_team
         self._context = weakref.ref(context)  # it keeps this
-        self.team: Team = team
+        self.team = team
         self._order = StreamOrder(team.device)
         self._outbox: Buffer | None = None
         self._staging: Buffer | None = None

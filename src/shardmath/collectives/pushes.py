@@ -221,9 +221,8 @@ def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
     """
 
     def allocate() -> tuple[Buffer, None]:
-        assert context.team is not None, "a context of GPUs"
         buffer = context.heap.allocate(nbytes)
-        context.team.device.fill(buffer.block.address, 0xFF, nbytes)
+        context.gpu_team.device.fill(buffer.block.address, 0xFF, nbytes)
         return buffer, None
 
     memory = allocate_on_all_ranks(context, operation, allocate)

@@ -60,8 +60,7 @@ class Repeats:
     """The compiled calls of one context, by what identifies them."""
 
     def __init__(self, context: Context, compiled: Any) -> None:
-        team = context.team
-        assert team is not None, "a context of GPUs"
+        team = context.gpu_team
         self.calls: dict[_Key, _Entry] = {}
         self._context = weakref.ref(context)  # it keeps this
         self._team, self._board, self._heap = team, context.board, context.heap

@@ -129,6 +129,12 @@ class Context(OnHosts):
             self._unchecked = blake2b(self._unchecked.encode(), digest_size=4).hexdigest()
 
     @property
+    def gpu_team(self) -> Team:
+        """The team, for code that runs in contexts of GPUs alone."""
+        assert self.team is not None, "a context of GPUs"
+        return self.team
+
+    @property
     def transport(self) -> str:
         """The name of the transport to peers' memory."""
         return self._runtime.transport.name

@@ -73,8 +73,7 @@ class Result:
     def give(self, context: Context, stream: int) -> Any:
         """The user's array. Where that is in host memory, waits for `stream` and copies it back."""
         if self._host is not None:
-            assert context.team is not None, "a context of GPUs"
-            context.team.synchronize(stream)
+            context.gpu_team.synchronize(stream)
             _download(self.array, self._host)
         return self.user
 
@@ -84,8 +83,7 @@ def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
 
     It is the default stream for operands in host memory. Raises as `resolve_stream`.
     """
-    team = context.team
-    assert team is not None, "a context of GPUs"
+    team = context.gpu_team
     if spec.device == "cpu":
         return 0
     handle = streams.resolve_stream(stream, spec.library, team.device)
@@ -95,7 +93,7 @@ def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
 
 def require_device(context: Context, spec: ArraySpec, name: str) -> None:
     """Raise ValueError for an array on another GPU than this rank's."""
-    own = _team(context).device.name
+    own = context.gpu_team.device.name
     if spec.device not in ("cpu", own):
         raise ValueError(
             f"{name} is on {spec.device}, and this rank computes on {own}: copy it there"
@@ -168,7 +166,7 @@ class ResultTemplate:
         self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
         self._on_host = self._library.spec(operand).device == "cpu"
         self.on_heap = on_heap and not self._on_host
-        device = "cpu" if self._on_host else _team(context).device.name
+        device = "cpu" if self._on_host else context.gpu_team.device.name
         # Makes a new array, which is not announced to peers; on the heap (array, address). Local.
         # Raises as `make`.
         self.new: Callable[[], Any] = (
@@ -297,7 +295,7 @@ def _carried(context: Context, shape: tuple[int, ...], dtype: str, order: Packed
     """
     _, strides, nbytes = _packed(shape, dtype, order)
     if context.multi_host and not context.heap.transport.grows:
-        held = Allocation(_team(context).device, nbytes)
+        held = Allocation(context.gpu_team.device, nbytes)
         return Operand(held.address, shape, strides, dtype, None, held)
     buffer = context.allocate_shared(nbytes)
     address = buffer.block.address
@@ -309,7 +307,7 @@ def _uploaded(context: Context, host: HostArray) -> Operand:
     array = _carried(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
         packed = np.asarray(host, order=order)
-        _team(context).device.activate()
+        context.gpu_team.device.activate()
         call("cuMemcpyHtoD", array.address, packed.ctypes.data, packed.nbytes)
     return array
 
@@ -324,8 +322,3 @@ def _download(array: Operand, host: HostArray) -> None:
     call("cuMemcpyDtoH", packed.ctypes.data, array.address, packed.nbytes)
     if packed is not host:
         host[...] = packed
-
-
-def _team(context: Context) -> Any:
-    assert context.team is not None, "a context of GPUs"
-    return context.team

@@ -34,10 +34,9 @@ class Lane:
     """One lane on one rank: `channel` of the team's barriers, and heap buffers by name."""
 
     def __init__(self, context: Context, number: int) -> None:
-        assert context.team is not None, "a context of GPUs"
         self.number = number
         self.channel = _FIRST_CHANNEL + number
-        self.team = context.team
+        self.team = context.gpu_team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
         self._allocations: dict[str, Allocation] = {}  # under other names than buffers

@@ -31,7 +31,6 @@ from shardmath.program.performing import Plan
 from shardmath.program.rank_program import RankProgram, View
 from shardmath.program.steps import Fused
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.team import Team
 
 _SIGNALS, _BARRIER = 59, 58  # channels
 _COUNTERS = 16 + 4 * 62  # bytes of struct Counters
@@ -86,8 +85,7 @@ class PushStream:
     """
 
     def __init__(self, context: Context) -> None:
-        assert context.team is not None, "a context of GPUs"
-        self._team: Team = context.team
+        self._team = context.gpu_team
         device = self._team.device
         counters = context.heap.allocate(_COUNTERS)
         device.zero(counters.block.address, _COUNTERS)

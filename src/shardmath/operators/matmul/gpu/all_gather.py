@@ -75,8 +75,7 @@ class AllGatherGemm(KernelPlan[RowSplitProduct]):
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        assert context.team is not None, "a context of GPUs"
-        device, words = context.team.device, signals_bytes(context.size)
+        device, words = context.gpu_team.device, signals_bytes(context.size)
         memory = PlanMemory.create(
             context,
             "a product of gathered rows",

@@ -19,7 +19,6 @@ from shardmath.cuda.tensormap import tensor_map
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.operators.matmul.gpu.local_product import LocalProduct, OperandLayout
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.team import Team
 
 Product = TypeVar("Product", bound=LocalProduct)
 
@@ -66,8 +65,7 @@ class PlanMemory:
     """Memory on every rank, at `bases` as this rank sees it."""
 
     def __init__(self, context: Context, buffer: Buffer, bases: Sequence[int]) -> None:
-        assert context.team is not None, "a context of GPUs"
-        self.team: Team = context.team
+        self.team = context.gpu_team
         self.bases = tuple(bases)
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, context.heap.groups.keep, context.number, buffer)
@@ -92,8 +90,7 @@ class PlanMemory:
         same = [*problem.same_everywhere, *also]
 
         def allocate() -> tuple[Buffer, list[Any]]:
-            assert context.team is not None, "a context of GPUs"
-            why = problem.unsupported(context.team.device)
+            why = problem.unsupported(context.gpu_team.device)
             if len(problem.rows) != context.size:
                 why = f"rows of {len(problem.rows)} ranks, and there are {context.size}"
             if why:

@@ -120,9 +120,8 @@ class TileSendingGemm(KernelPlan[SplitKProduct]):
         slot_layouts = [SlotLayout(tile_order, rank, extra) for rank in range(len(problem.rows))]
 
         def begin(address: int) -> None:
-            assert context.team is not None, "a context of GPUs"
             own = slot_layouts[context.rank]
-            context.team.device.zero(address, own.slots)
+            context.gpu_team.device.zero(address, own.slots)
             _write(address + own.tiles, tile_order.of(context.rank, schedule.cluster))
             _write(address + own.owned, tile_order.owned(context.rank))
             _write(address + own.chunks, tile_order.table(context.rank))
