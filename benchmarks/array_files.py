@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from on_cores import alone, run
+from on_cores import alone, run, together
+from record import argument
 
 import shardmath
-from shardmath.collectives import all_reduce
 from shardmath.distribution import Slab
 
 RANKS, REPEATS, GOAL = 2, 5, 0.8
@@ -30,8 +28,8 @@ SPLITS = {"slab X": Slab.X, "slab Y": Slab.Y}
 
 
 def main() -> None:
-    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
-    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else ".") as folder:
+    mib = argument(1, 1024)
+    with tempfile.TemporaryDirectory(dir=argument(2, ".")) as folder:
         goal = {"save and load over NumPy's speed": GOAL}
         run("array_files", measure, RANKS, folder, mib, timeout=900, mib=mib, goals=goal)
 
@@ -59,7 +57,8 @@ def measure(context: Any, folder: str, mib: int) -> list[dict[str, Any]]:
             # The previous way may have left memory that is quicker to reuse, so no way always
             # follows the same one.
             for name in random.Random(repeat).sample(list(ways), len(ways)):
-                times[name].append(seconds(ways[name]))
+                os.sync()
+                times[name].append(together(context, ways[name])[0])
         for name in ("save", "load"):
             for baseline in (way for way in ways if way.startswith(f"numpy {name}")):
                 own, other = (statistics.median(times[way]) for way in (name, baseline))
@@ -79,15 +78,6 @@ def synced(path: str, whole: Any) -> None:
 def renamed(path: str, whole: Any) -> None:
     synced(path + ".npy", whole)
     Path(path + ".npy").replace(path)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """The time of the slowest rank."""
-    os.sync()
-    all_reduce(0)
-    start = time.perf_counter()
-    call()
-    return float(all_reduce(time.perf_counter() - start, op="max"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ GOALS = {"x + y": 5.0, "np.sin(x)": 5.0, "x @ y": 3.0, "x.sum(axis=0)": 10.0}  #
 
 def main() -> None:
     rows = on_ranks(measure, RANKS, timeout=300)
-    rows += navier_stokes(sys.argv[1] if len(sys.argv) > 1 else sys.executable)
+    rows += navier_stokes(record.argument(1, sys.executable))
     record.write("arrays", rows, ranks=RANKS, goals=GOALS)
 
 

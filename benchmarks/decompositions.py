@@ -17,12 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
-import numpy as np
 import record
-from on_cores import on_ranks
+from on_cores import on_ranks, together
 from scalapack import Scalapack
 
 import shardmath
@@ -73,7 +71,7 @@ def main() -> None:
 
 def compare(folder: str) -> None:
     """Measure, print a table, write results/decompositions.json."""
-    dask = sys.argv[1] if len(sys.argv) > 1 else sys.executable
+    dask = record.argument(1, sys.executable)
     has_dask = subprocess.run([dask, "-c", "import dask.array"], capture_output=True, check=False)
     scalapack = Scalapack(folder, RANKS)
     seconds: dict[tuple[str, str], list[list[float]]] = {}
@@ -115,20 +113,17 @@ SLOW = {("QR", "scipy"), ("svd_lowrank", "numpy")}  # called once
 def measure(context: Any, what: str, shape: tuple[int, int]) -> list[list[float]]:
     """Seconds of calls of ours, of the slower rank each, and those of both ranks' processors."""
     x = shardmath.standard_normal(shape, seed=0, distribution=Slab.X)
-    times, busy = [], []
-    for _ in range(CALLS):
-        context.barrier()
-        start, begun = time.perf_counter(), time.process_time()
+    results: list[Any] = []
+
+    def call() -> None:
         is_low = what == "svd_lowrank"
-        results = svd_lowrank(x, RANK, OVERSAMPLING, ITERATIONS) if is_low else qr(x)
-        times.append(time.perf_counter() - start)
-        busy.append(time.process_time() - begun)
+        results[:] = svd_lowrank(x, RANK, OVERSAMPLING, ITERATIONS) if is_low else qr(x)
+
+    spent = [together(context, call) for _ in range(CALLS)]
     if what != "svd_lowrank":
         q, r = results
         assert float(norm(q @ r - x) / norm(x)) < 1e-13
-    slowest = all_reduce(np.asarray(times), op="max")
-    taken: list[list[float]] = np.stack([slowest, all_reduce(np.asarray(busy))], axis=1).tolist()
-    return taken
+    return [[taken, float(all_reduce(worked))] for taken, worked in spent]
 
 
 def of_peer(python: str, what: str, peer: str, shape: tuple[int, int]) -> list[list[float]]:

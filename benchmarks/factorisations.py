@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import record
 import scipy.linalg
-from on_cores import alone, in_turn, on_ranks, together
+from on_cores import alone, gflops, in_turn, on_ranks, speedup, together
 from scalapack import Scalapack
 from threadpoolctl import threadpool_limits
 
@@ -117,19 +116,16 @@ def measured(
     wall, busy = ({name: [pair[i] for pair in found[name]] for name in cases} for i in (0, 1))
     rows = []
     for name, spent in wall.items():
-        pairs = zip(wall[THREADS], spent, strict=True)
-        processors = zip(busy[ONE_THREAD], busy[name], strict=True)
         rows.append(
             {
                 "case": f"{operation} {name}",
-                "GFLOP/s": round(operations(n)[operation] / statistics.median(spent) / 1e9, 1),
-                "best GFLOP/s": round(operations(n)[operation] / min(spent) / 1e9, 1),
-                "of SciPy": round(statistics.median(base / own for base, own in pairs), 3),
+                **gflops(operations(n)[operation], spent),
+                "of SciPy": round(speedup(wall[THREADS], spent), 3),
                 "best of SciPy": round(min(wall[THREADS]) / min(spent), 3),
                 **of_scalapack(wall, spent),
                 "processor s": round(statistics.median(busy[name]), 3),
                 "least processor s": round(min(busy[name]), 3),
-                OF_ONE: round(statistics.median(own / base for base, own in processors), 3),
+                OF_ONE: round(speedup(busy[name], busy[ONE_THREAD]), 3),
             }
         )
     return rows
@@ -139,16 +135,15 @@ def of_scalapack(wall: dict[str, list[float]], spent: list[float]) -> dict[str, 
     """ScaLAPACK's time divided by that of a case, where there is one: the median, and the best."""
     if SCALAPACK not in wall:
         return {}
-    pairs = zip(wall[SCALAPACK], spent, strict=True)
     return {
-        "of ScaLAPACK": round(statistics.median(base / own for base, own in pairs), 3),
+        "of ScaLAPACK": round(speedup(wall[SCALAPACK], spent), 3),
         "best of ScaLAPACK": round(min(wall[SCALAPACK]) / min(spent), 3),
     }
 
 
 def main() -> None:
     """Measure, print a table, write results/factorisations.json."""
-    n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
+    n = record.argument(1, 4096)
     with tempfile.TemporaryDirectory() as folder:
         rows, peers = on_ranks(run, RANKS, n, Scalapack(folder, RANKS))
     facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "right-hand sides": RIGHT_SIDES}

@@ -24,12 +24,10 @@ import importlib.metadata
 import itertools
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,7 +226,7 @@ def main() -> None:
     sizes = [int(each) for each in arguments] or [160, 192, 256]
     # scipy.fft takes no more workers than this says, from scipy 1.18 on.
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    starter = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
+    starter = record.beside_python("mpiexec") or "mpiexec"
     rows: list[dict[str, Any]] = []
     for n, ranks in itertools.product(sizes, sorted({case[0] for case in CASES})):
         command = [starter, "-n", str(ranks), sys.executable, __file__, "--rank", str(n)]

@@ -41,11 +41,8 @@ def hosts(ranks, systems):
 
 def reductions(ranks, count):
     torch, dist = ranks.torch, ranks.dist
-    import torch.distributed._symmetric_memory as symmetric
-
     x, out = (torch.ones(count, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
-    theirs = symmetric.empty(count, dtype=torch.bfloat16, device=ranks.device)
-    symmetric.rendezvous(theirs, ranks.group)
+    theirs, _ = ranks.torch_memory(count, torch.bfloat16)
     one_shot = torch.ops.symm_mem.one_shot_all_reduce
     return {
         "all_reduce(out)": lambda: all_reduce(x, out=out),

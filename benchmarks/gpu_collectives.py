@@ -40,17 +40,12 @@ def calls_for(nbytes):
 
 
 def barriers(ranks):
-    import torch.distributed._symmetric_memory as symm
-
     team = ranks.context.team
-    theirs = symm.rendezvous(
-        symm.empty(64, dtype=ranks.torch.float32, device=ranks.device), ranks.group
-    )
     return {
         "what": "barrier",
         "bytes": 0,
         "ours_us": ranks.time(lambda: team.barrier(ranks.stream()), 200),
-        "torch_us": ranks.time(lambda: theirs.barrier(channel=0), 200),
+        "torch_us": ranks.torch_barrier_us(),
         "launch_us": ranks.time(_nobody(ranks), 200),
     }
 
@@ -120,11 +115,8 @@ def check(ranks, found, x):
 
 
 def torchs(ranks, count, nbytes):
-    import torch.distributed._symmetric_memory as symm
-
     torch = ranks.torch
-    theirs = symm.empty(count, dtype=torch.bfloat16, device=ranks.device)
-    symm.rendezvous(theirs, ranks.group)
+    theirs, _ = ranks.torch_memory(count, torch.bfloat16)
     theirs.zero_()
     ops = torch.ops.symm_mem
     found = {"torch_two_shot_us": lambda: ops.two_shot_all_reduce_(theirs, "sum", ranks.group)}

@@ -27,10 +27,9 @@ gradients are compared with those of nccl; of what cannot run, the reason is pri
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -330,8 +329,6 @@ def measure_case(ranks: Ranks, eager: bool, what: str, *sizes: int) -> dict[str,
     outside = [name for name, *_, in_a_graph in SYSTEMS if not in_a_graph]
     found = ranks.times(steps, calls, eager=outside)
     row |= {f"{name}_us": round(us, 1) for name, us in found.items()}
-    if ranks.rank == 0:
-        print(json.dumps(row), flush=True)
     return row
 
 
@@ -348,9 +345,10 @@ def checked(case: Case, whose: str, how: str) -> Step:
     return step
 
 
-def measure(ranks: Ranks, cases: list, eager: bool) -> list[dict]:
+def measure(ranks: Ranks, cases: list, eager: bool) -> Iterator[dict]:
     warnings.simplefilter("ignore", FutureWarning)  # deprecated names of torch.distributed
-    return [measure_case(ranks, eager, *case) for case in cases]
+    for case in cases:
+        yield measure_case(ranks, eager, *case)
 
 
 def main() -> None:

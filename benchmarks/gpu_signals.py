@@ -133,19 +133,10 @@ def barriers(ranks, count):
     row = {"what": "barrier in a kernel", "gpus": count, "ours_us": timed(ranks, inside, out)}
     rows = [row, {"what": "barrier in a graph", "gpus": count, "ours_us": ranks.time(graph, 200)}]
     if count == ranks.size:
-        rows[1] |= {"torch_us": torch_barrier(ranks), "target": BARRIER}
+        rows[1] |= {"torch_us": ranks.torch_barrier_us(), "target": BARRIER}
     if handle is not None:
         handle.synchronize()
     return rows
-
-
-def torch_barrier(ranks):
-    import torch.distributed._symmetric_memory as symm
-
-    theirs = symm.rendezvous(
-        symm.empty(64, dtype=ranks.torch.float32, device=ranks.device), ranks.group
-    )
-    return ranks.time(lambda: theirs.barrier(channel=0), 200)
 
 
 def on_streams(ranks):

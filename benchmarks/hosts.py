@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def job(hosts: Any, meeting: str, places: list[int], sources: Path) -> list[dict
         folder = Path(name)
         found = folder / "rows.json"
         program = [sys.executable, __file__, "--measure", str(found)]
-        mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+        mpiexec = record.beside_python("mpiexec")
         if mpiexec and find_spec("mpi4py"):
             spread = len(set(places))
             variables |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "link0"} if spread > 1 else {}

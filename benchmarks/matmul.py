@@ -9,13 +9,13 @@ median, and the first decile, which other work on the machine disturbs less.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from on_cores import alone, in_turn, row_of_calls, run, together
+from on_cores import alone, gflops, in_turn, row_of_calls, run, speedup, together
+from record import argument
 from threadpoolctl import threadpool_limits
 
 from shardmath.context.context import DistributedContext
@@ -68,14 +68,12 @@ def large_products(context: DistributedContext, n: int, dtype: str) -> list[dict
     times = in_turn(calls, REPEATS, seconds)
     rows = []
     for name, spent in times.items():
-        pairs = zip(times["NumPy"], spent, strict=True)
         chosen = plans[name].explain().splitlines()[1] if name in plans else ""
         rows.append(
             {
                 "case": f"{dtype} {name}",
-                "GFLOP/s": round(2 * n**3 / statistics.median(spent) / 1e9, 1),
-                "best GFLOP/s": round(2 * n**3 / min(spent) / 1e9, 1),
-                "of NumPy": round(statistics.median(base / own for base, own in pairs), 3),
+                **gflops(2 * n**3, spent),
+                "of NumPy": round(speedup(times["NumPy"], spent), 3),
                 "strategy": chosen.removeprefix("chosen: "),
             }
         )
@@ -122,7 +120,7 @@ def small_products(context: DistributedContext) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print tables, write results/matmul.json."""
-    n = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
+    n = argument(1, 4096)
     run("matmul", measure, RANKS, n, n=n, repeats=REPEATS)
 
 

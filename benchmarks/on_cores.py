@@ -6,6 +6,7 @@ machine, and records what rank 0 returns.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,21 @@ def slowest_us(
     own = [np.percentile(taken, percents) for taken in times.values()]
     slowest = 1e6 * all_reduce(np.array(own), op="max")
     return {name: tuple(map(float, row)) for name, row in zip(times, slowest, strict=True)}
+
+
+def speedup(base: Iterable[float], own: Iterable[float]) -> float:
+    """How many times as fast as `base`: the median over turns, in each of which both had the same
+    load.
+    """
+    return statistics.median(b / o for b, o in zip(base, own, strict=True))
+
+
+def gflops(operations: float, spent: Sequence[float]) -> dict[str, float]:
+    """The columns of the median and of the best rate of calls that took so many seconds."""
+    return {
+        "GFLOP/s": round(operations / statistics.median(spent) / 1e9, 1),
+        "best GFLOP/s": round(operations / min(spent) / 1e9, 1),
+    }
 
 
 @contextmanager

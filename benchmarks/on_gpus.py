@@ -149,6 +149,18 @@ class Ranks:
         places = [context.peer_address(r, Location(*p), nbytes) for r, p in enumerate(found)]
         return buffer, places
 
+    def torch_memory(self, count: int, dtype: Any) -> tuple[Any, Any]:
+        """A tensor in torch's own symmetric memory, and the handle of its rendezvous."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        made = symmetric.empty(count, dtype=dtype, device=self.device)
+        return made, symmetric.rendezvous(made, self.group)
+
+    def torch_barrier_us(self) -> float:
+        """Microseconds of a barrier of torch's symmetric memory."""
+        _, handle = self.torch_memory(64, self.torch.float32)
+        return self.time(lambda: handle.barrier(channel=0), 200)
+
     def close(self) -> None:
         """Leave NCCL's group and the context; after a failure the figures are still good."""
         with suppress(Exception):
@@ -192,7 +204,7 @@ def command(text: str | None) -> argparse.ArgumentParser:
 
 def run(
     name: str, measure: Callable[..., Iterable[dict]], options: argparse.Namespace, *args: Any
-) -> None:
+) -> list[dict]:
     """Print and keep the rows of `measure(ranks, *args)` on `options.gpus` ranks.
 
     They are kept in `results/<name>_<how many GPUs>.json`, or `..._<ranks>_on_<GPUs>.json`.
@@ -203,6 +215,7 @@ def run(
     rows, told = found[0]
     name += f"_{options.gpus}" + (f"_on_{told['gpus']}" if told["gpus"] < options.gpus else "")
     record.keep(name, rows, options.commit, **told)
+    return rows
 
 
 def _measured(measure: Callable[..., Iterable[dict]], store: str, size: int, args: Any) -> list:

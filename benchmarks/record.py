@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -16,12 +17,24 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardmath.tools.bench import table
 from shardmath.tools.tables import show
 
+Given = TypeVar("Given", int, str)
+
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+
+
+def argument(place: int, default: Given) -> Given:
+    """The argument of the command line at a place, 1 being the first; `default` if it has fewer."""
+    return type(default)(sys.argv[place]) if len(sys.argv) > place else default
+
+
+def beside_python(tool: str) -> str | None:
+    """The program of that name in the environment of this interpreter, if it is there."""
+    return shutil.which(tool, path=str(Path(sys.executable).parent))
 
 
 def timed(
@@ -36,6 +49,14 @@ def timed(
         call()
         times.append(time.perf_counter() - start)
     return times
+
+
+def mean_seconds(call: Callable[[], object], count: int) -> float:
+    """The mean time of so many calls in a row, for which the clock is read but twice."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
 
 def median_seconds(

@@ -9,11 +9,12 @@ the cores, and the median.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 from on_cores import run
+from record import mean_seconds
 
 from shardmath.base.recorder import this_process
 from shardmath.collectives import all_reduce
@@ -25,28 +26,15 @@ GOAL = 0.3  # microseconds a call
 def measure(context: Any) -> list[dict[str, Any]]:
     x, out, memory = np.ones(256, "f4"), np.ones(256, "f4"), this_process.memory
     assert memory is not None, "this process records"
-
-    def reduce() -> float:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            all_reduce(x, out=out)
-        return time.perf_counter() - start
-
-    def begin_and_end() -> float:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            record_one(x, out)
-        return time.perf_counter() - start
-
     times = []
     for _ in range(TURNS):
         turn = []
-        for way in (reduce, begin_and_end):
+        for call in (partial(all_reduce, x, out=out), partial(record_one, x, out)):
             for switch in (lambda: this_process.start(memory), this_process.stop):
                 switch()
                 context.barrier()
-                way()
-                turn.append(1e6 * way() / CALLS)
+                mean_seconds(call, CALLS)
+                turn.append(1e6 * mean_seconds(call, CALLS))
         times.append(turn)
     this_process.start(memory)
     own = np.percentile(times, [50, 10], axis=0)

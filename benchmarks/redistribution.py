@@ -15,14 +15,14 @@ fast a copy is. Large NumPy arrays lie 16 bytes into a page, heap memory at its 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from on_cores import in_turn, run, together
+from on_cores import in_turn, run, speedup, together
+from record import argument
 
 from shardmath.arrays import library_of
 from shardmath.base.compiled import is_built
@@ -104,16 +104,13 @@ def row(context: DistributedContext, case: Case, n: int) -> dict[str, Any]:
     times = measure(context, calls)
     heap.free()
     plan.free()
-    rates = {name: out.nbytes / 1e9 / statistics.median(t) for name, t in times.items()}
-    best = {name: out.nbytes / 1e9 / min(t) for name, t in times.items()}
     return {
         "case": case.name,
         "pattern": transfer.pattern.value,
         "MiB sent by a rank": transfer.traffic.sent[context.rank] >> 20,
-        "GB/s": {name: round(rate, 2) for name, rate in rates.items()},
-        "best GB/s": {name: round(rate, 2) for name, rate in best.items()},
-        "heap, out / contiguous": ratio(times, "contiguous"),
-        "heap, out / boxes": ratio(times, "boxes"),
+        **rates(out.nbytes, times),
+        "heap, out / contiguous": round(speedup(times["contiguous"], times["heap, out"]), 2),
+        "heap, out / boxes": round(speedup(times["boxes"], times["heap, out"]), 2),
     }
 
 
@@ -133,13 +130,10 @@ def row_at_offset(context: DistributedContext, n: int, offset: int) -> dict[str,
             "heap, out": lambda: heap.execute(out=out),
         }
         times = measure(context, calls)
-    rates = {name: out.nbytes / 1e9 / statistics.median(t) for name, t in times.items()}
-    best = {name: out.nbytes / 1e9 / min(t) for name, t in times.items()}
     return {
         "case": f"slab X -> slab Y, {out.nbytes >> 20} MiB, out {offset} bytes further in its page",
-        "GB/s": {name: round(rate, 2) for name, rate in rates.items()},
-        "best GB/s": {name: round(rate, 2) for name, rate in best.items()},
-        "heap, out / contiguous": ratio(times, "contiguous"),
+        **rates(out.nbytes, times),
+        "heap, out / contiguous": round(speedup(times["contiguous"], times["heap, out"]), 2),
     }
 
 
@@ -171,15 +165,17 @@ def measure(
     return in_turn(calls, REPEATS, lambda name: together(context, calls[name])[0])
 
 
-def ratio(times: dict[str, list[float]], baseline: str) -> float:
-    """How many times as fast as the baseline: the median over turns, each with the same load."""
-    pairs = zip(times[baseline], times["heap, out"], strict=True)
-    return round(statistics.median(base / own for base, own in pairs), 2)
+def rates(nbytes: int, times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """The columns of the median and of the best rate of each call."""
+    return {
+        column: {name: round(nbytes / 1e9 / chosen(taken), 2) for name, taken in times.items()}
+        for column, chosen in (("GB/s", statistics.median), ("best GB/s", min))
+    }
 
 
 def main() -> None:
     """Measure, print a table, write results/redistribution.json."""
-    mebibytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+    mebibytes = argument(1, 512)
     n = int((mebibytes * (1 << 20) / 8) ** 0.5)
     compiled = is_built("shardmath.redistribution._box")
     run("redistribution", measure_all, RANKS, n, n=n, repeats=REPEATS, compiled=compiled)

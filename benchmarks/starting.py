@@ -10,16 +10,15 @@ started directly with the variables that srun sets, and meet over TCP.
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import record
+from on_cores import speedup
 
 import shardmath
 
@@ -38,12 +37,11 @@ READY = "import shardmath; shardmath.initialize('cpu')"
 
 
 def main() -> None:
-    tools = Path(sys.executable).parent
     ours = [sys.executable, "-m", "shardmath", "run", "-n", str(RANKS)]
     ways = {"shardmath run": ours, AS_SRUN: []}
-    if found := shutil.which("mpiexec", path=str(tools)):
+    if found := record.beside_python("mpiexec"):
         ways["mpiexec"] = [found, "-n", str(RANKS), sys.executable]
-    if found := shutil.which("torchrun", path=str(tools)):
+    if found := record.beside_python("torchrun"):
         ways["torchrun"] = [found, "--nproc-per-node", str(RANKS)]
     rows: list[dict[str, Any]] = []
     for name, command in ways.items():
@@ -59,7 +57,7 @@ def main() -> None:
         )
     # In turns, so that other load on the machine affects both.
     pairs = [(started([], READY)[1], started(ours, READY)[1]) for _ in range(TURNS)]
-    ratio = statistics.median(srun / own for srun, own in pairs)
+    ratio = speedup(*zip(*pairs, strict=True))
     rows.append({"launcher": f"{AS_SRUN}, of shardmath run", "ready, times": ratio})
     goals = {"first line, s": GOAL, "ready, times": GOAL_OF_SRUN}
     record.write("starting", rows, ranks=RANKS, goal=goals)

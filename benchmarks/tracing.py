@@ -11,12 +11,12 @@ nothing else wants the cores, and the median.
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from on_cores import run
+from record import mean_seconds
 
 from shardmath.base.recorder import OPERATIONS, bytes_for, this_process
 from shardmath.collectives import all_reduce
@@ -48,7 +48,8 @@ def measure(context: Any) -> list[dict[str, Any]]:
             for way in (0, 1) if turn % 2 else (1, 0):
                 this_process.start(records[way])
                 context.barrier()
-                both[way] = seconds(call, count) / count
+                call()
+                both[way] = mean_seconds(call, count)
             times.append(both)
         this_process.start(own)
         slower = 1e6 * np.array(all_reduce(np.array(times), op="max"))
@@ -65,15 +66,6 @@ def measure(context: Any) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def seconds(call: Callable[[], Any], count: int) -> float:
-    """Of so many calls in a row, after one that is not counted."""
-    call()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
