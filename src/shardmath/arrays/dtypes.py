@@ -162,6 +162,12 @@ def accumulator(dtype: Any) -> DType:
     return _KNOWN[own.sums] if own.sums else own
 
 
+def inexact(dtype: Any) -> DType:
+    """The type itself, or float64 for integers and bool, as NumPy divides them."""
+    own = of(dtype)
+    return of("float64") if own.kind in "iub" else own
+
+
 def numbered(number: int) -> DType | None:
     """The type of this number among CUDA's cudaDataType, or None."""
     return next((row for row in _ROWS if row.number == number), None)

@@ -101,15 +101,14 @@ def _alike(function: Function, ours: Function) -> Function:
 
     def called(*given: Any, **words: Any) -> Any:
         operands = [*given, *words.values()]
-        context = next(x.context for x in operands if isinstance(x, Distributed))
+        first, *others = (x for x in operands if isinstance(x, Distributed))
         if any(parts.is_array(x) for x in operands):
             mixed = TypeError(
                 f"{function.__name__} of parts and of arrays that know how they are split: make "
                 "arrays of the parts, shardmath.array(part, distribution), or pass x.local"
             )
-            raise_on_all_ranks(context, function.__name__, mixed)
-        if any(x.context is not context for x in operands if isinstance(x, Distributed)):
-            raise ValueError("the operands are split over the ranks of different contexts")
+            raise_on_all_ranks(first.context, function.__name__, mixed)
+        first.require_same_ranks(*others)
         return ours(*given, **words)
 
     return called

@@ -38,8 +38,7 @@ def save_arrays(
     token = agreed_token(context)
     files = {name: f"{quote(name, safe='')}-{token}.npy" for name in arrays}
     entries = {
-        name: {"file": files[name], "dtype": x.library.spec(x.local).dtype}
-        for name, (x, _) in arrays.items()
+        name: {"file": files[name], "dtype": x.element_type.name} for name, (x, _) in arrays.items()
     }
     text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
     before, is_new = together(context, SAVE, lambda: (_files(folder), not folder.exists()))

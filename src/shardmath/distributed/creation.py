@@ -29,7 +29,7 @@ from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import indices, placed_part, selector, unbound
-from shardmath.distributed.movement import agreed_layout, rearranged
+from shardmath.distributed.movement import agreed_layout, rearranged, require_root
 from shardmath.geometry import Distribution, Layout, Replicated
 from shardmath.geometry.integers import index, integers
 from shardmath.operators.layouts import bind_layout, infer_layout
@@ -81,8 +81,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
 
     def described() -> tuple[Any, ...]:
         require_distribution(distribution)
-        if root is not None and not (type(root) is int and 0 <= root < context.size):
-            raise ValueError(f"root must be None or a rank below {context.size}, not {root!r}")
+        require_root(root, context.size)
         has = root is None or root == context.rank
         facts = None
         if has:

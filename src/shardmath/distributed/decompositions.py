@@ -11,6 +11,7 @@ eigenvalues every rank gathers the matrix. Of a stack each rank decomposes whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,7 +133,7 @@ def orthonormal(a: Any) -> Any:
 def _of_rows(a: Any, local: Any, rows: Layout, columns: int) -> Any:
     """The array of `columns` columns of which `local` has this rank's `rows`, split as `a` is."""
     column = rows.column(0)
-    layout = Layout.product((rows.global_shape[0], columns), [column, None], size=a.context.size)
+    layout = Layout.product((rows.global_shape[0], columns), [column], size=a.context.size)
     return _of_part(a, local, layout)
 
 
@@ -183,8 +184,7 @@ def svdvals(a: Any) -> Any:
 def _whole(a: Any, factors: QR, share: Any, columns: int) -> Any:
     """All rows of a matrix of `columns` columns, of which `share` has this rank's even share."""
     layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
-    upper = _everywhere(_of_part(a, share, layout))
-    return dense.workable(upper.local)
+    return _gathered(_of_part(a, share, layout))
 
 
 # -- least squares ---------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     inverse = kept / (s + ~kept)
     squares = s[:0]
     if wide:
-        right = dense.workable(_everywhere(b).local)
+        right = _gathered(b)
         unknowns = vh.conj().T @ (inverse[:, None] * (u.conj().T @ right))
         x = _of_rows(a, factors.times(unknowns), rows, count)
     else:
-        held = Layout.product(b.shape, [rows.column(0), None], size=a.context.size)
+        held = Layout.product(b.shape, [rows.column(0)], size=a.context.size)
         top, below = factors.adjoint_times(dense.copied(part_in(b, held)))
         top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
@@ -266,7 +266,7 @@ def _by_whole_matrices(
     """
     if a.ndim > 2:
         return of_stacks(name, [a], compute)
-    whole = dense.workable(_everywhere(a).local)
+    whole = _gathered(a)
     made = [replicated(a, x) for x in alike(name, a, lambda: compute(whole))]
     return [a.with_part(part_in(x, a.layout)) if x.ndim > 1 else x for x in made]
 
@@ -335,13 +335,21 @@ def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[An
 
 
 def of_square_stacks(
-    name: str, arrays: Sequence[Any], compute: Callable[..., tuple[Any, ...]]
-) -> list[Any]:
-    """The results of a function of stacks of square matrices, of `dense`. Collective.
+    name: str, arrays: Sequence[Any], function: Callable[..., Any] | None = None
+) -> Any:
+    """The result of a function of stacks of square matrices, or a list of its results. Without
+    `function` it is numpy.linalg's of that name. Collective.
 
     Raises LinAlgError on all ranks where one of them does, or where the matrices are not square.
     """
-    return of_stacks(name, described(name, arrays, fit=_require_square), compute)
+    function = function or partial(dense.called, name)
+
+    def compute(*stacks: Any) -> tuple[Any, ...]:
+        made = function(*stacks)
+        return made if isinstance(made, tuple) else (made,)
+
+    results = of_stacks(name, described(name, arrays, fit=_require_square), compute)
+    return results if len(results) > 1 else results[0]
 
 
 def of_stacks(
@@ -360,14 +368,12 @@ def of_stacks(
     columns = stack_columns((first,), stack)
     stacks = []
     for x in arrays:
-        inner = [None] * (x.ndim - count)
-        layout = Layout.product(x.shape, [*columns, *inner], size=size)
+        layout = Layout.product(x.shape, columns, size=size)
         stacks.append(dense.workable(part_in(x, layout)))
     results = []
     for made in together(first.context, name, lambda: compute(*stacks)):
         shape = (*stack, *made.shape[count:])
-        inner = [None] * (made.ndim - count)
-        results.append(_of_part(first, made, Layout.product(shape, [*columns, *inner], size=size)))
+        results.append(_of_part(first, made, Layout.product(shape, columns, size=size)))
     return results
 
 
@@ -383,9 +389,9 @@ def _of_part(a: Any, made: Any, layout: Layout) -> Any:
     return a.like(rearranged(a.like(local, Slab(0), layout), slab), Slab(0), slab)
 
 
-def _everywhere(x: Any) -> Any:
-    """The array, whole on every rank."""
-    return x.everywhere(part_in(x, Layout.replicated(x.shape, x.context.size)))
+def _gathered(x: Any) -> Any:
+    """All elements on every rank, as an array to decompose."""
+    return dense.workable(part_in(x, Layout.replicated(x.shape, x.context.size)))
 
 
 def replicated(a: Any, whole: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.distributed import (
     calls,
     elementwise,
@@ -33,6 +33,7 @@ from shardmath.distributed.layouts import indices, of_axes
 from shardmath.distributed.movement import (
     explanation,
     redistributed,
+    require_root,
     whole_everywhere,
     whole_on,
 )
@@ -127,10 +128,9 @@ class DistributedArray(Distributed):
         Always a new array. Raises the same on all ranks: ValueError for a `root` that is no rank,
         CollectiveMismatch where ranks pass different ones.
         """
-        size = self.context.size
-        if root is not None and not (type(root) is int and 0 <= root < size):
-            wrong = ValueError(f"root must be None or a rank below {size}, not {root!r}")
-            raise_on_all_ranks(self.context, "numpy", wrong)
+        if root is not None:
+            size = self.context.size
+            raising_on_all_ranks(self.context, "numpy", lambda: require_root(root, size))
         part = whole_on(self, root)
         if root not in (None, self.context.rank):
             return None

@@ -115,9 +115,7 @@ def applied(
     operands = _without_lists(operands)
     arrays = [x for x in operands if isinstance(x, Distributed)]
     first = out if out is not None else arrays[0]
-    for x in arrays:
-        if x.context is not first.context:
-            raise ValueError("the operands are split over the ranks of different contexts")
+    first.require_same_ranks(*arrays)
     together = alike(first, operands) if out is None else None
     if together is not None:
         return _results(first, function(*together), first.distribution, first.layout)
@@ -187,8 +185,7 @@ def broadcasts(given: Shape, shape: Shape) -> bool:
 def whole(x: Any, first: D) -> D:
     """The operand `x` as a distributed array; one that is not is the same on all ranks."""
     if isinstance(x, Distributed):
-        if x.context is not first.context:
-            raise ValueError("the operands are split over the ranks of different contexts")
+        first.require_same_ranks(x)
         return x  # type: ignore[return-value]
     return first.everywhere(parts.converted(x, first.local))
 

@@ -20,6 +20,7 @@ from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
+from shardmath.distributed import parts
 from shardmath.distributed.movement import Rearrangement, end_explanation, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Move, Spans, Traffic, moves
@@ -71,9 +72,8 @@ def halo(
         behind = max(0, spans.stop + widths[axis] - x.shape[axis])
         if not spans.block:
             before = behind = 2 * widths[axis]
-        along = (slice(None),) * axis
-        wide[(*along, slice(0, before))] = fill
-        wide[(*along, slice(wide.shape[axis] - behind, None))] = fill
+        wide[parts.along(axis, slice(0, before))] = fill
+        wide[parts.along(axis, slice(wide.shape[axis] - behind, None))] = fill
     return wide
 
 

@@ -58,7 +58,7 @@ def save_arrays(
 
 def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
     """Add a dataset that is allocated in one piece, for ranks to write there."""
-    h5py, known = _h5py(), dtypes.of(x.library.spec(x.local).dtype)
+    h5py, known = _h5py(), x.element_type
     native = np.dtype(type_in_file(known))
     if x.ndim:
         room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -32,11 +32,10 @@ from shardmath.distributed.layouts import (
     distribution_of_axes,
     indices,
     interned,
-    layout_of,
     layout_of_axes,
     selector,
 )
-from shardmath.distributed.movement import brought, explanation, settled, whole_everywhere
+from shardmath.distributed.movement import brought, explanation, settled, split_by, whole_everywhere
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Spans
 
@@ -272,8 +271,8 @@ def _without_cycles(x: Distributed) -> Distributed:
     given = x.distribution
     assert isinstance(given, BlockCyclic), "all else is expressed"
     target = BlockNonCyclic(given.process_grid, first_process=given.first_process)
-    layout = layout_of(target, x.shape, x.context.size)
-    return x.like(brought(x, layout, "a slice of block-cyclic axes"), target, layout)
+    made: Distributed = split_by(x, target, "a slice of block-cyclic axes")
+    return made
 
 
 # -- writing ---------------------------------------------------------------------------------------

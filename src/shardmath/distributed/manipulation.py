@@ -161,9 +161,7 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
     Local for one number. Different numbers for the indices along the axis, the same on all ranks,
     are taken as by `take`.
     """
-    if axis is None:
-        return repeat(reshape(x, (-1,)), repeats, 0)
-    axis = one_axis(axis, x.ndim)
+    x, axis = flat_or_along(x, axis)
     times = on_all_ranks(repeats)
     if times.size != 1:
         return take(x, np.repeat(np.arange(x.shape[axis]), times), axis)
@@ -187,7 +185,7 @@ def tile(x: Any, repetitions: int | Sequence[int]) -> Any:
     x = x[(None,) * (len(times) - x.ndim) + (Ellipsis,)]
     for axis, count in enumerate(times):
         if count == 0:
-            x = x[(slice(None),) * axis + (slice(0, 0),)]
+            x = x[parts.along(axis, slice(0, 0))]
         elif count > 1:
             x = concat([x] * count, axis)
     return x
@@ -287,7 +285,7 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
 
 def unstack(x: Any, axis: int = 0) -> tuple[Any, ...]:
     """The arrays at each index along an axis, as numpy.unstack."""
-    before = (slice(None),) * one_axis(axis, x.ndim)
+    before = parts.along(one_axis(axis, x.ndim))
     return tuple(x[(*before, number)] for number in range(x.shape[len(before)]))
 
 
@@ -298,11 +296,10 @@ def roll(x: Any, shift: int | Sequence[int], axis: Axis = None) -> Any:
     numbers = np.broadcast_arrays(np.asarray(shift), np.asarray(axis))
     for step, one in zip(*(line.reshape(-1).tolist() for line in numbers), strict=True):
         number = one_axis(one, x.ndim)
-        before = (slice(None),) * number
         cut = -step % max(x.shape[number], 1)
         if cut:
-            ends = x[(*before, slice(cut, None))], x[(*before, slice(0, cut))]
-            x = _joined(ends, number, x.distribution)
+            ends = (parts.along(number, slice(cut, None)), parts.along(number, slice(0, cut)))
+            x = _joined([x[end] for end in ends], number, x.distribution)
     return x
 
 
@@ -327,7 +324,7 @@ def _joined(operands: Sequence[Any], axis: int, like: Distribution | None) -> An
     end = 0
     for x in operands:
         begin, end = end, end + x.shape[axis]
-        indexing.put(made, (slice(None),) * axis + (slice(begin, end),), x)
+        indexing.put(made, parts.along(axis, slice(begin, end)), x)
     return made
 
 
@@ -377,8 +374,8 @@ def of_one_type(operands: Sequence[Any], *, inexact: bool = False) -> list[Any]:
     together = types[0]
     if len({*types}) > 1:
         together = dtypes.of(np.result_type(*map(dtypes.to_numpy, types)))
-    if inexact and together.kind in "iub":
-        together = dtypes.of("float64")
+    if inexact:
+        together = dtypes.inexact(together)
     pairs = zip(operands, types, strict=True)
     return [x if own == together else x.astype(together) for x, own in pairs]
 
@@ -555,12 +552,10 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
     the ranks exchange the elements that are taken, and the result is split evenly along it. Raises
     IndexError for an index out of range.
     """
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
-    axis = one_axis(axis, x.ndim)
+    x, axis = flat_or_along(x, axis)
     numbers = gathering.checked(on_all_ranks(indices), x.shape[axis], axis)
     if not numbers.ndim:
-        return x[(slice(None),) * axis + (int(numbers),)]
+        return x[parts.along(axis, int(numbers))]
     return gathering.gathered(x, [numbers], axis, "take")
 
 
@@ -585,6 +580,11 @@ def in_matrices(x: Any, holds: Callable[[HostArray, HostArray], Any]) -> Any:
     """Where a condition on rows and columns holds in this rank's part of matrices."""
     rows, columns = (indices(spans) for spans in x.layout.spans(x.context.rank)[-2:])
     return parts.converted(holds(rows[:, None], columns), x.local)
+
+
+def flat_or_along(x: Any, axis: int | None) -> tuple[Any, int]:
+    """The array and the number of an axis; with None the flattened array and 0, as NumPy has it."""
+    return (reshape(x, (-1,)), 0) if axis is None else (x, one_axis(axis, x.ndim))
 
 
 def one_axis(axis: int, ndim: int) -> int:

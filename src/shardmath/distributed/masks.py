@@ -109,7 +109,7 @@ def in_boxes(x: Any, part: Any) -> Any:
     ends = np.cumsum([0, *counts]).tolist()
     column = [Spans.interval(lo, hi) for lo, hi in pairwise(ends)]
     shape = (ends[-1], *part.shape[1:])
-    layout = Layout.product(shape, [column, *(None for _ in shape[1:])], size=x.context.size)
+    layout = Layout.product(shape, [column], size=x.context.size)
     distribution = distribution_of(layout, x.context.rank)
     assert distribution is not None, "boxes along one axis"
     return x.like(part, distribution, layout)

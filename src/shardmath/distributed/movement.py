@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from functools import lru_cache
 from typing import Any, Self, TypeVar
@@ -273,6 +274,12 @@ def redistributed(x: D, distribution: Distribution, *, out: Any = None, **words:
     return x.like(local, unbound(distribution), target)
 
 
+def require_root(root: Any, size: int) -> None:
+    """Raise ValueError unless `root` is None or a rank."""
+    if root is not None and not (type(root) is int and 0 <= root < size):
+        raise ValueError(f"root must be None or a rank below {size}, not {root!r}")
+
+
 def within(context: DistributedContext, function: Callable[[], T]) -> T:
     """`function()` with `context` as the current one."""
     if current.get() is context:
@@ -315,20 +322,24 @@ def settled(x: Any, local: Any, layout: Layout, like: Distribution | None) -> An
     distribution = distribution_of(layout, x.context.rank, like)
     if distribution is not None:
         return x.like(local, distribution, layout)
-    target = Slab(0) if like is None or like.per_rank else unbound(like)
-    try:
-        new = layout_of(target, layout.global_shape, layout.size)
-    except BindDistributionError:
-        target = Slab(0)
-        new = layout_of(target, layout.global_shape, layout.size)
-    held = x.like(local, x.distribution, layout)
-    return x.like(brought(held, new, "a part of block-cyclic axes"), target, new)
+    held, purpose = x.like(local, x.distribution, layout), "a part of block-cyclic axes"
+    if like is not None and not like.per_rank:
+        with suppress(BindDistributionError):  # raised before anything moves
+            return split_by(held, unbound(like), purpose)
+    return in_slabs(held, 0, purpose)
+
+
+def split_by(x: Any, distribution: Distribution, purpose: str) -> Any:
+    """`x`, split by a distribution that is the same on all ranks; `purpose` names the move.
+    Collective and errors as `brought`.
+    """
+    layout = layout_of(distribution, x.shape, x.context.size)
+    return x.like(brought(x, layout, purpose), distribution, layout)
 
 
 def in_slabs(x: Any, axis: int, purpose: str) -> Any:
-    """`x` in slabs along an axis; `purpose` names the move. Collective and errors as `brought`."""
-    slab = layout_of(Slab(axis), x.shape, x.context.size)
-    return x.like(brought(x, slab, purpose), Slab(axis), slab)
+    """`x` in slabs along an axis, as `split_by`."""
+    return split_by(x, Slab(axis), purpose)
 
 
 def whole_everywhere(x: Any, purpose: str) -> Any:

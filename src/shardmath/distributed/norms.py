@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,8 @@ def cond(x: Any, p: Any = None) -> Any:
     require_matrices("x", x.shape)
     if p not in (None, 2, -2):
         if x.ndim > 2:
-            compute = lambda a: (dense.called("cond", a, p),)  # noqa: E731
-            return decompositions.of_square_stacks("cond", [x], compute)[0]
+            by_norm = partial(dense.called, "cond", p=p)
+            return decompositions.of_square_stacks("cond", [x], by_norm)
         size = norm(x, p)
         try:
             return size * norm(inv(x), p)

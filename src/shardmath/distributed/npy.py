@@ -39,7 +39,7 @@ def save_array(x: DistributedArray, path: Path, *, fortran: bool) -> None:
 
     Raises OSError on all ranks.
     """
-    dtype = dtypes.of(x.library.spec(x.local).dtype)
+    dtype = x.element_type
     text = io.BytesIO()
     given = {"descr": type_in_file(dtype), "fortran_order": fortran, "shape": x.shape}
     npy_format.write_array_header_1_0(text, given)

@@ -162,6 +162,11 @@ def assign(x: Any, key: Any, value: Any) -> None:
 # -- elements, and where they lie ------------------------------------------------------------------
 
 
+def along(axis: int, *keys: Any) -> tuple[Any, ...]:
+    """The key that has `keys` from an axis on, and selects all along the other axes."""
+    return (*(slice(None),) * axis, *keys)
+
+
 def flipped(x: Any, axes: Sequence[int]) -> Any:
     """`x` with these axes reversed; torch has no negative strides."""
     if not axes:
@@ -204,7 +209,7 @@ def picked(x: Any, numbers: Sequence[HostArray], axis: int) -> Any:
     """The elements of `x` at indices along several axes, from `axis` on, which become one axis."""
     if len(numbers) == 1:
         return taken(x, numbers[0], axis)
-    return x[(slice(None),) * axis + tuple(converted(line, x) for line in numbers)]
+    return x[along(axis, *(converted(line, x) for line in numbers))]
 
 
 def order(x: Any, axis: int) -> Any:
@@ -226,7 +231,7 @@ def crossed(x: Any, y: Any, axis: int) -> Any:
     if is_torchs(x):
         return module.linalg.cross(x, y, dim=axis)
     made = module.empty(np.broadcast_shapes(x.shape, y.shape), x.dtype)  # C order, unlike np.cross
-    a, b, c = (tuple(z[(slice(None),) * axis + (n, ...)] for n in range(3)) for z in (x, y, made))
+    a, b, c = (tuple(z[along(axis, n, ...)] for n in range(3)) for z in (x, y, made))
     for n, (i, j) in enumerate(((1, 2), (2, 0), (0, 1))):
         module.multiply(a[i], b[j], out=c[n])
         module.subtract(c[n], a[j] * b[i], out=c[n])

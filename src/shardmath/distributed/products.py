@@ -206,14 +206,14 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
     stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     size = a.context.size
     columns = stack_columns((a, b), stack)
-    places = Layout.product((*stack, 1, 1), [*columns, None, None], size=size)
+    places = Layout.product((*stack, 1, 1), columns, size=size)
     locals_ = []
     for name, x in (("the first stack", a), ("the second stack", b)):
         held = needed_layout(places, (*x.shape[:-2], 1, 1))
         needed = [held.column(axis) for axis in range(x.ndim - 2)]
-        locals_.append(brought(x, Layout.product(x.shape, [*needed, None, None], size=size), name))
+        locals_.append(brought(x, Layout.product(x.shape, needed, size=size), name))
     shape = (*stack, a.shape[-2], b.shape[-1])
-    layout = Layout.product(shape, [*columns, None, None], size=size)
+    layout = Layout.product(shape, columns, size=size)
     like = unbound(a.distribution) if a.ndim == len(shape) else None
     distribution = distribution_of(layout, a.context.rank, like)
     if distribution is None:  # only b is cyclic

@@ -68,8 +68,7 @@ def ufunc(x: Distributed, function: np.ufunc, method: str, inputs: Any, words: A
     if len(outs) > 1:
         raise NotImplementedError(f"np.{function.__name__} with several out: assign its results")
     (out,) = outs
-    if not isinstance(out, Distributed):
-        raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
+    _require_array(out)
 
     def write(into: Any, operands: Sequence[Any]) -> None:
         written(function, operands, out, words)
@@ -143,12 +142,16 @@ def _into(words: Mapping[str, Any], result: Any) -> Any:
     out = out[0] if isinstance(out, tuple) else out
     if out is None:
         return result
-    if not isinstance(out, Distributed):
-        raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
+    _require_array(out)
     if out.shape != result.shape:
         raise ValueError(f"out has shape {out.shape}, the result has {result.shape}")
-    out[...] = result  # type: ignore[index]
+    out[...] = result
     return out
+
+
+def _require_array(out: Any) -> None:
+    if not isinstance(out, Distributed):
+        raise TypeError(f"out is a DistributedArray where an operand is one, not {type(out)}")
 
 
 def array_function(function: Callable[..., Any], given: Any, words: Any) -> Any:
@@ -263,9 +266,7 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def called(x: Any, axis: Any = None, dtype: Any = None) -> Any:
-        if axis is None:
-            x, axis = manipulation.reshape(x, (-1,)), 0
-        return function(x, axis, dtype)
+        return function(*manipulation.flat_or_along(x, axis), dtype)
 
     return _documented(called, function)
 

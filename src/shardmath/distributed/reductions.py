@@ -98,7 +98,7 @@ def array_equal(a1: Any, a2: Any, equal_nan: bool = False) -> bool:
 def mean(x: Distributed, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Any:
     """The arithmetic mean, as numpy.mean. Collective where `axis` is split."""
     axes = checked_axes(x, axis)
-    result = _float_type(x, dtype)
+    result = dtypes.inexact(x.element_type if dtype is None else dtype)
     total = _reduced(x, "sum", axes, dtypes.accumulator(result), keepdims)
     return _divided(total, _count(x, axes), result)
 
@@ -116,7 +116,7 @@ def var(
     As numpy.var. Collective where `axis` is split, twice: for the mean, and for the squares.
     """
     axes = checked_axes(x, axis)
-    result = _float_type(x, dtype)
+    result = dtypes.inexact(x.element_type if dtype is None else dtype)
     wide = dtypes.accumulator(result)
     middle = mean(x, axes, wide, keepdims=True)
     needed = needed_layout(x.layout, middle.shape)
@@ -306,12 +306,6 @@ def require_ordered(x: Distributed, name: str) -> None:
 def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
     if not _count(x, axes):
         raise ValueError(f"{name} of no elements: the array has shape {x.shape}")
-
-
-def _float_type(x: Distributed, dtype: Any) -> DType:
-    """The type of a mean: `dtype`, by default the elements', or float64 for integers and bool."""
-    own = x.element_type if dtype is None else dtypes.of(dtype)
-    return dtypes.of("float64") if own.kind in "iub" else own
 
 
 def _divided(total: Distributed, count: float, dtype: DType) -> Distributed:

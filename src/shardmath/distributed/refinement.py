@@ -125,7 +125,7 @@ def solve(
 def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolution:
     a, b = of_one_type([a, b], inexact=True)
     end_explanation(lambda: f"solve of {a.layout} by factors of {factor_dtype}, and refinement")
-    kind = a.library.spec(a.local).dtype
+    kind = a.element_type.name
     low = _agreed(a, b, kind, factor_dtype, words)
     how, vector = b.distribution, b.ndim == 1
     rows = (b[:, None] if vector else b).to(_ROWS)
@@ -213,7 +213,7 @@ class _System:
         self.options = words["options"]
         self.lower = bool(words["lower"]) is not bool(words["transposed"])
         self.seen = a.T if words["transposed"] else a
-        self.kind = dtypes.to_numpy(a.library.spec(a.local).dtype)
+        self.kind = dtypes.to_numpy(a.element_type)
         self.diagonal = None
         if api.structure_of(words["assume_a"]) == "pos":
             self.seen = (tril if self.lower else triu)(self.seen)

@@ -51,11 +51,10 @@ def diff(x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
     ends = [_end(end, x, axis) for end in (prepend, append)]
     pieces = [piece for piece in (ends[0], x, ends[1]) if piece is not None]
     x = concat(pieces, axis) if len(pieces) > 1 else x
-    before = (slice(None),) * axis
+    behind, before = parts.along(axis, slice(1, None)), parts.along(axis, slice(None, -1))
     is_bool = x.element_type.kind == "b"
     for _ in range(n):
-        after, ahead = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]
-        x = after != ahead if is_bool else after - ahead
+        x = x[behind] != x[before] if is_bool else x[behind] - x[before]
     return x
 
 
@@ -95,14 +94,13 @@ def _offset(x: Any, local: Any, name: str, axis: int) -> Any:
         for spans in column
     ]
     totals, everywhere = (x.layout.with_column(axis, len(blocks), one) for one in (own_block, None))
-    before = (slice(None),) * axis
-    held = x.like(local[(*before, slice(-1, None))], x.distribution, totals)
+    held = x.like(local[parts.along(axis, slice(-1, None))], x.distribution, totals)
     place = number.get(column[x.context.rank], 0)
-    earlier = rearranged(held, everywhere)[(*before, slice(0, place))]
+    earlier = rearranged(held, everywhere)[parts.along(axis, slice(0, place))]
     if not place:
         return local
     own = held.element_type
-    offset = parts.reduced(earlier, name, (axis,), own)[(*before, None)]
+    offset = parts.reduced(earlier, name, (axis,), own)[parts.along(axis, None)]
     return local + offset if name == "sum" else local * offset
 
 

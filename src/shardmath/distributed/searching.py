@@ -24,8 +24,8 @@ from shardmath.distributed.layouts import indices, layout_of, with_axis
 from shardmath.distributed.manipulation import (
     broadcast_to,
     concat,
+    flat_or_along,
     flip,
-    one_axis,
     reshape,
     take,
 )
@@ -70,9 +70,7 @@ _VALUES, _NUMBERS = 0, 1
 
 def _in_order(x: Any, axis: int | None, descending: bool, *which: int) -> list[Any]:
     """What `which` asks for, split as x is: the elements in order, or their indices."""
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
-    axis = one_axis(axis, x.ndim)
+    x, axis = flat_or_along(x, axis)
     if descending:  # reversed, so that equal elements keep their order
         back = [flip(line, axis) for line in _in_order(flip(x, axis), axis, False, *which)]
         last = x.shape[axis] - 1
@@ -133,9 +131,7 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     `take`. Raises IndexError for an index out of range.
     """
     x, numbers = all_distributed((x, indices))
-    if axis is None:
-        x, axis = reshape(x, (-1,)), 0
-    axis = one_axis(axis, x.ndim)
+    x, axis = flat_or_along(x, axis)
     if x.ndim != numbers.ndim:
         raise ValueError(
             f"the indices have {numbers.ndim} axes, and the array {x.ndim}: give them as many"

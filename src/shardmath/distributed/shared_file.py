@@ -167,7 +167,7 @@ def long_axis(shape: tuple[int, ...]) -> int:
 def write_part(x: Distributed, file: Path, offset: int) -> None:
     """Write the array from byte `offset` of a file on, in C order. Collective."""
     context = x.context
-    layout = layout_in_file(x.layout, x.library.spec(x.local).itemsize, written=True)
+    layout = layout_in_file(x.layout, x.element_type.itemsize, written=True)
     descriptor = together(context, SAVE, partial(os.open, file, os.O_WRONLY))
     try:
         writer = _Writer(descriptor, offset)
@@ -200,7 +200,7 @@ def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Cal
     """
     context, size, shape = x.context, x.context.size, x.shape
     axis = long_axis(shape)
-    row = prod(shape) // shape[axis] * x.library.spec(x.local).itemsize
+    row = prod(shape) // shape[axis] * x.element_type.itemsize
     is_cut = not any(spans.period for spans in x.layout.column(axis))  # a slice of it is at hand
     step = max(1, MOVED // row) * size if is_cut else shape[axis]
     rooms: dict[tuple[int, ...], Any] = {}
@@ -208,7 +208,7 @@ def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Cal
     def turn(start: int) -> None:
         rows = x
         if step < shape[axis]:
-            rows = indexing.get(x, (slice(None),) * axis + (slice(start, start + step),))
+            rows = indexing.get(x, parts.along(axis, slice(start, start + step)))
         slabs = Layout.slab(rows.shape, size, axis=axis)
         local = slabs.local_shape(context.rank)
         made = rooms[local] = rearranged(rows, slabs, rooms.get(local))

@@ -60,6 +60,12 @@ class Distributed:
         layout = _replicated(tuple(local.shape), self.context.size)
         return self.like(local, _EVERYWHERE, layout)
 
+    def require_same_ranks(self, *others: Distributed) -> None:
+        """Raise ValueError if one of the others is of another context. Local."""
+        for x in others:
+            if x.context is not self.context:
+                raise ValueError("the operands are split over the ranks of different contexts")
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the global array."""

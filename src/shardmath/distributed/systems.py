@@ -31,8 +31,7 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     split as the matrix. Collective. Raises as `shardmath.linalg.cholesky`.
     """
     if x.ndim > 2:
-        compute = lambda a: (dense.cholesky(a, upper=upper),)  # noqa: E731
-        return of_square_stacks("cholesky", [x], compute)[0]
+        return of_square_stacks("cholesky", [x], partial(dense.cholesky, upper=upper))
     return _like_last(api.cholesky, x, not upper)
 
 
@@ -48,26 +47,22 @@ def solve(x1: Any, x2: Any, /) -> Any:
     right = x2[:, None] if is_vector else x2
     stack = np.broadcast_shapes(x1.shape[:-2], right.shape[:-2])
     pair = [broadcast_to(x, (*stack, *x.shape[-2:])) for x in (x1, right)]
-    (made,) = of_square_stacks("solve", pair, lambda a, b: (dense.called("solve", a, b),))
+    made = of_square_stacks("solve", pair)
     return made[..., 0] if is_vector else made
 
 
 def inv(x: Any, /) -> Any:
     """The inverse of a matrix, split as it is. Collective. Raises as `shardmath.linalg.inv`."""
     if x.ndim > 2:
-        return of_square_stacks("inv", [x], lambda a: (dense.called("inv", a),))[0]
+        return of_square_stacks("inv", [x])
     return _like_last(api.inv, x)
 
 
 def det(x: Any, /, **words: Any) -> Any:
     """The determinant of a matrix. Collective. Raises as `shardmath.linalg.det`."""
     if x.ndim > 2:
-        return of_square_stacks("det", [x], lambda a: (dense.called("det", a),))[0]
-    require_matrix("x", x.shape)
-    (a,) = of_one_type([x], inexact=True)
-    end_explanation(lambda: f"det of {a.layout}")
-    made = within(a.context, lambda: api.det(a.local, distributions=a.distribution, **words))
-    return replicated(a, np.asarray(made))
+        return of_square_stacks("det", [x])
+    return _of_one(api.det, x, **words)[0]
 
 
 def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
@@ -75,14 +70,19 @@ def slogdet(x: Any, /, **words: Any) -> api.SignAndLogarithm:
     `shardmath.linalg.slogdet`.
     """
     if x.ndim > 2:
-        return api.SignAndLogarithm(
-            *of_square_stacks("slogdet", [x], partial(dense.called, "slogdet"))
-        )
+        return api.SignAndLogarithm(*of_square_stacks("slogdet", [x]))
+    return api.SignAndLogarithm(*_of_one(api.slogdet, x, **words))
+
+
+def _of_one(function: Callable[..., Any], x: Any, **words: Any) -> list[Any]:
+    """The numbers that a function computes from the parts of a matrix, on every rank."""
     require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
-    end_explanation(lambda: f"slogdet of {a.layout}")
-    made = within(a.context, lambda: api.slogdet(a.local, distributions=a.distribution, **words))
-    return api.SignAndLogarithm(*(replicated(a, np.asarray(one)) for one in made))
+    end_explanation(lambda: f"{function.__name__} of {a.layout}")
+    made = within(a.context, lambda: function(a.local, distributions=a.distribution, **words))
+    return [
+        replicated(a, np.asarray(one)) for one in (made if isinstance(made, tuple) else (made,))
+    ]
 
 
 def _like_last(

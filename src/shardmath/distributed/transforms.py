@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.distributed import parts
 from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import pad, roll
 from shardmath.distributed.movement import agreed_layout, end_explanation, within
@@ -189,7 +190,7 @@ def _of_extents(x: Any, axes: Sequence[int], wanted: Sequence[int]) -> Any:
     for axis, target in zip(axes, wanted, strict=True):
         extent = x.shape[axis]
         if target < extent:
-            x = x[(slice(None),) * axis + (slice(0, target),)]
+            x = x[parts.along(axis, slice(0, target))]
         elif target > extent:
             x = pad(x, {axis: (0, target - extent)})
     return x
@@ -236,9 +237,7 @@ def transform(
 
 def _floating(x: Any) -> Any:
     """The array in a type that has a transform: integers in float64, halves in float32."""
-    own = x.element_type
-    wide = "float64" if own.kind in "iub" else dtypes.accumulator(own)
-    return x.astype(wide, copy=False)
+    return x.astype(dtypes.accumulator(dtypes.inexact(x.element_type)), copy=False)
 
 
 def _complexed(x: Any) -> Any:

@@ -42,7 +42,7 @@ def save_arrays(
     Raises FileExistsError on all ranks where there is something at `path`.
     """
     chunks = {
-        name: chunk_shape(x.shape, x.library.spec(x.local).itemsize, context.size)
+        name: chunk_shape(x.shape, x.element_type.itemsize, context.size)
         for name, (x, _) in arrays.items()
     }
 
@@ -53,7 +53,7 @@ def save_arrays(
         if list(arrays) != [""]:
             zarr.create_group(str(folder), attributes=dict(values))
         for name, (x, _) in arrays.items():
-            known = dtypes.of(x.library.spec(x.local).dtype)
+            known = x.element_type
             if known.carrier:
                 raise TypeError(f"Zarr has no {known}: convert it, for example to {known.sums}")
             zarr.create_array(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from operator import attrgetter, gt
 
@@ -84,12 +85,13 @@ class Layout(Immutable, hashes_once=True):
     ) -> Layout:
         """Rank r owns `columns[axis][r]` along each axis; None stands for the whole axis.
 
-        For example rows as in c, and all of k: `product((m, k), [c.column(0), None], size=c.size)`.
+        Axes behind the last column are whole, too. For example rows as in c, and all of k:
+        `product((m, k), [c.column(0)], size=c.size)`.
         """
         shape = integers(global_shape, "global_shape", least=0)
         full = [
             [Spans.interval(0, extent)] * size if column is None else column
-            for extent, column in zip(shape, columns, strict=True)
+            for extent, column in zip_longest(shape, columns)
         ]
         if {len(column) for column in full} - {size}:
             raise ValueError(f"columns of {[len(column) for column in full]} ranks, not of {size}")
