@@ -87,8 +87,7 @@ def navier_stokes(python: str) -> list[dict[str, Any]]:
                 ran = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
                 measured = json.loads(ran.stdout)
             except (OSError, subprocess.SubprocessError) as error:
-                said = (getattr(error, "stderr", "") or str(error)).strip()
-                missing[peer] = said.splitlines()[-1]
+                missing[peer] = record.reason(error)
                 continue
             times[peer].append((measured["seconds"], measured["cpu"]))
             energies.append(measured["energy"])

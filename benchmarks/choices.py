@@ -54,7 +54,7 @@ class Case:
 
     @property
     def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Their shapes."""
+        """The shapes of A and B."""
         return (self.m, self.k), (self.k, self.n)
 
     def problem(self, size: int) -> Problem:

@@ -165,7 +165,7 @@ class Plain:
         return made
 
     def exchange(self, src: Any, src_types: list[Any], dst: Any, dst_types: list[Any]) -> None:
-        """From one slab to the other."""
+        """Move `src`, in one slab, to `dst`, in the other."""
         ones, zeros = [1] * self.comm.size, [0] * self.comm.size
         self.comm.Alltoallw((src, ones, zeros, src_types), (dst, ones, zeros, dst_types))
 

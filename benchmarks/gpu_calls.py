@@ -109,7 +109,7 @@ def calls(context, library, place):
 
 
 def peers(ranks):
-    """The same by NCCL and one GPU's cuBLAS, through torch."""
+    """The peers' calls by name: NCCL, and cuBLAS and cuFFT on one GPU, through torch."""
     torch, dist = ranks.torch, ranks.dist
     small = torch.ones(SMALL, device=ranks.device)
     many = torch.empty(ranks.size * SMALL, device=ranks.device)

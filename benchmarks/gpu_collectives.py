@@ -126,7 +126,7 @@ def torchs(ranks, count, nbytes):
 
 
 def reduce_scatters(ranks, nbytes):
-    """Of `nbytes` on each rank, from and into ordinary memory."""
+    """A row of reduce_scatter, of `nbytes` on each rank, from and into ordinary memory."""
     torch, dist, size = ranks.torch, ranks.dist, ranks.size
     bf16 = dtypes.of("bfloat16")
     counts = [nbytes // 2 // size] * size

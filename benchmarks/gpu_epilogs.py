@@ -39,7 +39,7 @@ class Case:
         self.device = ranks.context.team.device
 
         def random(rows, columns):
-            """By columns."""
+            """A random matrix that is stored by columns."""
             return torch.randn(columns, rows, device=ranks.device).bfloat16().t()
 
         self.sets = [(random(m, k), random(k, n)) for _ in range(SETS)]
@@ -92,7 +92,7 @@ class Case:
             combine(self.device, self.ranks.stream(), d, [d], epilog=self.rest, aux=aux)
 
     def by_torch(self, turn):
-        """The same for a user of torch; its GELU is the one by tanh."""
+        """What a user of torch would write; torch's GELU is the approximation by tanh."""
         torch, name = self.torch, self.epilog.name
         a, b = self.sets[turn]
         turned = b.t(), a.t()  # D's transpose, by rows
@@ -107,7 +107,7 @@ class Case:
 
     @property
     def ways(self):
-        """By name. Masks of bits are not torch's."""
+        """The ways to fill D, by name. torch has no masks of bits, so it is left out for these."""
         ways = {"plain": self.plain, "kernel": self.kernel}
         found = self._found
         places = [*map(self.matrix, self.sets[0]), self.matrix(self.d)]
@@ -131,7 +131,7 @@ class Case:
 
 
 def measure(ranks: Ranks) -> Iterator[dict]:
-    """All shapes and epilogs."""
+    """A row for each shape and epilog."""
     for shape, name in product(SHAPES, EPILOGS):
         case = Case(ranks, MatmulEpilog[name], *shape)
         case.check()

@@ -107,7 +107,7 @@ class Baseline:
 
 
 def measured(ranks, x, n, dtype, back):
-    """One row."""
+    """The row of one transform."""
     baseline, calls = Baseline(ranks, x, back), CALLS[n]
     row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "ranks": ranks.size}
     with FFT(x, distribution=Slab.X, options=FFTOptions(redistribute=back)) as transform:

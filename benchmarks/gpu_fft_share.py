@@ -201,7 +201,7 @@ def timeline(ranks, program, memories):
 
 
 def measured(ranks, n, dtype, back, size):
-    """One row."""
+    """The row of one case."""
     share = Share(ranks, n, dtype, back, size)
     row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "of": size}
     steps, chunks = share.program(None), share.program(share.plan.chunking)

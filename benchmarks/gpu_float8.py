@@ -87,7 +87,7 @@ class Case:
         )
 
     def with_torch(self, i: int):
-        """The same by NCCL and torch."""
+        """The product of set `i` by torch, after NCCL has gathered A and its scales."""
         torch, a, scale_a = self.torch, self.a[i], self.scale_a
         if self.ranks.size > 1:
             a = self._gathered(a.view(torch.uint8)).view(a.dtype)

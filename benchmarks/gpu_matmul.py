@@ -90,7 +90,7 @@ class Gathered:
         return self.torch.mm(self.whole[turn], self.b[turn], out=self.out[turn])
 
     def nccl(self, turn):
-        """One after the other."""
+        """NCCL's gather, then the product by cuBLAS."""
         self.ranks.dist.all_gather_into_tensor(self.room, self.a[turn])
         return self.torch.mm(self.room, self.b[turn], out=self.out[turn])
 

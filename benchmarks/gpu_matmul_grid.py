@@ -120,7 +120,7 @@ def measured(ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str
 def measure(
     ranks: Ranks, grids: list[tuple[int, int]], cases: list[tuple[str, int]], orders: str
 ) -> Iterator[dict[str, Any]]:
-    """All rows."""
+    """A row for each grid, case and memory order."""
     for grid, (dtype, n), order in product(grids, cases, orders):
         yield measured(ranks, grid, dtype, n, order)
         ranks.torch.cuda.empty_cache()

@@ -116,7 +116,7 @@ class Product:
         return self.planned[turn].execute()
 
     def heap(self, turn):
-        """The same, with arrays on the heap."""
+        """What a user calls, with all arrays on the heap."""
         return self.planned_on_heap[turn].execute()
 
     def on_heap(self, distributions):
@@ -180,7 +180,7 @@ class Product:
 
 
 def measured(ranks: Ranks, what: str, m: int, n: int, k: int, as_on: int, target: str):
-    """One row, in microseconds."""
+    """The row of one case, in microseconds."""
     product = Product(ranks, what, m, n, k)
     names = ["kernel", "separate", "execute"] + ["heap"] * product.everywhere
     ways = {name: getattr(product, name) for name in names}
@@ -199,7 +199,7 @@ def measured(ranks: Ranks, what: str, m: int, n: int, k: int, as_on: int, target
 
 
 def measure(ranks: Ranks, most: int, only: str) -> Iterator[dict]:
-    """All cases."""
+    """A row for each case, and one with the share of 8 ranks for those that have a goal."""
     for what, m, n, k, target in CASES:
         if m > most or only not in what:
             continue
@@ -209,7 +209,6 @@ def measure(ranks: Ranks, most: int, only: str) -> Iterator[dict]:
 
 
 def main() -> None:
-    """See the module."""
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="rows of A")
     parser.add_argument("--only", default="", help="GEMM+RS or GEMM+AR")

@@ -154,7 +154,7 @@ class Case:
         return self.step(compiler(self.layer(*recorded(torch, gather, scatter))))
 
     def functional(self, compiler: Callable[..., Any]) -> Step:
-        """The same by the collectives that torch's compiler knows."""
+        """The products of `nccl`, by the collectives that torch's compiler knows."""
         import torch.distributed._functional_collectives as known
 
         linear, group = self.torch.nn.functional.linear, self.ranks.dist.group.WORLD

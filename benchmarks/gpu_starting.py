@@ -66,7 +66,7 @@ class Starts:
         return made
 
     def slowest(self, value: float) -> float:
-        """Of all ranks' values."""
+        """The largest of all ranks' values."""
         found = self.torch.tensor([value], dtype=self.torch.float64)
         self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
         return found.item()
@@ -118,11 +118,10 @@ def _first_of_torch(torch: Any, dist: Any) -> Any:
 
 
 def main() -> None:
-    """See the module."""
     options = command(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows, told = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
-    record.keep(f"gpu_starting_{options.gpus}", rows, options.commit, **told)
+        rows, about = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
+    record.keep(f"gpu_starting_{options.gpus}", rows, options.commit, **about)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ DTYPES = ("float64", "float32")
 
 
 def measure(context: DistributedContext, n: int) -> list[dict[str, Any]]:
-    """All rows, as this rank measures them."""
+    """The rows of large and of small products, as this rank measures them."""
     large = [row for dtype in DTYPES for row in large_products(context, n, dtype)]
     return large + small_products(context)
 

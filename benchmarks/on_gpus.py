@@ -63,7 +63,7 @@ class Ranks:
         return self.torch.cuda.current_stream().cuda_stream
 
     def largest(self, value: float) -> float:
-        """Of all ranks' values."""
+        """The largest of all ranks' values."""
         return max(self.context.agree("largest", lambda: value, lambda values: values))
 
     def time(self, call: Callable[[], object], calls: int, *, graph: bool = True) -> float:
@@ -73,8 +73,8 @@ class Ranks:
     def times(
         self, systems: dict[str, Callable[[], object]], calls: int, *, eager: Container[str] = ()
     ) -> dict[str, float]:
-        """The same of each system. They take turns, in another order each time, so that all run on
-        GPUs that are equally warm.
+        """Microseconds per call of each system, of the slowest rank. The systems take turns, in
+        another order each time, so that all run on GPUs that are equally warm.
 
         Those named in `eager`, which cannot be captured, are called one by one.
         """
@@ -212,9 +212,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         found = spawn(_measured, options.gpus, measure, store, options.gpus, args)
-    rows, told = found[0]
-    name += f"_{options.gpus}" + (f"_on_{told['gpus']}" if told["gpus"] < options.gpus else "")
-    record.keep(name, rows, options.commit, **told)
+    rows, about = found[0]
+    name += f"_{options.gpus}" + (f"_on_{about['gpus']}" if about["gpus"] < options.gpus else "")
+    record.keep(name, rows, options.commit, **about)
     return rows
 
 

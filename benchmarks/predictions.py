@@ -44,7 +44,7 @@ class Product(choices.Case):
 
 @dataclass(frozen=True)
 class Transform:
-    """All axes of an array of this shape."""
+    """A transform along all axes of an array of this shape."""
 
     shape: tuple[int, ...]
     distributions: tuple[Distribution, Distribution]
@@ -61,7 +61,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Moving:
-    """From one distribution to another."""
+    """A redistribution of an array of this shape."""
 
     shape: tuple[int, ...]
     distributions: tuple[Distribution, Distribution]
@@ -146,7 +146,7 @@ def row(context: DistributedContext, case: Case) -> dict[str, Any]:
 
 
 def predicted_seconds(explained: str) -> float:
-    """Of the first prediction in the text, which is what was chosen."""
+    """The seconds of the first prediction in the text, which is that of the chosen strategy."""
     found = re.search(r"predicted:? (\S+) (s|ms|us)\b", explained)
     if found is None:
         return math.nan

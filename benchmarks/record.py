@@ -37,6 +37,11 @@ def beside_python(tool: str) -> str | None:
     return shutil.which(tool, path=str(Path(sys.executable).parent))
 
 
+def reason(error: Exception) -> str:
+    """Why a program could not run: the last line of its errors, or that of the exception."""
+    return (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+
+
 def timed(
     call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
 ) -> list[float]:
@@ -81,7 +86,7 @@ def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
 
 
 def keep(name: str, rows: Iterable[dict[str, Any]], commit: str, **facts: Any) -> None:
-    """As `write`, and once more in the folder that $OUT names, if it does.
+    """Write as `write` does, and once more into the folder that $OUT names, if it names one.
 
     `commit` is the source's, where it has no repository; empty where it has.
     """

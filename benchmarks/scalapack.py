@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from record import reason
+
 BLOCKS = 64, 128
 KINDS = "mpich", "openmpi"
 
@@ -24,8 +26,7 @@ class Scalapack:
             try:
                 subprocess.run([*command, "-lm"], check=True, capture_output=True, text=True)
             except (OSError, subprocess.CalledProcessError) as error:
-                said = getattr(error, "stderr", "") or str(error)
-                self.missing += f"{kind}: {said.strip().splitlines()[-1]}. "
+                self.missing += f"{kind}: {reason(error)}. "
                 continue
             self._run = [f"mpiexec.{kind}", "-n", str(ranks), program]
             self.missing = ""

@@ -73,13 +73,13 @@ def started(command: list[str], then: str) -> tuple[float, float]:
         script.flush()
         before = time.monotonic()
         if command:
-            told = subprocess.run(
+            printed = subprocess.run(
                 [*command, script.name], check=True, capture_output=True, text=True
             ).stderr
         else:
-            told = as_srun([sys.executable, script.name])
-    marks = [part.split(">")[0].split() for part in told.split("<")[1:]]
-    assert len(marks) == RANKS, told
+            printed = as_srun([sys.executable, script.name])
+    marks = [part.split(">")[0].split() for part in printed.split("<")[1:]]
+    assert len(marks) == RANKS, printed
     first, ready = (max(float(mark[i]) for mark in marks) - before for i in (0, 1))
     return first, ready
 
