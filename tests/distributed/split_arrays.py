@@ -7,10 +7,12 @@ import warnings
 from unittest.mock import patch
 
 import numpy as np
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmath
 from arrangements import distributions, part_of
+from draws import drawn
 from shardmath.arrays import library_named, library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distributed import DistributedArray, dense, parts
@@ -20,6 +22,7 @@ __all__ = [
     "agree",
     "array_of",
     "as_on_gpus",
+    "drawn_cases",
     "elements",
     "host",
     "lists_of",
@@ -48,6 +51,22 @@ def lists_of(draw, case, *, most=20, ranks=4):
     """A number of ranks, and cases that they compute in one go: `case(size)` is a strategy."""
     size = draw(st.integers(1, ranks))
     return size, draw(st.lists(case(size), min_size=1, max_size=most))
+
+
+def drawn_cases(body, case, examples, *, most=20, shrunk=True, also_as_on_gpus=False):
+    """A test that draws so many lists of cases, and has `body(context, cases)` perform each list on
+    a drawn number of ranks, once more by `as_on_gpus` where that is asked for. Arguments otherwise
+    as `lists_of` and `drawn`.
+    """
+
+    def test(contexts, both):
+        size, cases = both
+        contexts.run(body, cases, ranks=size)
+        if also_as_on_gpus:
+            contexts.run(as_on_gpus, body.__module__, body.__name__, cases, ranks=size)
+
+    test.__name__ = test.__qualname__ = body.__name__  # from which the first seed is made
+    return drawn(examples, shrunk=shrunk)(given(both=lists_of(case, most=most))(test))
 
 
 def elements(shape, dtype, seed=0):

@@ -10,12 +10,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, array_of, elements, host, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, drawn_cases, elements, host, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath.distributed import standard
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
@@ -73,11 +71,7 @@ def body(context, cases):
         agree(got, expected, close=True, strict=library == "numpy")
 
 
-@drawn(8)
-@given(cases=lists_of(operands))
-def test_elementwise_functions(contexts, cases):
-    size, calls = cases
-    contexts.run(body, calls, ranks=size)
+test_elementwise_functions = drawn_cases(body, operands, 8)
 
 
 ELEMENTWISE = {  # of the standard, by its names
@@ -120,11 +114,7 @@ def every_function(context, cases):
             agree(got, expected, close=True, strict=library == "numpy")
 
 
-@drawn(8)
-@given(cases=lists_of(pairs, most=4))
-def test_every_elementwise_function_of_the_namespace(contexts, cases):
-    size, calls = cases
-    contexts.run(every_function, calls, ranks=size)
+test_every_elementwise_function_of_the_namespace = drawn_cases(every_function, pairs, 8, most=4)
 
 
 @st.composite
@@ -154,11 +144,7 @@ def update(context, cases):
             np.add(x, 1.5, out=x.astype(np.int64))
 
 
-@drawn(4)
-@given(cases=lists_of(updates))
-def test_in_place_and_out(contexts, cases):
-    size, calls = cases
-    contexts.run(update, calls, ranks=size)
+test_in_place_and_out = drawn_cases(update, updates, 4)
 
 
 def moves(context):

@@ -6,12 +6,10 @@ import importlib
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, array_of, elements, host, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, drawn_cases, elements, host, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import Replicated, Slab
 from shardmath.errors import CollectiveMismatch
@@ -50,11 +48,7 @@ def whole(context, cases):
             assert str(x) == str(a)
 
 
-@drawn(6)
-@given(cases=lists_of(arrays))
-def test_parts_and_the_whole(contexts, cases):
-    size, calls = cases
-    contexts.run(whole, calls, ranks=size)
+test_parts_and_the_whole = drawn_cases(whole, arrays, 6)
 
 
 @st.composite
@@ -102,11 +96,7 @@ def create(context, cases):
                 agree(function(shape, seed=7, distribution=first), host(alone), close=True)
 
 
-@drawn(3)
-@given(cases=lists_of(creations, most=8))
-def test_creation(contexts, cases):
-    size, calls = cases
-    contexts.run(create, calls, ranks=size)
+test_creation = drawn_cases(create, creations, 3, most=8)
 
 
 def numbers(context):

@@ -8,13 +8,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import array_of, as_on_gpus, lists_of, placed, splits
+from split_arrays import array_of, drawn_cases, placed, splits
 
 import shardmath
-from draws import drawn
 from shardmath.distributed import decompositions, spectral
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
@@ -105,12 +103,7 @@ def take_apart(context, cases):
         np.testing.assert_array_equal(x.numpy(), before)
 
 
-@drawn(4)
-@given(cases=lists_of(matrices, most=4))
-def test_factors_of_any_matrix(contexts, cases):
-    size, calls = cases
-    contexts.run(take_apart, calls, ranks=size)
-    contexts.run(as_on_gpus, __name__, "take_apart", calls, ranks=size)
+test_factors_of_any_matrix = drawn_cases(take_apart, matrices, 4, most=4, also_as_on_gpus=True)
 
 
 @st.composite
@@ -188,12 +181,9 @@ def test_eigenvalues_that_are_divided(contexts, ranks, dtype, library):
         assert {name: off for name, off in found.items() if not off < BOUND} == {}
 
 
-@drawn(3)
-@given(cases=lists_of(hermitian, most=5))
-def test_eigenvalues_of_any_hermitian_matrix(contexts, cases):
-    size, calls = cases
-    contexts.run(eigenvalues, calls, ranks=size)
-    contexts.run(as_on_gpus, __name__, "eigenvalues", calls, ranks=size)
+test_eigenvalues_of_any_hermitian_matrix = drawn_cases(
+    eigenvalues, hermitian, 3, most=5, also_as_on_gpus=True
+)
 
 
 def hermitian_factors():
@@ -250,12 +240,9 @@ def least_squares(context, cases):
         np.testing.assert_array_equal(y.numpy(), b)
 
 
-@drawn(3)
-@given(cases=lists_of(equations, most=5))
-def test_least_squares_of_any_equations(contexts, cases):
-    size, calls = cases
-    contexts.run(least_squares, calls, ranks=size)
-    contexts.run(as_on_gpus, __name__, "least_squares", calls, ranks=size)
+test_least_squares_of_any_equations = drawn_cases(
+    least_squares, equations, 3, most=5, also_as_on_gpus=True
+)
 
 
 def nearly_of_low_rank(context, dtype):

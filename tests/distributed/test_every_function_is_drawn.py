@@ -53,6 +53,8 @@ def names_of(tree):
 
 def is_drawn(node):
     """Whether it is a test that Hypothesis gives arguments, or one that has such a function."""
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.value).startswith("drawn_cases(")
     if not getattr(node, "name", "").startswith("test_"):
         return False
     functions = (one for one in ast.walk(node) if isinstance(one, ast.FunctionDef))

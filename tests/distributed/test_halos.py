@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import elements, host, lists_of, placed, shapes, splits
+from split_arrays import drawn_cases, elements, host, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Slab
 from shardmath.errors import CollectiveMismatch
 
@@ -66,11 +64,7 @@ def cut(x):
     return tuple(spans.slice() for spans in x.layout.spans(x.context.rank))
 
 
-@drawn(4)
-@given(cases=lists_of(halos))
-def test_halos(contexts, cases):
-    size, calls = cases
-    contexts.run(body, calls, ranks=size)
+test_halos = drawn_cases(body, halos, 4)
 
 
 def mistakes(context):

@@ -7,13 +7,11 @@ import operator
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
-from split_arrays import agree, array_of, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, drawn_cases, elements, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
 
@@ -63,11 +61,7 @@ def body(context, cases):
         agree(x, a)
 
 
-@drawn(8)
-@given(cases=lists_of(indexings))
-def test_indices(contexts, cases):
-    size, calls = cases
-    contexts.run(body, calls, ranks=size)
+test_indices = drawn_cases(body, indexings, 8)
 
 
 @st.composite
@@ -126,11 +120,7 @@ def array_indexings(draw, size):
     return shape, draw(splits(shape, size)), plain(key), library, kept, value, other
 
 
-@drawn(10)
-@given(cases=lists_of(array_indexings))
-def test_arrays_of_indices(contexts, cases):
-    size, calls = cases
-    contexts.run(body, calls, ranks=size)
+test_arrays_of_indices = drawn_cases(body, array_indexings, 10)
 
 
 @st.composite
@@ -165,11 +155,7 @@ def mask(context, cases):
         agree(x, a)
 
 
-@drawn(4)
-@given(cases=lists_of(maskings))
-def test_masks(contexts, cases):
-    size, calls = cases
-    contexts.run(mask, calls, ranks=size)
+test_masks = drawn_cases(mask, maskings, 4)
 
 
 def follows(context):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import agree, array_of, as_on_gpus, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, array_of, drawn_cases, elements, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath import distributed
 from shardmath.distribution import Slab
 
@@ -56,12 +54,7 @@ def norms_of(context, cases):
             agree(linalg.matrix_norm(x, **words), linalg.matrix_norm(a, **words), close=True)
 
 
-@drawn(5)
-@given(cases=lists_of(normed, most=8))
-def test_norms(contexts, cases):
-    size, calls = cases
-    contexts.run(norms_of, calls, ranks=size)
-    contexts.run(as_on_gpus, __name__, "norms_of", calls, ranks=size)
+test_norms = drawn_cases(norms_of, normed, 5, most=8, also_as_on_gpus=True)
 
 
 @st.composite
@@ -121,12 +114,9 @@ def small_functions(context, cases):
         assert linalg.svd(x).U.shape == linalg.svd(a).U.shape
 
 
-@drawn(3)
-@given(cases=lists_of(stacks, most=5))
-def test_functions_of_matrices_and_stacks(contexts, cases):
-    size, calls = cases
-    contexts.run(small_functions, calls, ranks=size)
-    contexts.run(as_on_gpus, __name__, "small_functions", calls, ranks=size)
+test_functions_of_matrices_and_stacks = drawn_cases(
+    small_functions, stacks, 3, most=5, also_as_on_gpus=True
+)
 
 
 def vectors(context):

@@ -7,13 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, drawn_cases, elements, placed, shapes, splits
 from test_standard import LIBRARIES, axis_of, function_of, joined, plainly, with_axis_or_none
 
 import shardmath
-from draws import drawn
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
 DTYPES = ("bool", "int8", "int64", "float32", "float64", "complex128")
@@ -222,11 +220,7 @@ def body(context, cases):
             raise
 
 
-@drawn(12, shrunk=False)
-@given(cases=lists_of(calls, most=60))
-def test_functions_of_numpy(contexts, cases):
-    size, made = cases
-    contexts.run(body, made, ranks=size)
+test_functions_of_numpy = drawn_cases(body, calls, 12, most=60, shrunk=False)
 
 
 def follows(context):

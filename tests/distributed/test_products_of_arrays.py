@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.fft
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, splits
+from split_arrays import agree, drawn_cases, elements, placed, splits
 
 import shardmath
-from draws import drawn
 from shardmath import distributed, fft
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 
@@ -45,11 +43,7 @@ def multiply(context, cases):
             agree(np.vecdot(x, y), np.vecdot(a, b), close=True)
 
 
-@drawn(6)
-@given(cases=lists_of(factors, most=10))
-def test_products(contexts, cases):
-    size, calls = cases
-    contexts.run(multiply, calls, ranks=size)
+test_products = drawn_cases(multiply, factors, 6, most=10)
 
 
 @st.composite
@@ -75,11 +69,7 @@ def transform(context, cases):
             agree(np.fft.irfftn(y, s, **words), a / 1.0, close=True, strict=False)
 
 
-@drawn(4)
-@given(cases=lists_of(transforms, most=6))
-def test_transforms(contexts, cases):
-    size, calls = cases
-    contexts.run(transform, calls, ranks=size)
+test_transforms = drawn_cases(transform, transforms, 4, most=6)
 
 
 NAMES = {"dct": "dctn", "idct": "idctn", "dst": "dstn", "idst": "idstn"}
@@ -114,11 +104,7 @@ def transform_series(context, cases):
                   close=True)  # fmt: skip
 
 
-@drawn(6)
-@given(cases=lists_of(series, most=8))
-def test_cosines_and_sines(contexts, cases):
-    size, calls = cases
-    contexts.run(transform_series, calls, ranks=size)
+test_cosines_and_sines = drawn_cases(transform_series, series, 6, most=8)
 
 
 def splits_of_series(context):

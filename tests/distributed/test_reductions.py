@@ -6,12 +6,10 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, drawn_cases, elements, placed, shapes, splits
 
 import shardmath
-from draws import drawn
 from shardmath.distribution import Replicated, Slab
 
 FUNCTIONS = {
@@ -72,11 +70,7 @@ def body(context, cases):
             agree(function(x, **words), expected, close=True, strict=library == "numpy")
 
 
-@drawn(8)
-@given(cases=lists_of(reductions))
-def test_reductions(contexts, cases):
-    size, calls = cases
-    contexts.run(body, calls, ranks=size)
+test_reductions = drawn_cases(body, reductions, 8)
 
 
 def distributions(context):

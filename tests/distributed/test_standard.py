@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from split_arrays import agree, elements, lists_of, placed, shapes, splits
+from split_arrays import agree, drawn_cases, elements, placed, shapes, splits
 
 import shardmath
 from draws import drawn
@@ -292,11 +292,7 @@ def body(context, cases):
             raise
 
 
-@drawn(12)
-@given(cases=lists_of(calls, most=60))
-def test_functions_of_the_standard(contexts, cases):
-    size, made = cases
-    contexts.run(body, made, ranks=size)
+test_functions_of_the_standard = drawn_cases(body, calls, 12, most=60)
 
 
 TYPE = st.sampled_from(sorted(standard.TYPES))

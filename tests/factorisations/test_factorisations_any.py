@@ -7,16 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-
-from draws import drawn
 
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 
 import scipy.linalg
 from matrices import general, hard, is_small, lapacks, positive, right_sides, singular
-from split_arrays import array_of, lists_of, placed
+from split_arrays import array_of, drawn_cases, placed
 
 from arrangements import distributions, part_of
 from mistakes import heard
@@ -223,18 +220,10 @@ def views(context, split, library, a, b, wants, flag):
     of_arrays(context, pairs, 1e3)
 
 
-@drawn(4, shrunk=False)
-@given(cases=lists_of(systems, most=5))
-def test_positive_definite_matrices(contexts, cases):
-    size, calls = cases
-    contexts.run(positive_definite, calls, ranks=size)
+test_positive_definite_matrices = drawn_cases(positive_definite, systems, 4, most=5, shrunk=False)
 
 
-@drawn(4, shrunk=False)
-@given(cases=lists_of(systems, most=5))
-def test_general_matrices(contexts, cases):
-    size, calls = cases
-    contexts.run(general_matrices, calls, ranks=size)
+test_general_matrices = drawn_cases(general_matrices, systems, 4, most=5, shrunk=False)
 
 
 def hard_general(context):
