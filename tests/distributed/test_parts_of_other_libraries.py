@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import socket
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -43,7 +44,9 @@ def distributed_torch():
         yield ranks
 
 
-def converted(context, store):
+@contextmanager
+def torch_world(context, store):
+    """torch, its DTensors, and what makes its meshes, in a world of the context's ranks."""
     torch = importlib.import_module("torch")
     world = importlib.import_module("torch.distributed")
     tensors = importlib.import_module("torch.distributed.tensor")
@@ -53,32 +56,37 @@ def converted(context, store):
     )
     try:
         torch.set_num_threads(1)
-        meshes = {places: mesh_of("cpu", places) for places in ((4,), (2, 2))}
         with context:
-            for places, shape, axes, kind in CASES:
-                mesh = meshes[places]
-                a = np.arange(float(np.prod(shape))).reshape(shape)
-                placements = [
-                    tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
-                ]
-                given = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
-                x = shardmath.from_dtensor(given)
-                assert x.distribution == kind if kind is not Box else type(x.distribution) is Box
-                agree(x, a)
-                assert x.local.data_ptr() == given.to_local().data_ptr()
-                back = shardmath.to_dtensor(x, mesh)
-                assert back.to_local().data_ptr() == x.local.data_ptr()
-                assert back.shape == given.shape and back.stride() == given.stride()
-                assert back.placements == given.placements
-            refused(mesh, torch, tensors)
-            shared(context, mesh, torch, tensors)
-            for mesh in meshes.values():
-                summed(mesh, torch, tensors)
-            groups(context, mesh_of)
-            for mesh in meshes.values():
-                computed(mesh, torch, tensors)
+            yield torch, tensors, mesh_of
     finally:
         world.destroy_process_group()
+
+
+def converted(context, store):
+    with torch_world(context, store) as (torch, tensors, mesh_of):
+        meshes = {places: mesh_of("cpu", places) for places in ((4,), (2, 2))}
+        for places, shape, axes, kind in CASES:
+            mesh = meshes[places]
+            a = np.arange(float(np.prod(shape))).reshape(shape)
+            placements = [
+                tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
+            ]
+            given = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
+            x = shardmath.from_dtensor(given)
+            assert x.distribution == kind if kind is not Box else type(x.distribution) is Box
+            agree(x, a)
+            assert x.local.data_ptr() == given.to_local().data_ptr()
+            back = shardmath.to_dtensor(x, mesh)
+            assert back.to_local().data_ptr() == x.local.data_ptr()
+            assert back.shape == given.shape and back.stride() == given.stride()
+            assert back.placements == given.placements
+        refused(mesh, torch, tensors)
+        shared(context, mesh, torch, tensors)
+        for mesh in meshes.values():
+            summed(mesh, torch, tensors)
+        groups(context, mesh_of)
+        for mesh in meshes.values():
+            computed(mesh, torch, tensors)
 
 
 @st.composite
@@ -97,42 +105,31 @@ def tensors_and_arrays(draw, size):
 
 
 def convert_dtensors(context, cases, store):
-    torch = importlib.import_module("torch")
-    world = importlib.import_module("torch.distributed")
-    tensors = importlib.import_module("torch.distributed.tensor")
-    mesh_of = importlib.import_module("torch.distributed.device_mesh").init_device_mesh
-    world.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=context.rank, world_size=context.size
-    )
-    try:
-        torch.set_num_threads(1)
-        with context:
-            for places, shape, dtype, axes, split in cases:
-                mesh, a = mesh_of("cpu", places), elements(shape, dtype)
-                placements = [
-                    tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
-                ]
-                given_ = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
-                part = given_.to_local()
-                try:
-                    x = shardmath.from_dtensor(given_)
-                except NotImplementedError:  # some ranks have the same part, and others do not
-                    copies = [n for n, axis in zip(places, axes, strict=True) if axis is None]
-                    assert copies and max(copies) > 1 and len({*axes}) > 1
-                    continue
-                agree(x, a)
-                assert x.local.data_ptr() == part.data_ptr()
-                agree(shardmath.from_dtensor(shardmath.to_dtensor(x, mesh)), a)
-                y = placed(context, a, split, "torch")
-                try:
-                    back = shardmath.to_dtensor(y, mesh)
-                except ValueError as error:
-                    assert "no placements on a mesh" in str(error)
-                    continue
-                assert back.to_local().data_ptr() == y.local.data_ptr()
-                assert torch.equal(back.full_tensor(), torch.from_numpy(a))
-    finally:
-        world.destroy_process_group()
+    with torch_world(context, store) as (torch, tensors, mesh_of):
+        for places, shape, dtype, axes, split in cases:
+            mesh, a = mesh_of("cpu", places), elements(shape, dtype)
+            placements = [
+                tensors.Replicate() if axis is None else tensors.Shard(axis) for axis in axes
+            ]
+            given_ = tensors.distribute_tensor(torch.from_numpy(a), mesh, placements)
+            part = given_.to_local()
+            try:
+                x = shardmath.from_dtensor(given_)
+            except NotImplementedError:  # some ranks have the same part, and others do not
+                copies = [n for n, axis in zip(places, axes, strict=True) if axis is None]
+                assert copies and max(copies) > 1 and len({*axes}) > 1
+                continue
+            agree(x, a)
+            assert x.local.data_ptr() == part.data_ptr()
+            agree(shardmath.from_dtensor(shardmath.to_dtensor(x, mesh)), a)
+            y = placed(context, a, split, "torch")
+            try:
+                back = shardmath.to_dtensor(y, mesh)
+            except ValueError as error:
+                assert "no placements on a mesh" in str(error)
+                continue
+            assert back.to_local().data_ptr() == y.local.data_ptr()
+            assert torch.equal(back.full_tensor(), torch.from_numpy(a))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
