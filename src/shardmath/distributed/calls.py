@@ -21,20 +21,7 @@ from shardmath.distributed.layouts import layout_of
 from shardmath.distributed.movement import end_explanation, redistributed
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
-from shardmath.operators.fft import (
-    dct,
-    dctn,
-    dst,
-    dstn,
-    fft,
-    idct,
-    idctn,
-    idst,
-    idstn,
-    ifft,
-    irfft,
-    rfft,
-)
+from shardmath.operators import fft
 from shardmath.operators.matmul import matmul
 from shardmath.operators.redistribute import redistribute
 
@@ -114,15 +101,17 @@ def _alike(function: Function, ours: Function) -> Function:
     return called
 
 
+_TRIGONOMETRIC: list[tuple[Function, Function]] = [  # along one axis, and along several
+    (fft.dct, fft.dctn), (fft.idct, fft.idctn), (fft.dst, fft.dstn), (fft.idst, fft.idstn),
+]  # fmt: skip
 _OURS: dict[Function, Function] = {
     matmul: _matmul,
     redistribute: _redistribute,
-    **{each: partial(transforms.transform, each) for each in (fft, ifft, rfft, irfft)},
-    **{each: partial(transforms.trigonometric, each) for each in (dctn, idctn, dstn, idstn)},
-    dct: partial(transforms.trigonometric_along_one, dctn),
-    idct: partial(transforms.trigonometric_along_one, idctn),
-    dst: partial(transforms.trigonometric_along_one, dstn),
-    idst: partial(transforms.trigonometric_along_one, idstn),
+    **{one: partial(transforms.transform, one) for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft)},
+    **{several: partial(transforms.trigonometric, several) for _, several in _TRIGONOMETRIC},
+    **{
+        one: partial(transforms.trigonometric_along_one, several) for one, several in _TRIGONOMETRIC
+    },
     **systems.FUNCTIONS,
     **{
         function: _of_parts(function)

@@ -17,12 +17,8 @@ from shardmath.distributed.movement import agreed_layout, end_explanation, withi
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Slab
+from shardmath.operators import fft as of_parts
 from shardmath.operators.arguments import options_of
-from shardmath.operators.fft import FFTOptions
-from shardmath.operators.fft import fft as own_fft
-from shardmath.operators.fft import ifft as own_ifft
-from shardmath.operators.fft import irfft as own_irfft
-from shardmath.operators.fft import rfft as own_rfft
 
 Axes = Sequence[int] | None
 
@@ -32,19 +28,19 @@ def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> 
 
     `s` gives other extents along the axes: the array is padded with zeros, or cut.
     """
-    return _as_numpy(_complexed(x), own_fft, s, axes, norm)
+    return _as_numpy(_complexed(x), of_parts.fft, s, axes, norm)
 
 
 def ifftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The inverse of `fftn`, as numpy.fft.ifftn. Collective."""
-    return _as_numpy(_complexed(x), own_ifft, s, axes, norm)
+    return _as_numpy(_complexed(x), of_parts.ifft, s, axes, norm)
 
 
 def rfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The transform of a real array, half of it along the last of `axes`, as numpy.fft.rfftn.
     Collective.
     """
-    return _as_numpy(_floating(x), own_rfft, s, axes, norm)
+    return _as_numpy(_floating(x), of_parts.rfft, s, axes, norm)
 
 
 def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
@@ -52,7 +48,7 @@ def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -
 
     The result is split as the operand is.
     """
-    return _as_numpy(_complexed(x), own_irfft, s, axes, norm)
+    return _as_numpy(_complexed(x), of_parts.irfft, s, axes, norm)
 
 
 def fft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
@@ -132,7 +128,7 @@ def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> D
     """The transform of the array, padded or cut to the extents `s`."""
     numbers, wanted = _extents(x, s, axes)
     options = None
-    if function is own_irfft:
+    if function is of_parts.irfft:
         last = wanted[-1] if s is not None else 2 * (wanted[-1] - 1)
         wanted[-1], options = last // 2 + 1, {"last_axis_parity": "odd" if last % 2 else "even"}
     x = _of_extents(x, numbers, wanted)
@@ -211,10 +207,10 @@ def transform(
 
     Boxes become slabs where a real transform changes the extents. Errors are the function's.
     """
-    known = options_of(FFTOptions, options)
+    known = options_of(of_parts.FFTOptions, options)
     target = distribution if out is None else out.distribution
     if target is None:
-        changes = function in (own_rfft, own_irfft)
+        changes = function in (of_parts.rfft, of_parts.irfft)
         target = Slab(0) if changes and x.distribution.per_rank else x.distribution
     pair, into = (x.distribution, target), None if out is None else out.local
     end_explanation(lambda: f"{function.__name__} of {x.layout}, along axes {axes}, to {target}")
@@ -226,9 +222,9 @@ def transform(
         made: Distributed = out
         return made
     extents, last = list(x.shape), -1 if axes is None else axes[-1]
-    if function is own_rfft:
+    if function is of_parts.rfft:
         extents[last] = extents[last] // 2 + 1
-    elif function is own_irfft:
+    elif function is of_parts.irfft:
         extents[last] = 2 * (extents[last] - 1) + (known.last_axis_parity == "odd")
     if target is x.distribution and tuple(extents) == x.shape:
         return x.like(local, target, x.layout)
