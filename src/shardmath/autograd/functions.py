@@ -58,12 +58,6 @@ def _refuse(operation: str, context: Any, why: str) -> None:
     raise_on_all_ranks(context or require_context(), operation, error)
 
 
-def _require_result(operation: str, context: Any, async_op: Any) -> None:
-    if async_op:
-        why = "async_op=True is for calls without gradients, outside of torch.compile: leave it out"
-        _refuse(operation, context, why)
-
-
 def _said(operation: str, context: Any, words: Callable[..., T], *given: Any) -> T:
     """The words of a call. What is wrong with them is raised on all ranks. Collective.
 
@@ -219,21 +213,30 @@ def _trigonometric(name: str) -> Callable[..., Any]:
     return along_several if name.endswith("n") else along_one
 
 
-def all_gather(
-    x: Any, *, axis: int = 0, out: Any = None, context: Any = None, async_op: bool = False
+def _collected(
+    name: str, x: Any, out: Any, context: Any, async_op: Any, counts: Any = None, **words: Any
 ) -> Any:
-    """See `shardmath.collectives`."""
-    _require_result("all_gather", context, async_op)
-    text = _said("all_gather", context, _words_along, _axis(x, axis), "sum")
-    return _operated("all_gather", [x], text, None, context, out)
+    """The result of a collective, whose arguments besides its counts are `words`."""
+    if async_op:
+        why = "async_op=True is for calls without gradients, outside of torch.compile: leave it out"
+        _refuse(name, context, why)
+    text = _said(name, context, _named, tuple(words), *words.values())
+    return _operated(name, [x], text, counts, context, out)
 
 
-def _words_along(axis: Any, op: Any = None) -> str:
-    return words_of(axis=axis) if op is None else words_of(axis=axis, op=op)
+def _named(names: Sequence[str], *values: Any) -> str:
+    return words_of(**dict(zip(names, values, strict=True)))
 
 
 def _axis(x: Any, axis: Any) -> Any:
     return axis + x.ndim if isinstance(axis, int) and -x.ndim <= axis < 0 else axis
+
+
+def all_gather(
+    x: Any, *, axis: int = 0, out: Any = None, context: Any = None, async_op: bool = False
+) -> Any:
+    """See `shardmath.collectives`."""
+    return _collected("all_gather", x, out, context, async_op, axis=_axis(x, axis), op="sum")
 
 
 def reduce_scatter(
@@ -247,9 +250,8 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """See `shardmath.collectives`."""
-    _require_result("reduce_scatter", context, async_op)
-    text = _said("reduce_scatter", context, _words_along, _axis(x, axis), op)
-    return _operated("reduce_scatter", [x], text, counts, context, out)
+    given = out, context, async_op, counts
+    return _collected("reduce_scatter", x, *given, axis=_axis(x, axis), op=op)
 
 
 def all_to_all(
@@ -263,36 +265,22 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """See `shardmath.collectives`."""
-    _require_result("all_to_all", context, async_op)
     counts = None if send_counts is None else [*send_counts, *(receive_counts or ())]
-    text = _said("all_to_all", context, _words_along, _axis(x, axis))
-    return _operated("all_to_all", [x], text, counts, context, out)
+    return _collected("all_to_all", x, out, context, async_op, counts, axis=_axis(x, axis))
 
 
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: Any = None, async_op: bool = False
 ) -> Any:
     """See `shardmath.collectives`. A tensor is given on all ranks."""
-    _require_result("broadcast", context, async_op)
-    text = _said("broadcast", context, _words_of_root, root)
-    return _operated("broadcast", [x], text, None, context, out)
-
-
-def _words_of_root(root: Any) -> str:
-    return words_of(root=root)
+    return _collected("broadcast", x, out, context, async_op, root=root)
 
 
 def all_reduce(
     x: Any, *, op: str = "sum", out: Any = None, context: Any = None, async_op: bool = False
 ) -> Any:
     """See `shardmath.collectives`."""
-    _require_result("all_reduce", context, async_op)
-    text = _said("all_reduce", context, _words_of_op, op)
-    return _operated("all_reduce", [x], text, None, context, out)
-
-
-def _words_of_op(op: Any) -> str:
-    return words_of(op=op)
+    return _collected("all_reduce", x, out, context, async_op, op=op)
 
 
 def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
@@ -304,7 +292,7 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
     share of that rank. The call is local, and its backward pass an `all_reduce`. Whether `x`
     requires grad the ranks compare in the next call that records or computes a gradient.
     """
-    return _operated("copies", [x], _said("copies", context, _words_of_op, "sum"), None, context)
+    return _collected("copies", x, None, context, False, op="sum")
 
 
 def certain(condition: Any) -> Any:
