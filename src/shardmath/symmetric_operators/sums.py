@@ -16,36 +16,22 @@ from shardmath.handles.rendezvous import context_of_group
 from shardmath.symmetric_operators.arguments import reduction
 
 
-def _all_reduced(x: Any, reduce_op: str, group_name: str, out: Any = None) -> Any:
+def _one_shot_all_reduce(x: Any, reduce_op: str, group_name: str, out: Any = None) -> Any:
     context = context_of_group(group_name)
-    op = reduction(context, reduce_op)
-    return all_reduce(x.detach(), op=op, out=None if out is None else out.detach(), context=context)
+    op, into = reduction(context, reduce_op), None if out is None else out.detach()
+    made = all_reduce(x.detach(), op=op, out=into, context=context)
+    return made if out is None else out
 
 
-def _one_shot_all_reduce(x: Any, reduce_op: str, group_name: str) -> Any:
-    return _all_reduced(x, reduce_op, group_name)
-
-
-def _one_shot_all_reduce_out(x: Any, reduce_op: str, group_name: str, out: Any) -> Any:
-    _all_reduced(x, reduce_op, group_name, out)
-    return out
-
-
-def _one_shot_all_reduce_copy(buffer: Any, x: Any, reduce_op: str, group_name: str) -> Any:
-    """The sum of `x`: the buffer, through which torch's kernel goes, is not needed."""
-    return _all_reduced(x, reduce_op, group_name)
-
-
-def _one_shot_all_reduce_copy_out(
-    buffer: Any, x: Any, reduce_op: str, group_name: str, out: Any
+def _one_shot_all_reduce_copy(
+    buffer: Any, x: Any, reduce_op: str, group_name: str, out: Any = None
 ) -> Any:
-    _all_reduced(x, reduce_op, group_name, out)
-    return out
+    """The sum of `x`: the buffer, through which torch's kernel goes, is not needed."""
+    return _one_shot_all_reduce(x, reduce_op, group_name, out)
 
 
 def _two_shot_all_reduce_(x: Any, reduce_op: str, group_name: str) -> Any:
-    _all_reduced(x, reduce_op, group_name, x)
-    return x
+    return _one_shot_all_reduce(x, reduce_op, group_name, x)
 
 
 def _reduce_scatter_out(x: Any, group_name: str, split_last_dim: bool, output: Any) -> Any:
@@ -184,11 +170,11 @@ def _kind(x: Any) -> tuple[list[int], str]:
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "one_shot_all_reduce": _one_shot_all_reduce,
-    "one_shot_all_reduce_out": _one_shot_all_reduce_out,
+    "one_shot_all_reduce_out": _one_shot_all_reduce,
     "one_shot_all_reduce_copy": _one_shot_all_reduce_copy,
-    "one_shot_all_reduce_copy_out": _one_shot_all_reduce_copy_out,
+    "one_shot_all_reduce_copy_out": _one_shot_all_reduce_copy,
     "two_shot_all_reduce_": _two_shot_all_reduce_,
-    "two_shot_all_reduce_out": _one_shot_all_reduce_out,
+    "two_shot_all_reduce_out": _one_shot_all_reduce,
     "reduce_scatter_out": _reduce_scatter_out,
     "_low_contention_reduce_scatter": _low_contention_reduce_scatter,
     "tile_reduce": _tile_reduce,
