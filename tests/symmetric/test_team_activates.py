@@ -1,6 +1,6 @@
-"""Operations of a team make the device's context the calling thread's before they launch.
-
-Teams without a GPU, which only take notes: a launch in a thread that has no context fails.
+"""Teams without a GPU, which only take notes. Operations make the device's context the calling
+thread's before they launch, which fails in a thread that has none; a team with other pads reaches
+the same ranks.
 """
 
 from types import SimpleNamespace
@@ -41,3 +41,17 @@ def test_the_context_is_there_before_a_launch(kind, operation, peer):
     OPERATIONS[operation](team, peer)
     assert notes[0] == "activated"
     assert len(notes) > 1
+
+
+@pytest.mark.parametrize("kind", [Team, FarTeam])
+def test_a_team_with_other_pads_reaches_the_same_ranks(kind, monkeypatch):
+    team, _ = noted(kind)
+    team._board = team._departures = team.shares_device = None
+    initialise = lambda new, device, board, own, pads, **_: setattr(new, "pads", pads)  # noqa: E731
+    monkeypatch.setattr(Team, "__init__", initialise)
+    place = SimpleNamespace(segment=1, offset=64)
+    other = team.with_pads(None, (4160, 0), {FAR: place}, 1)
+    assert type(other) is kind and other.pads == (4160, 0)
+    if kind is FarTeam:
+        assert (other.transport, other.numbers) == (team.transport, team.numbers)
+        assert other._far == {FAR: place}
