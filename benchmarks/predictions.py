@@ -10,7 +10,6 @@ prediction: predictions are to stay within 0.67 and 1.5.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from shardmath.context.context import DistributedContext
 from shardmath.distribution import Distribution, Redistribute, Replicated, Slab
 from shardmath.fft import FFT
 from shardmath.linalg.advanced import Matmul
+from shardmath.tools.trace import seconds_predicted
 
 RANKS = 2
 SECONDS = 1.0  # of each case
@@ -132,7 +132,7 @@ def measure(context: DistributedContext) -> list[dict[str, Any]]:
 def row(context: DistributedContext, case: Case) -> dict[str, Any]:
     with case.operator(context) as operator:
         operator.plan()
-        predicted = predicted_seconds(operator.explain())
+        predicted = seconds_predicted(operator.explain()) or math.nan
         found = measured(context, operator.execute)
     seconds, worked = zip(*found, strict=True)
     return {
@@ -143,14 +143,6 @@ def row(context: DistributedContext, case: Case) -> dict[str, Any]:
         "cpu us": round(min(worked) * 1e6, 1),
         "ratio": round(min(seconds) / predicted, 2),
     }
-
-
-def predicted_seconds(explained: str) -> float:
-    """The seconds of the first prediction in the text, which is that of the chosen strategy."""
-    found = re.search(r"predicted:? (\S+) (s|ms|us)\b", explained)
-    if found is None:
-        return math.nan
-    return float(found[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[found[2]]
 
 
 def measured(context: DistributedContext, call: Callable[[], object]) -> list[tuple[float, float]]:
