@@ -48,6 +48,18 @@ class Raised:
     at: float = field(default=0.0, compare=False)  # of time.monotonic
 
 
+def run_job(
+    size: int,
+    body: Callable[[Any], Any],
+    variables: Mapping[str, str] | None = None,
+    *,
+    timeout: float = PATIENCE,
+) -> list[Any]:
+    """The outcome of each rank of a job, which is over then; see `Job`."""
+    with Job(size, body, variables) as job:
+        return [job.outcome(rank, timeout) for rank in range(size)]
+
+
 class Job:
     """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes.
 

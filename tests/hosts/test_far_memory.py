@@ -19,7 +19,7 @@ from far_program import check as check_program
 
 import preloaded
 from heap_use import settled_use
-from mortal import ENDLESS, Job, Raised, limit_waits, on_ranks
+from mortal import ENDLESS, Job, Raised, limit_waits, on_ranks, run_job
 from shardmath import symmetric_memory
 from shardmath.context import startup
 from shardmath.errors import OpTimeout
@@ -274,22 +274,18 @@ def leave_at_once(group):
 
 @pytest.mark.parametrize("turn", range(3))
 def test_a_rank_may_end_as_soon_as_its_call_returns(turn):
-    with Job(4, leave_at_once, TWO_HOSTS) as job:
-        assert [job.outcome(rank) for rank in range(4)] == ["done"] * 4
+    assert run_job(4, leave_at_once, TWO_HOSTS) == ["done"] * 4
 
 
 def test_settings_that_make_no_sense():
     def body(context):
         return True
 
-    with Job(2, busy, {"SHARDMATH_FAKE_HOSTS": "0"}) as job:
-        outcomes = [job.outcome(rank) for rank in range(2)]
+    outcomes = run_job(2, busy, {"SHARDMATH_FAKE_HOSTS": "0"})
     assert {outcome.kind for outcome in outcomes} == {"ValueError"}
-    with Job(2, busy, {"SHARDMATH_TRANSPORT": "smoke"}) as job:
-        outcomes = [job.outcome(rank) for rank in range(2)]
+    outcomes = run_job(2, busy, {"SHARDMATH_TRANSPORT": "smoke"})
     assert all(o.kind == "ValueError" and "host, mpi, tcp" in o.text for o in outcomes)
-    with Job(2, busy, {"SHARDMATH_TRANSPORT": "mpi"}) as job:
-        outcomes = [job.outcome(rank) for rank in range(2)]
+    outcomes = run_job(2, busy, {"SHARDMATH_TRANSPORT": "mpi"})
     assert all(o.kind == "BackendUnavailable" and "mpiexec" in o.text for o in outcomes)
     assert on_ranks(1, body) == [True]
 
@@ -315,14 +311,12 @@ def apart(group):
 
 
 def test_tcp_is_chosen_between_machines_without_mpi():
-    with Job(3, apart, {}) as job:
-        assert [job.outcome(rank) for rank in range(3)] == ["tcp"] * 3
+    assert run_job(3, apart, {}) == ["tcp"] * 3
 
 
 @pytest.mark.parametrize("transport", ["host", "mpi"])
 def test_machines_that_a_transport_does_not_reach(transport):
-    with Job(3, apart, {"SHARDMATH_TRANSPORT": transport}) as job:
-        outcomes = [job.outcome(rank) for rank in range(3)]
+    outcomes = run_job(3, apart, {"SHARDMATH_TRANSPORT": transport})
     said = "of one machine only" if transport == "host" else "start the program with mpiexec"
     assert all(one.kind == "BackendUnavailable" and said in one.text for one in outcomes), outcomes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mortal import Job
+from mortal import run_job
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
 from shardmath.transport import cores
@@ -50,22 +50,20 @@ def refusing(ranks):
 def test_a_file_is_a_transport(asked):
     assert names("cpu") == ["counting", "host", "mpi", "tcp"]
     assert [each.name for each in candidates("cpu", "auto")] == ["counting", "host", "mpi", "tcp"]
-    with Job(2, counts, {"SHARDMATH_TRANSPORT": asked, "SHARDMATH_FAKE_HOSTS": "2"}) as job:
-        assert [job.outcome(rank) for rank in range(2)] == [("counting", True, True)] * 2
+    variables = {"SHARDMATH_TRANSPORT": asked, "SHARDMATH_FAKE_HOSTS": "2"}
+    assert run_job(2, counts, variables) == [("counting", True, True)] * 2
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_no_rank_uses_what_does_not_work_on_one(ranks):
-    with Job(2, refusing(ranks), {"SHARDMATH_FAKE_HOSTS": "2"}) as job:
-        assert [job.outcome(rank) for rank in range(2)] == [("host", True, False)] * 2
+    assert run_job(2, refusing(ranks), {"SHARDMATH_FAKE_HOSTS": "2"}) == [("host", True, False)] * 2
 
 
 @pytest.mark.parametrize(
     ("ranks", "why"), [((0, 1), "(counting: it"), ((1,), "(counting: rank 1: it")]
 )
 def test_a_transport_that_was_asked_for_and_does_not_work(ranks, why):
-    with Job(2, refusing(ranks), {"SHARDMATH_TRANSPORT": "counting"}) as job:
-        outcomes = [job.outcome(rank) for rank in range(2)]
+    outcomes = run_job(2, refusing(ranks), {"SHARDMATH_TRANSPORT": "counting"})
     assert {one.kind for one in outcomes} == {"BackendUnavailable"}
     assert all(f"{why} counts no more)" in one.text for one in outcomes), outcomes
     assert "leave SHARDMATH_TRANSPORT unset" in outcomes[0].text

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from arrangements import part_of
-from mortal import Job, Raised
+from mortal import Raised, run_job
 from shardmath.base.compiled import extension
 from shardmath.collectives import all_gather, all_reduce, reduce_scatter
 from shardmath.context import startup
@@ -184,8 +184,7 @@ def body(name):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_that_is_not_as_it_was(name, way):
-    with Job(RANKS, body(name), WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body(name), WAYS[way], timeout=60)
     assert not any(isinstance(each, Raised) for each in outcomes), outcomes
     wrong = CASES[name][1]
     assert all(wrong in each if wrong else each == "" for each in outcomes), outcomes
@@ -217,8 +216,7 @@ def numbers(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_of_calls_are_told_apart(way):
-    with Job(RANKS, numbers, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, numbers, WAYS[way], timeout=60)
     assert outcomes == [True] * RANKS
 
 
@@ -285,8 +283,7 @@ def sums(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_that_come_again_have_the_bits_of_numpys(way):
-    with Job(RANKS, sums, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 100) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, sums, WAYS[way], timeout=100)
     assert outcomes == [[]] * RANKS
 
 
@@ -330,8 +327,7 @@ def sum_otherwise(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sum_that_is_not_as_it_was(way):
-    with Job(RANKS, sum_otherwise, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, sum_otherwise, WAYS[way], timeout=60)
     assert outcomes == [outcomes[0]] * RANKS
     for wanted, said in zip(OTHER_SUMS.values(), outcomes[0], strict=True):
         assert wanted in said, (wanted, said)
@@ -379,8 +375,7 @@ def looked_at(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_arguments_are_looked_at_each_time(way):
-    with Job(RANKS, looked_at, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, looked_at, WAYS[way], timeout=60)
     assert outcomes == [[]] * RANKS
 
 
@@ -444,8 +439,7 @@ def objects(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_objects_are_looked_at_each_time(way):
-    with Job(RANKS, objects, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, objects, WAYS[way], timeout=60)
     assert outcomes == [[]] * RANKS
 
 
@@ -464,8 +458,7 @@ def count(group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_code_makes_the_call_where_it_was_built(way):
-    with Job(RANKS, count, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, count, WAYS[way], timeout=60)
     assert all(steps == (0 if built else 1) for built, steps in outcomes), outcomes
     assert way == "compiled" or not any(built for built, _ in outcomes)
 
@@ -559,6 +552,5 @@ def in_memory(library, shape, dtype, *, on_heap, columns):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_results_that_are_kept_lie_where_none_lay_before(way):
-    with Job(RANKS, kept, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, kept, WAYS[way], timeout=60)
     assert all(wrong == [] and most <= TRIED for wrong, most in outcomes), outcomes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from counted import calls_before
-from mortal import Job, Raised
+from mortal import Raised, run_job
 from shardmath.base.collective_call import this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import operations, this_process
@@ -29,8 +29,7 @@ BUILT = extension("shardmath.call._direct") is not None
 
 
 def all_of(body, variables=VARIABLES):
-    with Job(RANKS, body, variables) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body, variables, timeout=60)
     assert not any(isinstance(outcome, Raised) for outcome in outcomes), outcomes
     return outcomes
 

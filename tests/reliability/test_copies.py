@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mortal import Job
+from mortal import run_job
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Replicated, Slab, redistribute
 from shardmath.errors import CollectiveMismatch
@@ -57,8 +57,7 @@ def test_a_copy_that_differs_is_an_error_on_all_ranks(name):
                 found.append(str(error))
         return found
 
-    with Job(3, body, CHECKED) as job:
-        outcomes = [job.outcome(rank) for rank in range(3)]
+    outcomes = run_job(3, body, CHECKED)
     assert outcomes == [outcomes[0]] * 3
     first, second, third, fourth = outcomes[0]
     assert first == third == "" and second == fourth
@@ -79,8 +78,7 @@ def test_an_object_compares_its_operand_each_time():
             x[0, 0] -= context.rank == ODD
             return bool((moved.execute() == matrix()[Slab.X.slices(context.rank, (5, 5))]).all())
 
-    with Job(3, body, CHECKED) as job:
-        assert [job.outcome(rank) for rank in range(3)] == [True] * 3
+    assert run_job(3, body, CHECKED) == [True] * 3
 
 
 def test_without_the_variable_nothing_is_compared():
@@ -92,8 +90,7 @@ def test_without_the_variable_nothing_is_compared():
 
     unchecked, checked = [], []
     for variables, found in (({}, unchecked), (CHECKED, checked)):
-        with Job(3, body if not variables else equal_copies, variables) as job:
-            found += [job.outcome(rank) for rank in range(3)]
+        found.extend(run_job(3, body if not variables else equal_copies, variables))
     assert len(set(unchecked)) == 1 and checked == [unchecked[0] + 1] * 3
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardmath
-from mortal import Job
+from mortal import Job, run_job
 from shardmath.base.collective_call import collective_call
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
@@ -52,8 +52,7 @@ def run(folder, order, changed=None):
         return [str(each.message) for each in caught]
 
     variables = {"SHARDMATH_CHECK": "1", "SHARDMATH_DIGESTS": str(folder)}
-    with Job(SIZE, body, variables) as job:
-        return [job.outcome(rank) for rank in range(SIZE)]
+    return run_job(SIZE, body, variables)
 
 
 def test_equal_runs_are_equal(tmp_path):

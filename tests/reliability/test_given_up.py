@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from mortal import ENDLESS, Job, Raised, limit_waits
+from mortal import ENDLESS, Job, Raised, limit_waits, run_job
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
@@ -127,8 +127,7 @@ def test_a_result_of_what_has_changed_is_not_returned(name):
         finally:
             x[:] = 7
 
-    with Job(2, body, PATIENT) as job:
-        first, second = (job.outcome(rank) for rank in range(2))
+    first, second = run_job(2, body, PATIENT)
     assert (first.kind, first.ranks) == ("OpTimeout", (1,))
     assert isinstance(second, Raised), f"it returned {second}"
     assert (second.kind, second.ranks) == ("RankFailure", (0,)) and "gave up" in second.text
@@ -181,8 +180,7 @@ def test_a_failure_after_a_barrier_is_no_failure_of_it():
         context.board.fail("something else")
         return "passed"
 
-    with Job(2, body, PATIENT) as job:
-        assert [job.outcome(rank) for rank in range(2)] == ["passed"] * 2
+    assert run_job(2, body, PATIENT) == ["passed"] * 2
 
 
 def test_peers_are_told_what_a_signal_handler_raised_in_a_wait():
@@ -204,7 +202,6 @@ def test_peers_are_told_what_a_signal_handler_raised_in_a_wait():
         context.barrier()
         context.barrier()  # rank 0 had come to the first
 
-    with Job(2, body, PATIENT) as job:
-        first, second = (job.outcome(rank) for rank in range(2))
+    first, second = run_job(2, body, PATIENT)
     assert first.kind == "KeyError"
     assert second.kind == "RankFailure" and "gave up: KeyError('ring')" in second.text

@@ -9,7 +9,7 @@ import pytest
 from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, Trials, run_trials
 
 import started
-from mortal import Job, Raised
+from mortal import Job, Raised, run_job
 from ranks import Pool
 from shardmath.call.driver import Driver
 from shardmath.collectives import all_reduce
@@ -29,8 +29,9 @@ WAYS = {"compiled": VARIABLES, "in Python": IN_PYTHON}  # the first, where a com
 
 def try_all(name, chosen, way):
     """What the rank that is interrupted returns of its trials, all of which are acceptable."""
-    with Job(RANKS, lambda group: run_trials(group, name, chosen), WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 3500) for rank in range(RANKS)]
+    outcomes = run_job(
+        RANKS, lambda group: run_trials(group, name, chosen), WAYS[way], timeout=3500
+    )
     require_acceptable(outcomes)
     return outcomes[INTERRUPTED]
 
@@ -58,8 +59,7 @@ def test_the_first_call_in_a_context_has_more_places_than_a_later_one():
         startup.finalize()
         return counts
 
-    with Job(RANKS, body, IN_PYTHON) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body, IN_PYTHON, timeout=60)
     first, later = outcomes[INTERRUPTED]
     assert first > later > 1000
 
@@ -164,8 +164,7 @@ def test_compiled_code_goes_on_after_no_exception():
                 outcomes.append(f"{type(error).__name__}: {error}")
         return outcomes, context.rank != 1 or Board.operation is plain
 
-    with Job(RANKS, body, VARIABLES) as job:
-        outcomes, looked = zip(*[job.outcome(rank, 60) for rank in range(RANKS)], strict=True)
+    outcomes, looked = zip(*run_job(RANKS, body, VARIABLES, timeout=60), strict=True)
     for rank, found in enumerate(outcomes):
         assert found[:6] == [12.0] * 6
         if not looked[1]:  # there was no compiler
@@ -202,8 +201,7 @@ def test_an_exception_where_a_peer_calls_otherwise_is_heard_by_all(way):
                 found.append(f"{type(error).__name__}: {error}")
         return found
 
-    with Job(RANKS, body, WAYS[way]) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body, WAYS[way], timeout=60)
     assert outcomes[1][0] == "Interrupted: by a handler"
     assert all("by a handler" in found[1] and "RankFailure" in found[1] for found in outcomes)
 
@@ -228,8 +226,7 @@ def test_a_rank_that_refuses_a_split_while_peers_await_its_memory():
             context._runtime.board = plain
         return found, context.split(0, key=-context.rank).rank, float(all_reduce(1))
 
-    with Job(RANKS, body, VARIABLES) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body, VARIABLES, timeout=60)
     assert [list(each[1:]) for each in outcomes] == [[2, 3.0], [1, 3.0], [0, 3.0]]
     assert all("rank 2" in each[0] for each in outcomes), outcomes
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draws import seeds
-from mortal import ENDLESS, Job, Raised
+from mortal import ENDLESS, Raised, run_job
 from shardmath.context import startup
 from shardmath.context.agreement import require_equal
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
@@ -116,8 +116,7 @@ def test_a_difference_is_an_error_on_all_ranks(seed):
             call(ranks)
         return "returned"
 
-    with Job(size, body, ENDLESS) as job:
-        outcomes = [job.outcome(rank) for rank in range(size)]
+    outcomes = run_job(size, body, ENDLESS)
     for rank, outcome in enumerate(outcomes):
         if rank == odd and what.startswith("operation: finalize"):
             # It has ended its context, with its last call, or has called again after that.
@@ -140,8 +139,7 @@ def test_a_rank_that_leaves_early_is_named():
         ranks.context.barrier()
         return "returned"
 
-    with Job(3, body) as job:
-        outcomes = [job.outcome(rank) for rank in range(3)]
+    outcomes = run_job(3, body)
     assert outcomes[1] == "left"
     for outcome in (outcomes[0], outcomes[2]):
         assert (outcome.kind, outcome.ranks) == ("RankFailure", (1,)) and "left" in outcome.text

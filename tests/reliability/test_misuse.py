@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mortal import Job, Raised, on_ranks
+from mortal import Job, Raised, on_ranks, run_job
 from shardmath.base import wire
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
@@ -279,8 +279,7 @@ def test_what_a_forked_child_does_with_its_copies_is_nobodys_business(doing, hos
         sums = [int(all_reduce(1, context=context)) for context in kept[:2]]
         return status, sums, bool((found == other).all())
 
-    with Job(2, body) as job:
-        assert [job.outcome(rank) for rank in range(2)] == [(0, [2, 2], True)] * 2
+    assert run_job(2, body) == [(0, [2, 2], True)] * 2
 
 
 def test_an_address_space_limit_is_heap_exhausted_on_all_ranks():

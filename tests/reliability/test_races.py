@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from mortal import Job
+from mortal import run_job
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.errors import DataRace
@@ -228,8 +228,7 @@ def outcomes(program):
         startup.finalize()
         return said
 
-    with Job(SIZE, body, CHECKED) as job:
-        return [job.outcome(rank) for rank in range(SIZE)]
+    return run_job(SIZE, body, CHECKED)
 
 
 @pytest.mark.parametrize("program", RACES)
@@ -255,8 +254,7 @@ def test_without_the_variable_arrays_are_plain():
         put_and_get(case)
         return type(case.array) is np.ndarray and type(case.peer(0)) is np.ndarray
 
-    with Job(SIZE, body) as job:
-        assert [job.outcome(rank) for rank in range(SIZE)] == [True] * SIZE
+    assert run_job(SIZE, body) == [True] * SIZE
 
 
 def test_old_entries_make_no_races(monkeypatch):
@@ -302,8 +300,7 @@ def test_a_watched_array_computes_as_a_plain_one():
         assert all_reduce(x).shape == (3, 4) and repr(x)
         return True
 
-    with Job(2, body, CHECKED) as job:
-        assert [job.outcome(rank) for rank in range(2)] == [True, True]
+    assert run_job(2, body, CHECKED) == [True, True]
 
 
 def test_overlaps_are_those_of_bytes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import random_programs
-from mortal import ENDLESS, Job, Raised, on_ranks
+from mortal import ENDLESS, Job, Raised, on_ranks, run_job
 from shardmath import collectives
 from shardmath.context import startup
 from shardmath.context.context import get_context
@@ -35,8 +35,7 @@ def test_an_hour_of_random_programs(record_property):
     def body(group):
         return random_programs.programs(0, 1 << 60, HOUR, group=group)
 
-    with Job(4, body, ENDLESS) as job:
-        outcomes = [job.outcome(rank, 2 * HOUR) for rank in range(4)]
+    outcomes = run_job(4, body, ENDLESS, timeout=2 * HOUR)
     assert len({*map(str, outcomes)}) == 1 and not isinstance(outcomes[0], Raised), outcomes
     record_property("steps", outcomes[0][1])
 

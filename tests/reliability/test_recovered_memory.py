@@ -13,7 +13,7 @@ import numpy as np
 from given_up import NBYTES, ROUNDS, give_up, use_below, used_in_each
 
 from heap_use import settled_use
-from mortal import Job
+from mortal import run_job
 from shardmath.collectives.ahead import Ahead
 from shardmath.context import startup
 from shardmath.context.runtime import Runtime
@@ -75,8 +75,7 @@ def ranks_with_gpus(size, body):
             startup.finalize()
         return found
 
-    with Job(size, on_rank, VARIABLES) as job:
-        return [job.outcome(rank, 60) for rank in range(size)]
+    return run_job(size, on_rank, VARIABLES, timeout=60)
 
 
 def test_recover_gives_back_what_kernels_could_write():

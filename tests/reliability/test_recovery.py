@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mortal import Job
+from mortal import run_job
 from shardmath import get_context
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
@@ -126,8 +126,7 @@ def test_a_context_is_recovered_from(state):
         startup.finalize()
         return found
 
-    with Job(3, body, PATIENT) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    outcomes = run_job(3, body, PATIENT, timeout=60)
     sizes = [found for found in outcomes if isinstance(found, list | tuple)]
     assert [list(each) for each in sizes] == [[rank, remaining] for rank in range(remaining)]
     if remaining == 2:
@@ -155,8 +154,7 @@ def test_a_part_and_the_whole_are_recovered_apart(whole):
             (part if whole else made).barrier()
         return True
 
-    with Job(4, body, IN_PYTHON) as job:
-        assert [job.outcome(rank, 60) for rank in range(4)] == [True] * 4
+    assert run_job(4, body, IN_PYTHON, timeout=60) == [True] * 4
 
 
 def test_who_does_not_come_is_named_and_may_come_later():
@@ -176,8 +174,7 @@ def test_who_does_not_come_is_named_and_may_come_later():
                 late.update(error.ranks)
         return sorted(late), list(works(made))
 
-    with Job(3, body, PATIENT) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    outcomes = run_job(3, body, PATIENT, timeout=60)
     assert [found for _, found in outcomes] == [[rank, 3] for rank in range(3)]
     assert 2 in outcomes[0][0] + outcomes[1][0]
 
@@ -194,7 +191,6 @@ def test_finalize_ends_a_context_whose_ranks_are_in_different_calls():
             startup.finalize()
             return type(error).__name__
 
-    with Job(3, body, PATIENT) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    outcomes = run_job(3, body, PATIENT, timeout=60)
     assert outcomes[0] == "finalized"
     assert set(outcomes[1:]) <= {"RankFailure", "CollectiveMismatch"}

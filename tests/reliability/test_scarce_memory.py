@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mortal import Job
+from mortal import run_job
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.errors import HeapExhausted
@@ -102,8 +102,7 @@ def test_a_control_group_that_is_full_is_an_error(how):
             startup.finalize()
             return found, total
 
-        with Job(3, body) as job:
-            outcomes = [job.outcome(rank) for rank in range(3)]
+        outcomes = run_job(3, body)
         assert None not in outcomes, "a rank was killed"
     for found, total in outcomes:
         assert total == 3
@@ -147,8 +146,7 @@ def test_nothing_is_asked_of_a_full_shared_folder():
         startup.finalize()
         return "", result
 
-    with Job(3, body) as job:
-        outcomes = [job.outcome(rank) for rank in range(3)]
+    outcomes = run_job(3, body)
     if outcomes[0] and outcomes[0][0]:
         pytest.skip(outcomes[0][0])
     assert outcomes == [("", (True, 3, ["full"]))] * 3
@@ -179,8 +177,7 @@ def test_an_address_space_that_is_full_is_an_error():
         startup.finalize()
         return said, total
 
-    with Job(3, body) as job:
-        outcomes = [job.outcome(rank) for rank in range(3)]
+    outcomes = run_job(3, body)
     for outcome in outcomes:
         said, total = outcome
         assert total == 3 and "rank 1" in said and "ulimit -v" in said, outcome

@@ -7,7 +7,7 @@ import pytest
 from interrupts import CALLS, INTERRUPTED, Part, run_trials
 from visible import gpu_of
 
-from mortal import Job, Raised
+from mortal import Raised, run_job
 
 RANKS = 2
 PARTS = 256  # of all places
@@ -21,8 +21,7 @@ def try_all(gpus, name, chosen):
     def body(group):
         return run_trials(group, name, chosen, gpu_of(group.rank))
 
-    with Job(RANKS, body, VARIABLES) as job:
-        outcomes = [job.outcome(rank, 3500) for rank in range(RANKS)]
+    outcomes = run_job(RANKS, body, VARIABLES, timeout=3500)
     assert not any(isinstance(outcome, Raised) or outcome is None for outcome in outcomes), outcomes
     assert not any(failures for _, _, failures, _ in outcomes), [each[2] for each in outcomes]
     return outcomes[INTERRUPTED][3]

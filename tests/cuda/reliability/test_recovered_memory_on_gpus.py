@@ -9,7 +9,7 @@ import pytest
 from given_up import GIVES_UP, ROUNDS, used_in_each
 from visible import gpu_of
 
-from mortal import Job, Raised
+from mortal import Raised, run_job
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
@@ -70,8 +70,7 @@ def free_memory(torch):
 def test_recover_gives_back_what_kernels_could_write(gpus, ranks):
     if gpus.size < 2:
         pytest.skip("one rank has no peers")
-    with Job(ranks, use, VARIABLES) as job:
-        outcomes = [job.outcome(rank, 300) for rank in range(ranks)]
+    outcomes = run_job(ranks, use, VARIABLES, timeout=300)
     for outcome in outcomes:
         assert not isinstance(outcome, Raised), outcome
         used, left, right = outcome
