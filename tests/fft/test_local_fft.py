@@ -12,7 +12,7 @@ import scipy.fft
 import torch  # noqa: F401  (the engine of that name takes it from the loaded modules)
 
 from shardmath.local import fft as local
-from shardmath.local.fft import bound_transform, engine_for
+from shardmath.local.fft import ADJOINTS, bound_transform, engine_for
 from shardmath.local.trigonometric import SERIES
 
 ENGINES = ("ducc0", "scipy", "scipy, what is public", "numpy", "torch")
@@ -108,7 +108,8 @@ def test_real_and_back(engine, how, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("name", ["ducc0", "scipy", "numpy"])
 def test_cosines_and_sines(name, dtype, how):
-    for (kind, series), axes in itertools.product(SERIES.items(), AXES):
+    kinds = [pair for pair in SERIES.items() if not pair[1].adjoint]
+    for (kind, series), axes in itertools.product(kinds, AXES):
         for scale in ("backward", "ortho", "forward"):
             x = numbers(dtype, how)
             function = getattr(scipy.fft, f"{series.function}n")
@@ -125,6 +126,42 @@ def test_cosines_and_sines(name, dtype, how):
             assert np.abs(out - want).max() <= tolerance * np.abs(want).max()
             transform(x, axes, out=x, **how_to)
             assert np.abs(x - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("extents", [(7, 8, 9), (2, 3, 4), (3, 2, 1)])
+def test_adjoints(engine, extents):
+    """The inner product of one array and the transform of another is that of these, exchanged."""
+    series = [kind for kind in SERIES if "adjoint" in kind]
+    if engine == "torch" or 1 in extents:
+        series = []  # torch has none; of one number there is no cosine transform of type 1
+    for kind, axes, norm in itertools.product([*ADJOINTS, *series], AXES, NORMS):
+        kinds = kind.removeprefix("adjoint "), kind
+        real = kind in ADJOINTS
+        half = tuple(n // 2 + 1 if axis == axes[-1] else n for axis, n in enumerate(extents))
+        if kinds[0] == "R2C":
+            spaces = (extents, "f8"), (half, "c16")
+        elif kinds[0] == "C2R":
+            spaces = (half, "c16"), (extents, "f8")
+        else:
+            spaces = ((extents, "f8"),) * 2
+        rng = np.random.default_rng(5)
+        one, other = (numbers_of(rng, *space) for space in spaces)
+        to, back = like(other, other.dtype), like(one, one.dtype)
+        for x, out, number in ((one, to, 0), (other, back, 1)):
+            forward = number == 0 if kinds[0] == "R2C" else number == 1 if real else True
+            way = norm or "backward"
+            if real and number == 1:  # the directions have each other's scales
+                way = {"backward": "forward", "forward": "backward"}.get(way, way)
+            how_to = {"kind": kinds[number], "forward": forward, "norm": way, "engine": engine}
+            transform(x.copy(), axes, out=out, **how_to)
+        assert untouched(to) and untouched(back)
+        found, wanted = np.vdot(to, other).real, np.vdot(one, back).real
+        assert abs(found - wanted) <= 1e-12 * np.linalg.norm(to) * np.linalg.norm(other)
+
+
+def numbers_of(rng, shape, dtype):
+    values = rng.standard_normal(shape)
+    return values + 1j * rng.standard_normal(shape) if dtype == "c16" else values
 
 
 @pytest.mark.parametrize("engine", ["ducc0", "scipy"])

@@ -21,6 +21,7 @@ from shardmath.collectives.reducing import reduce_scatter_by_own
 from shardmath.context.context import require_context
 from shardmath.geometry import Box, Distribution
 from shardmath.operators import fft as transforms
+from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.fft.options import FFTOptions
 from shardmath.operators.layouts import infer_layout
 from shardmath.operators.matmul.description import arguments_of
@@ -29,7 +30,7 @@ from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_
 from shardmath.operators.redistribute import redistribute
 from shardmath.program.performing import Arguments
 from shardmath.traced import shapes
-from shardmath.traced.arguments import SWAPPED, TURNED
+from shardmath.traced.arguments import SWAPPED
 from shardmath.traced.shapes import Shape, Tensors
 from shardmath.traced.words import Words, words_of
 
@@ -93,57 +94,24 @@ def _turned(words: Words) -> Words:
     return dict(words, source=words["target"], target=words["source"])
 
 
-@collective_call
-def _perform_rfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The adjoint of `rfft`: a real array from n // 2 + 1 elements along the last axis. Each
-    element counts once here; `irfft` counts most of them twice.
-    """
-    (grad,), axes = xs, words["axes"]
-    *others, last = axes
-    source, target = words["source"], words["target"]
-    halved = list(_global_shape(target, shape))
-    extent = halved[last]
-    halved[last] = extent // 2 + 1
-    if others:  # first along them: what counts once is real only then
-        grad = transforms.ifft(grad, distribution=source, axes=tuple(others), norm=words["norm"])
-    weights = _weights(grad, source, halved, last, extent, others=0.5)
-    return transforms.irfft(
-        (grad * weights).to(grad.dtype),
-        distribution=(source, target),
-        axes=(last,),
-        norm=words["norm"],
-        options=FFTOptions(last_axis_parity="odd" if extent % 2 else "even"),
-    )
+def _performed_adjoint(name: str) -> Call:
+    """How the adjoint of a transform is performed, which is no public function."""
+
+    @collective_call
+    def adjoint(x: Any, words: tuple[Any, ...]) -> Any:
+        return run(OPERATIONS[name], Arguments((x,), (None,), words))
+
+    adjoint.__name__ = name  # as peers and traces name it
+    return lambda xs, words, counts, shape: adjoint(xs[0], _words_of_adjoint(words, tuple(shape)))
 
 
-@collective_call
-def _perform_irfft_adjoint(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    """The adjoint of `irfft`: a transform of a real array in which most elements count twice."""
-    (grad,), axes = xs, words["axes"]
-    source, target = words["source"], words["target"]
-    halved = _global_shape(target, shape)
-    extent = 2 * (halved[axes[-1]] - 1) + (words["parity"] == "odd")
-    made = transforms.rfft(
-        grad, distribution=(source, target), axes=tuple(axes), norm=words["norm"]
-    )
-    return made * _weights(made, target, halved, axes[-1], extent, others=2.0)
-
-
-def _weights(
-    x: Any,
-    distribution: Distribution,
-    halved: Sequence[int],
-    axis: int,
-    extent: int,
-    *,
-    others: float,
-) -> Any:
-    """1 for elements of `x` that are their own conjugates along a halved axis, `others` for the
-    rest, each of which stands for two elements of the whole spectrum.
-    """
-    indices = _indices(distribution, halved, axis)
-    alone = (indices == 0) | (2 * indices == extent)
-    return torch.where(alone, 1.0, others).to(x.device, x.real.dtype)
+@lru_cache(maxsize=1024)
+def _words_of_adjoint(words: Words, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The words of an adjoint, whose result has this shape on this rank."""
+    pair, axes = (words["source"], words["target"]), tuple(words["axes"])
+    if "type" in words:
+        return pair, axes, words["norm"], words["type"], words["orthogonalize"], None
+    return pair, axes, words["norm"], tuple(map(int, shape))
 
 
 def _indices(distribution: Distribution, shape: Sequence[int], axis: int) -> Any:
@@ -171,54 +139,6 @@ def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, sh
 def _adjoint_trigonometric(kind: str, words: Words) -> tuple[str, Words]:
     name = kind.removesuffix("_adjoint") if kind.endswith("_adjoint") else f"{kind}_adjoint"
     return name, _turned(words)
-
-
-@collective_call
-def _perform_trigonometric_adjoint(
-    kind: str, xs: Tensors, words: Words, counts: Any, shape: Any
-) -> Any:
-    """The adjoint of a real transform along each axis: the transform of the inverse's type.
-
-    Unless they are orthogonal, the matrices of types 1 and 3 weight their first or last columns by
-    half, so the operand or the result is scaled there.
-    """
-    (grad,), number = xs, words["type"]
-    source, target = words["source"], words["target"]
-    orthogonal = words["orthogonalize"]
-    if orthogonal is None:
-        orthogonal = words["norm"] == "ortho"
-    weighted = not orthogonal and number != 4 and (kind, number) != ("dst", 1)
-    whole = _global_shape(source, grad) if weighted else ()
-    if weighted and number in (1, 2):
-        grad = grad * _ends(kind, number, grad, source, whole, words["axes"], before=True)
-    made = _perform_trigonometric(kind, [grad], dict(words, type=TURNED[number]), counts, shape)
-    if weighted and number in (1, 3):
-        made = made * _ends(kind, number, made, target, whole, words["axes"], before=False)
-    return made
-
-
-def _ends(
-    kind: str,
-    number: int,
-    x: Any,
-    distribution: Distribution,
-    shape: Sequence[int],
-    axes: Sequence[int],
-    *,
-    before: bool,
-) -> Any:
-    """The factors at the ends of each axis: of the operand where `before`, else of the result."""
-    made = torch.ones((1,) * len(shape), dtype=x.real.dtype, device=x.device)
-    for axis in axes:
-        indices, last = _indices(distribution, shape, axis).to(x.device), shape[axis] - 1
-        if number == 1:
-            ends, (inside, outside) = (indices == 0) | (indices == last), (2.0, 1.0)
-            inside = 1 / inside if before else inside
-        else:
-            ends = indices == (0 if kind == "dct" else last)
-            inside, outside = 1.0, 2.0 if before else 0.5
-        made = made * torch.where(ends, outside, inside).to(made.dtype)
-    return made
 
 
 def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
@@ -483,7 +403,7 @@ def _transform(name: str, dtype: Any = None) -> Operator:
     made = {} if dtype is None else {"dtype": dtype}
     perform: Call = partial(_perform_fft, name)
     if name.endswith("adjoint"):  # a caller passes the shape of its result
-        perform = _perform_rfft_adjoint if name == "rfft_adjoint" else _perform_irfft_adjoint
+        perform = _performed_adjoint(name)
     return Operator(
         perform, partial(shapes.of_transform, name), partial(_adjoint_fft, name), **made
     )
@@ -499,7 +419,7 @@ def _trigonometric(kind: str) -> dict[str, Operator]:
             dtype=_single,
         ),
         f"{kind}_adjoint": Operator(
-            partial(_perform_trigonometric_adjoint, kind),
+            _performed_adjoint(f"{kind}_adjoint"),
             of_shape,
             partial(_adjoint_trigonometric, f"{kind}_adjoint"),
             dtype=_single,

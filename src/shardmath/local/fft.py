@@ -20,7 +20,12 @@ from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import CompiledStep
 from shardmath.local.trigonometric import SERIES, bound_series
 
-Kind = str  # "C2C", "R2C", "C2R", or a name in SERIES
+Kind = str  # "C2C", or a name in HALVING, COMPLETING or SERIES
+# Real numbers to the first half of a hermitian spectrum, and back. In an adjoint no element of the
+# spectrum stands for its conjugate, too.
+HALVING = ("R2C", "adjoint C2R")
+COMPLETING = ("C2R", "adjoint R2C")
+ADJOINTS = {"adjoint R2C": "C2R", "adjoint C2R": "R2C"}  # the transforms that compute them
 Norm = Literal["backward", "ortho", "forward"] | None
 
 
@@ -36,15 +41,35 @@ def bound_transform(
 ) -> Callable[[], object]:
     """A call that writes the transform of `x` along `axes` to `out`, each time it is made.
 
-    `out` may for C2C be `x` itself. R2C halves the last of `axes`, C2R makes it as long as `out`
-    is, as numpy.fft.rfftn and irfftn do; C2R may overwrite `x`. `norm` None scales neither
-    direction. Halves are transformed as float32. The kinds of SERIES, which are forward, take
-    float32, float64 and complex numbers.
+    `out` may for C2C be `x` itself. The kinds of HALVING halve the last of `axes`, those of
+    COMPLETING make it as long as `out` is, as numpy.fft.rfftn and irfftn do, and may overwrite `x`.
+    `norm` None scales neither direction. Halves are transformed as float32. The kinds of SERIES,
+    which are forward, take float32, float64 and complex numbers.
     """
     scale = norm or ("backward" if forward else "forward")
     if kind in SERIES:
         return bound_series(x, tuple(axes), out, SERIES[kind], scale, engine)
-    return _Transform(x, tuple(axes), out, kind, forward, scale, engine).bound()
+    computed = ADJOINTS.get(kind, kind)
+    transform = _Transform(x, tuple(axes), out, computed, forward, scale, engine).bound()
+    if kind not in ADJOINTS:
+        return transform
+    (spectrum, real), factor = ((x, out), 0.5) if kind in COMPLETING else ((out, x), 2.0)
+    first, end = paired(real.shape[axes[-1]])
+    pairs = np.moveaxis(spectrum, axes[-1], 0)[first:end]
+    steps = [lambda: np.multiply(pairs, factor, out=pairs), transform]
+
+    def both() -> None:
+        for step in steps if kind in COMPLETING else steps[::-1]:
+            step()
+
+    return both
+
+
+def paired(extent: int) -> tuple[int, int]:
+    """The bounds of the elements of a halved spectrum that have a conjugate in the other half, of
+    `extent` real numbers. C2R counts these twice, and its adjoint must, too.
+    """
+    return 1, (extent + 1) // 2
 
 
 class _Transform(NamedTuple):
@@ -113,7 +138,7 @@ class _Transform(NamedTuple):
 
 def keeps_shape(kind: Kind) -> bool:
     """Whether such a transform has as many elements along its last axis as before."""
-    return kind not in ("R2C", "C2R")
+    return kind not in HALVING and kind not in COMPLETING
 
 
 def engine_for(library: str, kind: Kind) -> str:

@@ -26,17 +26,24 @@ from shardmath.arrays.base import HostArray
 
 class Series(NamedTuple):
     """A kind of transform: "dct" or "dst", its type from 1 to 4, and whether it is orthogonalized,
-    which makes its matrix orthogonal but for a factor.
+    which makes its matrix orthogonal but for a factor. The matrix of an `adjoint` is transposed.
     """
 
     function: str
     type: int
     orthogonal: bool
+    adjoint: bool = False
 
     @property
     def kind(self) -> str:
         """Its name, such as "DCT2"."""
-        return f"{'orthogonal ' * self.orthogonal}{self.function.upper()}{self.type}"
+        name = f"{'orthogonal ' * self.orthogonal}{self.function.upper()}{self.type}"
+        return f"{'adjoint ' * self.adjoint}{name}"
+
+    @property
+    def transposed(self) -> Series:
+        """The series that has the transposed matrix, but for factors at its ends."""
+        return Series(self.function, {2: 3, 3: 2}.get(self.type, self.type), self.orthogonal)
 
     def period(self, extent: int) -> int:
         """The length of the Fourier transform behind a transform of `extent` numbers."""
@@ -46,10 +53,11 @@ class Series(NamedTuple):
 SERIES = {
     series.kind: series
     for series in (
-        Series(function, number, orthogonal)
+        Series(function, number, orthogonal, adjoint)
         for function in ("dct", "dst")
         for number in (1, 2, 3, 4)
         for orthogonal in (False, True)
+        for adjoint in (False, True)
     )
 }
 
@@ -62,6 +70,8 @@ def bound_series(
     `scale` is NumPy's norm of a forward transform: "backward" none, "ortho" one over the root of
     the periods, "forward" one over them. `engine` is "ducc0", "scipy" or "numpy".
     """
+    if series.adjoint:
+        return _bound_adjoint(x, axes, out, series, scale, engine)
     if engine == "ducc0" and x.flags.aligned and out.flags.aligned:
         return _by_ducc0(x, axes, out, series, scale)
     transform = _by_numpy if engine == "numpy" else _by_scipy if engine == "scipy" else _aligned
@@ -70,6 +80,43 @@ def bound_series(
         np.copyto(out, transform(x, axes, series, scale))
 
     return copied
+
+
+def _bound_adjoint(
+    x: HostArray, axes: tuple[int, ...], out: HostArray, series: Series, scale: str, engine: str
+) -> Callable[[], object]:
+    """See `bound_series`: a transform of the transposed series, in `out`, between two products."""
+    transform = bound_series(out, axes, out, series.transposed, scale, engine)
+    before, after = np.ones((2, *[1] * x.ndim), out.real.dtype)
+    for axis in axes:
+        weights = _weights_of_adjoint(series, x.shape[axis])
+        one, two = (np.expand_dims(each, [*range(1, x.ndim)]).swapaxes(0, axis) for each in weights)
+        before, after = before * one, after * two
+
+    def written() -> None:
+        np.multiply(x, before, out=out)
+        transform()
+        np.multiply(out, after, out=out)
+
+    return written
+
+
+def _weights_of_adjoint(series: Series, extent: int) -> tuple[HostArray, HostArray]:
+    """The factors of an adjoint's operand and result, if `series.transposed` comes in between.
+
+    Unless they are orthogonal, matrices of types 1 and 3 weight their first or last columns by 1/2.
+    """
+    before, after = np.ones((2, extent), np.float32)
+    if series.orthogonal or series.type == 4:
+        return before, after
+    end = -1 if series.function == "dst" else 0
+    if series.type == 2:
+        before[end] = 2.0
+    elif series.type == 3:
+        after[end] = 0.5
+    elif series.function == "dct":
+        before[1:-1], after[1:-1] = 0.5, 2.0
+    return before, after
 
 
 Turn = npt.NDArray[np.complex128]
@@ -81,7 +128,10 @@ def turns(series: Series, extent: int) -> tuple[Turn, Turn]:
     The sum over j is a Fourier transform of the length of the period, padded with zeros, between
     two multiplications for the shifts by a half. The result is the real part.
     """
-    function, number, orthogonal = series
+    if series.adjoint:  # the matrix of the Fourier transform is symmetric
+        before, after = turns(series._replace(adjoint=False), extent)
+        return after, before
+    function, number, orthogonal, _ = series
     period, sine, places = series.period(extent), function == "dst", np.arange(extent)
     a, b = (0.5 if number in halves else float(sine) for halves in ((2, 4), (3, 4)))
     weights, factors = np.ones(extent), np.full(extent, 2.0)

@@ -20,7 +20,7 @@ from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
 from shardmath.local.compiled_sum import address_for
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.fft import engine_for
+from shardmath.local.fft import HALVING, engine_for
 from shardmath.local.float8 import dequantize, quantize
 from shardmath.local.reduction import bind_reduction
 from shardmath.program import two_shots
@@ -210,7 +210,7 @@ class Binding(Immutable, eq=False):
             cut = self.context.threads > 1 and self.hosts[step.target].nbytes >= _SHARED_BYTES
             itemsize = step.transfer.itemsize
             return Blocks(step.transfer, rank, order=order, itemsize=itemsize, cut=cut)
-        itemsize = self.hosts[step.target if step.kind == "R2C" else step.source].itemsize
+        itemsize = self.hosts[step.target if step.kind in HALVING else step.source].itemsize
         return Blocks(
             step.transfer, rank, axes=step.axes, kind=step.kind, order=order, itemsize=itemsize
         )

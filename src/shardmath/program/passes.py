@@ -20,7 +20,15 @@ from shardmath.base.immutable import Immutable
 from shardmath.context.context import Context
 from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
-from shardmath.local.fft import Kind, Norm, bound_transform, keeps_shape, starts_threads
+from shardmath.local.fft import (
+    COMPLETING,
+    HALVING,
+    Kind,
+    Norm,
+    bound_transform,
+    keeps_shape,
+    starts_threads,
+)
 from shardmath.redistribution import StridedCopy, Transfer, Window
 from shardmath.redistribution.bound_copies import Calls, bind, bind_array, part_of, run
 from shardmath.redistribution.copies import Strides, own_first
@@ -37,7 +45,7 @@ Block = tuple[slice, ...]  # of a local array
 class Blocks:
     """The blocks of what `transfer` brings `rank`, in the order of its memory. Pure.
 
-    `axes` are transformed there; R2C and C2R change the length of the last. Elements have
+    `axes` are transformed there; a real transform changes the length of the last. Elements have
     `itemsize` bytes: before the transform, or after it where that is more, as for R2C. Without
     `cut` all is one block.
     """
@@ -164,7 +172,7 @@ class Pass(Immutable):
                 yield from self._gathering(number, target)
                 continue
             large = _is_large(target)
-            if large and blocks.stays and blocks.kind == "R2C":  # which leaves its input as it is
+            if large and blocks.stays and blocks.kind in HALVING:  # which leaves its input as it is
                 taken = part_of(self.source, blocks[number])
             else:
                 taken = target
@@ -206,7 +214,7 @@ class Pass(Immutable):
         """Where a block passes through the cache: it is read from there by transforms, since memory
         is read faster by copies. What is only read or written row by row lies dense.
         """
-        dense = {"taken": "R2C", "made": "C2R"}[role] == self.blocks.kind
+        dense = self.blocks.kind in {"taken": HALVING, "made": COMPLETING}[role]
         return scratch.array(role, shape, dtype, self.blocks.order, apart=not dense)
 
 

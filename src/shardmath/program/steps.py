@@ -219,8 +219,8 @@ class Transform(Step):
     """Transform each rank's part of `transfer.dst` along `axes`, which are whole in the part.
 
     The part comes from all ranks' `source`, as in a `Move`, and each piece of it is transformed as
-    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: R2C and C2R change
-    the length of the last of `axes`.
+    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft`: a real transform
+    changes the length of the last of `axes`.
     """
 
     transfer: TransferPlan

@@ -15,7 +15,7 @@ from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.traced.words import plain, read_words, words_of
 
 SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
-TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # type of the inverse and, except for weights, of the adjoint
+TURNED = {1: 1, 2: 3, 3: 2, 4: 4}  # type of the inverse
 
 
 @constant

@@ -7,7 +7,7 @@ the axes that one plan transforms together. Memories are names, and strides are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
-from shardmath.local.fft import Kind
+from shardmath.local.fft import ADJOINTS, COMPLETING, HALVING, Kind, paired
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.local.trigonometric import SERIES, turns
 from shardmath.machine import h200
@@ -128,9 +128,13 @@ def local_steps(
             computing = _like("pack made", target, computed[target.dtype])
         after = [Scale(computing, target, factor)]
         target = computing
-    if kind == "C2R":
-        return [*before, *_c2r_steps(axes, source, target, preserve_input=preserve_input), *after]
-    real = axes[-1] if kind == "R2C" else None
+    if kind in COMPLETING:
+        steps = _c2r_steps(kind, axes, source, target, preserve_input=preserve_input)
+        return [*before, *steps, *after]
+    if kind in ADJOINTS:
+        after = [*_scaled_pairs(target, axes[-1], source.shape[axes[-1]], 2.0), *after]
+        kind = ADJOINTS[kind]
+    real = axes[-1] if kind in HALVING else None
     _, groups = _groups(kind, frozenset(axes), real, source, target)
     return [*before, *_group_steps(kind, groups, source, target), *after]
 
@@ -179,13 +183,31 @@ def _series_steps(
     return steps
 
 
+def _scaled_pairs(spectrum: View, axis: int, extent: int, factor: float) -> list[LocalStep]:
+    """Scale the elements of a halved spectrum that have conjugates: see `paired`."""
+    first, end = paired(extent)
+    if first >= end:
+        return []
+    pairs = spectrum.part(axis, first, end)
+    return [Scale(pairs, pairs, factor)]
+
+
 def _c2r_steps(
-    axes: Sequence[int], source: View, target: View, *, preserve_input: bool
+    kind: Kind, axes: Sequence[int], source: View, target: View, *, preserve_input: bool
 ) -> list[LocalStep]:
-    """C2R: along the real axis at the end, perhaps with others; before it C2C along the rest."""
+    """C2R: along the real axis at the end, perhaps with others; before it C2C along the rest.
+
+    The operand of an adjoint is not hermitian along the other axes, so cuFFT must not transform
+    these together with the real one.
+    """
     own = packed("pack kept", source.shape, source.dtype) if preserve_input else source
     ways = []
-    for last in _candidates(frozenset(axes), axes[-1], source):
+    scaled: list[LocalStep] = []
+    candidates: Iterable[_Group] = _candidates(frozenset(axes), axes[-1], source)
+    if kind in ADJOINTS:
+        candidates = [(axes[-1],)]
+        scaled = _scaled_pairs(own, axes[-1], target.shape[axes[-1]], 0.5)
+    for last in candidates:
         if len(last) > 1 and target.shape[axes[-1]] == 1:
             continue  # no plan can do this
         before = frozenset(axes) - set(last)
@@ -194,7 +216,7 @@ def _c2r_steps(
         ways.append((seconds + more, groups, make))
     _, groups, make = min(ways, key=lambda way: way[0])
     first: list[LocalStep] = [Copy(source, own)] if preserve_input and not groups else []
-    return [*first, *_group_steps("C2C", groups, source, own), *make()]
+    return [*first, *_group_steps("C2C", groups, source, own), *scaled, *make()]
 
 
 _Group = tuple[int, ...]

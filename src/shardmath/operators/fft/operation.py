@@ -8,7 +8,7 @@ from typing import Any
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.context.context import Context
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind
+from shardmath.local.fft import HALVING, Kind
 from shardmath.local.trigonometric import Series
 from shardmath.machine import Machine
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of
@@ -107,8 +107,27 @@ class FourierTransform:
         return given
 
 
+class AdjointTransform(FourierTransform):
+    """The operation of the adjoint of `rfft` or `irfft`, which computes its gradient.
+
+    Its words are (pair of distributions, axes, norm, local shape of the result): that of `rfft` has
+    an even or an odd extent, which the operand does not tell.
+    """
+
+    def describe(
+        self, arrays: Mapping[str, ArraySpec | None], words: tuple[Any, ...], options: FFTOptions
+    ) -> Description:
+        """See `problem.describe`."""
+        operand, (distribution, axes, norm, shape) = arrays["operand"], words
+        assert operand is not None and self._kind is not None, "required"
+        require_transformed(operand.dtype)
+        direction = FFTDirection.FORWARD if self._kind in HALVING else FFTDirection.INVERSE
+        given = operand, distribution, axes, norm, self._kind, direction, options
+        return describe(*given, arrays["out"], shape)
+
+
 class TrigonometricTransform(FourierTransform):
-    """The operation of `dct`, `dst` or an inverse, also along several axes.
+    """The operation of `dct`, `dst`, an inverse or an adjoint, also along several axes.
 
     Its words are (distribution or pair of them, axes, norm, type, orthogonalize, extents). The
     inverse of type II is type III, and the other way round, with the scale of the other direction.
@@ -141,16 +160,20 @@ class TrigonometricTransform(FourierTransform):
         if name.startswith("i"):
             number = {2: 3, 3: 2}.get(number, number)
             scale = {"backward": "forward", "forward": "backward"}.get(scale, scale)
-        kind = Series(name.removeprefix("i"), number, orthogonal).kind
+        function, _, adjoint = name.removeprefix("i").partition("_")
+        kind = Series(function, number, orthogonal, bool(adjoint)).kind
         given = operand, distribution, axes, scale, kind, FFTDirection.FORWARD, options
         return describe(*given, arrays["out"])
 
 
+TRIGONOMETRIC = ("dct", "idct", "dct_adjoint", "dst", "idst", "dst_adjoint")
 FFT_OF_ANY_KIND = FourierTransform("FFT")
 OPERATIONS = {
     "fft": FourierTransform("fft", "C2C", FFTDirection.FORWARD),
     "ifft": FourierTransform("ifft", "C2C", FFTDirection.INVERSE),
     "rfft": FourierTransform("rfft", "R2C", FFTDirection.FORWARD),
     "irfft": FourierTransform("irfft", "C2R", FFTDirection.INVERSE),
-    **{name: TrigonometricTransform(name) for name in ("dct", "idct", "dst", "idst")},
+    "rfft_adjoint": AdjointTransform("rfft_adjoint", "adjoint R2C"),
+    "irfft_adjoint": AdjointTransform("irfft_adjoint", "adjoint C2R"),
+    **{name: TrigonometricTransform(name) for name in TRIGONOMETRIC},
 }

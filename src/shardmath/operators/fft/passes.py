@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind, keeps_shape
+from shardmath.local.fft import COMPLETING, HALVING, Kind, keeps_shape
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
@@ -81,8 +81,8 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
 class _Pass(Immutable):
     """Move an array by `transfer`, and transform `axes` of what arrives.
 
-    `kind` is R2C or C2R where the last of `axes` turns from real to hermitian or back; `result` and
-    `dtype` are the layout and the type afterwards.
+    `kind` is that of a real transform where the last of `axes` turns from real to hermitian or
+    back; `result` and `dtype` are the layout and the type afterwards.
     """
 
     transfer: TransferPlan
@@ -118,7 +118,8 @@ def _passes(strategy: Strategy) -> list[_Pass]:
             continue  # an exchange is fused with the transform after it
         layout = stage.layout
         groups = _groups(stage, problem)
-        turning = {"R2C": 0, "C2R": len(groups) - 1}.get(stage.kind)  # the group of the real axis
+        real = dict.fromkeys(HALVING, 0) | dict.fromkeys(COMPLETING, len(groups) - 1)
+        turning = real.get(stage.kind)  # the group of the real axis
         for index, group in enumerate(groups):
             kind: Kind = stage.kind if keeps_shape(stage.kind) else "C2C"
             result, result_dtype = layout, dtype
@@ -153,7 +154,7 @@ def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
     shape = stage.layout.global_shape
     itemsize = max(dtypes.of(name).itemsize for name in (stage.dtype, problem.result))
     ordered = sorted(stage.axes, reverse=problem.order == "C")
-    if stage.kind in ("R2C", "C2R"):
+    if not keeps_shape(stage.kind or "C2C"):
         ordered.sort(key=lambda axis: axis != stage.axes[-1])
     groups: list[tuple[int, ...]] = []
     held = 0
@@ -164,4 +165,4 @@ def _groups(stage: Stage, problem: Problem) -> list[tuple[int, ...]]:
         else:
             held = itemsize * shape[axis]
             groups.append((axis,))
-    return groups[::-1] if stage.kind == "C2R" else groups
+    return groups[::-1] if stage.kind in COMPLETING else groups

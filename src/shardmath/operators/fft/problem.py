@@ -18,7 +18,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.context.agreement import require_equal
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import Distribution, Layout, Slab
-from shardmath.local.fft import Kind, Norm, keeps_shape
+from shardmath.local.fft import ADJOINTS, COMPLETING, HALVING, Kind, Norm, keeps_shape
 from shardmath.local.trigonometric import SERIES
 from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.fft.options import (
@@ -34,10 +34,10 @@ _NORMS = (None, "backward", "ortho", "forward")
 class Problem(Immutable):
     """The transform that all ranks have agreed on.
 
-    `source` and `target` are the layouts of operand and result. Of the transformed `axes`, R2C and
-    C2R change the length of the last. `order` is the memory order of results, `device` the memory
-    of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32. `blocking`: a
-    call returns when the result is there.
+    `source` and `target` are the layouts of operand and result. Of the transformed `axes`, real
+    transforms change the length of the last. `order` is the memory order of results, `device` the
+    memory of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32.
+    `blocking`: a call returns when the result is there.
     """
 
     kind: Kind
@@ -57,11 +57,11 @@ class Problem(Immutable):
     @property
     def result(self) -> str:
         """The name of the result's type."""
-        if self.kind == "R2C":
+        if self.kind in HALVING:
             return "complex32" if self.half_precision else dtypes.of(self.dtype).complex
         if self.kind in SERIES:
             return dtypes.accumulator(self.dtype).name
-        return dtypes.of(self.dtype).real if self.kind == "C2R" else self.dtype
+        return dtypes.of(self.dtype).real if self.kind in COMPLETING else self.dtype
 
     @property
     def widened(self) -> Problem:
@@ -85,7 +85,7 @@ class Problem(Immutable):
 
 
 # (operand, input distribution, output distribution or None, axes, norm, kind, direction, options,
-# out), where an array is ArrayFacts.
+# out, local shape of an adjoint's result), where an array is ArrayFacts.
 Description = tuple[Any, ...]
 
 
@@ -98,6 +98,7 @@ def describe(
     direction: FFTDirection,
     options: FFTOptions,
     out: ArraySpec | None,
+    result_shape: tuple[int, ...] | None = None,
 ) -> Description:
     """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
     given, wanted = _distribution_pair(distribution)
@@ -124,6 +125,7 @@ def describe(
         int(direction),
         options.compared(),
         None if out is None else ArrayFacts.of(out),
+        result_shape,
     )
 
 
@@ -177,7 +179,7 @@ def require_transformed(dtype: str) -> dtypes.DType:
 
 def check(descriptions: Sequence[Description]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
-    operands, inputs, outputs, axes, norms, kinds, directions, options, outs = zip(
+    operands, inputs, outputs, axes, norms, kinds, directions, options, outs, results = zip(
         *descriptions, strict=True
     )
     facts = agreed_facts("the operand", operands)
@@ -192,12 +194,15 @@ def check(descriptions: Sequence[Description]) -> Problem:
         require_equal(what, values)
     source = infer_layout("distribution", inputs, [x.shape for x in facts])
     agreed = dict(zip(COMPARED, options[0], strict=True))
-    shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
-    if outputs[0] is None:
-        wanted = _default_output(inputs, source, axes[0], kinds[0], agreed["redistribute"])
+    if kinds[0] in ADJOINTS:
+        target = _result_of_adjoint(source, outputs, results, axes[0], kinds[0])
     else:
-        wanted = outputs
-    target = bind_layout("the result's distribution", wanted, shape)
+        shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
+        if outputs[0] is None:
+            wanted = _default_output(inputs, source, axes[0], kinds[0], agreed["redistribute"])
+        else:
+            wanted = outputs
+        target = bind_layout("the result's distribution", wanted, shape)
     first = facts[0]
     problem = Problem(
         kind=kinds[0],
@@ -275,6 +280,20 @@ def _result_shape(
                 'real axis of even length comes; use last_axis_parity="odd"'
             )
     return tuple(result)
+
+
+def _result_of_adjoint(
+    source: Layout, outputs: Sequence[Any], shapes: Sequence[Any], axes: Sequence[int], kind: Kind
+) -> Layout:
+    """The layout that the operand of the transform had, of which this is the adjoint."""
+    target = infer_layout("the result's distribution", outputs, shapes)
+    real, halved = (source, target) if kind in HALVING else (target, source)
+    if _result_shape(real.global_shape, axes, "R2C", "") != halved.global_shape:
+        raise ValueError(
+            f"{kind}: global shapes {source.global_shape} of the operand and "
+            f"{target.global_shape} of the result do not belong to one transform"
+        )
+    return target
 
 
 def _default_output(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind, keeps_shape
+from shardmath.local.fft import COMPLETING, HALVING, Kind, keeps_shape
 from shardmath.local.trigonometric import SERIES
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
@@ -71,10 +71,10 @@ def stages(strategy: Strategy) -> tuple[Stage, ...]:
 
 def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
     """The kind of one step of the transform, and the type of its result."""
-    if problem.kind == "R2C" and dtype == problem.dtype:
-        return "R2C", problem.result
-    if problem.kind == "C2R" and problem.axes[-1] in step.axes:
-        return "C2R", problem.result
+    if problem.kind in HALVING and dtype == problem.dtype:
+        return problem.kind, problem.result
+    if problem.kind in COMPLETING and problem.axes[-1] in step.axes:
+        return problem.kind, problem.result
     if problem.kind in SERIES:
         return problem.kind, problem.result
     return "C2C", dtype
@@ -93,7 +93,7 @@ def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
     """
     if "complex32" not in (problem.dtype, problem.result):
         axes = problem.axes if first else ()
-    shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
+    shape = (problem.target if problem.kind in COMPLETING else problem.source).global_shape
     series = SERIES.get(problem.kind)
     count = math.prod(series.period(shape[axis]) if series else shape[axis] for axis in axes)
     whole = "forward" if problem.direction < 0 else "backward"
@@ -169,7 +169,9 @@ def split_axes(stages: Sequence[Stage]) -> tuple[int, ...] | None:
     """
     if len(stages) not in (3, 4) or [stage.kind is None for stage in stages[:3]] != [0, 1, 0]:
         return None
-    if len(stages) == 4 and (stages[3].kind is not None or stages[2].kind in ("R2C", "C2R")):
+    if len(stages) == 4 and (
+        stages[3].kind is not None or not keeps_shape(stages[2].kind or "C2C")
+    ):
         return None
     layouts = [stages[1].layout, stages[1].result]
     if len(stages) == 4:

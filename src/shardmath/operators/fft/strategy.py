@@ -20,7 +20,7 @@ from functools import cached_property
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Spans, bytes_received
-from shardmath.local.fft import keeps_shape
+from shardmath.local.fft import COMPLETING, keeps_shape
 from shardmath.machine import CORES, Rates, h200
 from shardmath.operators.fft.problem import Problem
 
@@ -192,7 +192,7 @@ def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
     that of R2C, reversed.
     """
     real = not keeps_shape(problem.kind)
-    if problem.kind == "C2R":
+    if problem.kind in COMPLETING:
         backwards = _Search(
             problem.target, problem.source, problem.axes, real, model.mirrored()
         ).run()
