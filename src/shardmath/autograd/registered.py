@@ -104,7 +104,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _tangent(ctx, tangents[2:])
+        with _set_fwd_grad_enabled(True):  # for outer levels of torch.func: torch disables it
+            return _tangent(ctx, tangents[2:])
 
 
 def _dispatched(keys: Any, call: Call, xs: Sequence[Any]) -> Any:
@@ -207,7 +208,8 @@ def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
     tangent = TABLE[call.name].tangent
     assert tangent is not None
     again = partial(call_operator, context=call.context)
-    return tangent(ctx.saved_tensors, read_words(call.text), tangents, call.counts, again)
+    saved = [without_tangent(x) for x in ctx.saved_tensors]  # of this level
+    return tangent(saved, read_words(call.text), tangents, call.counts, again)
 
 
 def _batched(info: Any, dims: Sequence[Any], call: Call, xs: Sequence[Any]) -> tuple[Any, int]:
