@@ -11,6 +11,7 @@ import torch
 from shardmath.autograd.registered import call_operator
 from shardmath.base.untraced import has_tangent, is_compiling, may_have_tangents, operators
 from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.collectives.background import refuse
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.geometry import Replicated, Slab
 from shardmath.traced.arguments import (
@@ -50,11 +51,13 @@ def _recorded(xs: Sequence[Any], *, tangents: bool = False) -> str:
     return "".join(map(str, digits)) if any(digits) else ""
 
 
-def _refuse(operation: str, context: Any, why: str) -> None:
+def _refuse(operation: str, context: Any, why: str, *, async_op: bool = False) -> None:
     """Raise ValueError; on all ranks, but in code that is being compiled. Collective."""
     error = ValueError(f"{operation}: {why}")
     if torch.compiler.is_compiling():
         raise error
+    if async_op:
+        refuse(operation, context, error)
     raise_on_all_ranks(context or require_context(), operation, error)
 
 
@@ -219,7 +222,7 @@ def _collected(
     """The result of a collective, whose arguments besides its counts are `words`."""
     if async_op:
         why = "async_op=True is for calls without gradients, outside of torch.compile: leave it out"
-        _refuse(name, context, why)
+        _refuse(name, context, why, async_op=True)
     text = _said(name, context, _named, tuple(words), *words.values())
     return _operated(name, [x], text, counts, context, out)
 

@@ -200,6 +200,14 @@ def without_tangent(tensor: Any) -> Any:
     return sys.modules["torch.autograd.forward_ad"].unpack_dual(tensor).primal
 
 
+def unrecorded(call: Callable[[], R]) -> R:
+    """What `call` returns, which torch does not differentiate, whatever the thread's grad mode."""
+    if not is_loaded("torch"):
+        return call()
+    with sys.modules["torch"].no_grad():
+        return call()
+
+
 _constants: list[type] = []
 
 

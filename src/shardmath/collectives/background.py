@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardmath.base.collective_call import require_function
+from shardmath.call.agreement import raise_on_all_ranks
+from shardmath.base.untraced import unrecorded
 from shardmath.collectives.operand import context_of
 
 if TYPE_CHECKING:
@@ -63,9 +65,27 @@ def start(
     context = context_of(function.__name__, context)
     require_function()  # compiled code, which repeats calls, does not know threads
     if context.device_id == "cpu":
-        background = context.cache("background", lambda: _Background(context))
+        background = _background_of(context)
         call = partial(function, x, context=background.context, **words)
-        return Work(background.thread.submit(call))
+        return Work(background.thread.submit(unrecorded, call))  # a thread has its own grad mode
     made: Future[Any] = Future()
     made.set_result(function(x, context=context, **words))
     return Work(made)
+
+
+def refuse(operation: str, context: DistributedContext | None, mistake: Exception) -> NoReturn:
+    """Raise `mistake` on all ranks in place of a call that was to go on. Collective.
+
+    Ranks that start the call raise it where they wait for it.
+    """
+    context = context_of(operation, context)
+    if context.device_id == "cpu":
+        background = _background_of(context)
+        background.thread.submit(
+            raise_on_all_ranks, background.context, operation, mistake
+        ).result()
+    raise_on_all_ranks(context, operation, mistake)
+
+
+def _background_of(context: DistributedContext) -> _Background:
+    return context.cache("background", lambda: _Background(context))
