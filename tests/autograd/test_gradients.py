@@ -105,6 +105,41 @@ def test_one_factor_none_and_a_mean(contexts):
     assert contexts.run(check_partial, ranks=3) == [True] * 3
 
 
+WRITTEN = {
+    "all_reduce": lambda g, x: collectives.all_reduce(g, out=x),
+    "broadcast, under way": lambda g, x: collectives.broadcast(g, out=x, async_op=True).wait(),
+    "redistribute": lambda g, x: redistribute(g, Slab.X, Slab.X, out=x),
+    "fft": lambda g, x: fft.fft(g, distribution=Slab.X, out=x),
+    "fft in place": lambda g, x: fft.fft(x, distribution=Slab.X, options={"inplace": True}),
+    "matmul in place": lambda g, x: matmul(
+        g, g, x, beta=1.0, distributions=[Replicated()] * 3, options={"inplace": True}
+    ),
+}
+
+
+def check_written(context):
+    """The calls that write a tensor which a backward pass has saved, and of which that hears no
+    word: the first ones, and those that come again.
+    """
+    silent = []
+    with context:
+        g, x = torch.ones(2, 4, 4, dtype=torch.complex64)
+        for name, call in WRITTEN.items():
+            for number in range(5):
+                recorded = x * torch.ones(4, 4, requires_grad=True)
+                call(g, x)
+                try:
+                    recorded.abs().sum().backward()
+                    silent.append((name, number))
+                except RuntimeError as error:
+                    assert "inplace" in str(error)
+    return silent
+
+
+def test_a_saved_tensor_that_is_written(contexts):
+    assert contexts.run(check_written, ranks=2) == [[]] * 2
+
+
 def check_bias(context):
     """The distributions of D with which the gradient of a bias is another than of one process."""
     m, n, k = 7, 5, 3

@@ -81,7 +81,7 @@ def check_errors(context):
     needs = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match="async_op"):
         collectives.all_reduce(needs, context=context, async_op=True)
-    with pytest.raises(ValueError, match="rank 1.*async_op"):  # the others hear of it
+    with pytest.raises(ValueError, match=r"rank 1.*async_op"):  # the others hear of it
         needs.requires_grad_(context.rank == 1)
         collectives.all_reduce(needs, context=context, async_op=True).wait()
     with torch.no_grad():

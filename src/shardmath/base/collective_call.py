@@ -147,7 +147,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         if again is not None:
             given: R | None = again(function, args, kwargs)
             if given is not None:
-                return given
+                return _written(given) if not _IN_PLACE.isdisjoint(kwargs) else given
         operands: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         for operand in operands:
             kind = type(operand)
@@ -187,9 +187,21 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             raise
         if repeat is not None:
             repeat((function, args, kwargs, result), record.rounds)
-        return result
+        return _written(result) if not _IN_PLACE.isdisjoint(kwargs) else result
 
     return call
+
+
+_IN_PLACE = frozenset(("out", "options"))  # arguments that may make a result the user's tensor
+
+
+def _written(result: R) -> R:
+    """The result, of which torch hears that it was written: a backward pass that has saved what was
+    there before must raise.
+    """
+    if hasattr(result, "_version"):
+        sys.modules["torch"]._C._increment_version((result,))
+    return result
 
 
 # Types of arguments for which the function itself is always called; and torch.Tensor, with the

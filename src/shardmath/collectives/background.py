@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardmath.base.collective_call import require_function
-from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.base.untraced import unrecorded
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives.operand import context_of
 
 if TYPE_CHECKING:
