@@ -133,6 +133,14 @@ def check_written(context):
                     silent.append((name, number))
                 except RuntimeError as error:
                     assert "inplace" in str(error)
+        factors = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+        made = matmul(*factors, distributions=[Replicated()] * 3)
+        with torch.no_grad():
+            factors[1].mul_(2 if context.rank else 1).mul_(1)
+        with pytest.raises(RuntimeError, match="inplace"):
+            made.sum().backward()
+        with torch.inference_mode():  # such tensors count no versions
+            collectives.all_reduce(torch.ones(2), out=torch.ones(2))
     return silent
 
 

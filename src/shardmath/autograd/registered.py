@@ -23,6 +23,7 @@ from torch.library import get_ctx
 from shardmath.autograd.table import TABLE
 from shardmath.base import current
 from shardmath.base.untraced import is_compiling, may_have_tangents, without_tangent
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext
 from shardmath.traced import shapes
 from shardmath.traced.words import CURRENT, context_of, read_words, words_of
@@ -196,7 +197,20 @@ def _gradients(ctx: Any, grad: Any, wanted: Sequence[bool]) -> Sequence[Any]:
     gradients = TABLE[call.name].gradients
     assert gradients is not None
     again = partial(call_operator, context=call.context)
-    return gradients(ctx.saved_tensors, read_words(call.text), grad, wanted, again)
+    return gradients(_saved(ctx), read_words(call.text), grad, wanted, again)
+
+
+def _saved(ctx: Any) -> Sequence[Any]:
+    """The operands and the result. Where one was written since, on any rank, all ranks raise what
+    torch raises for it.
+    """
+    try:
+        saved: Sequence[Any] = ctx.saved_tensors
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # of a checkpoint, which computes them again
+            raise
+        raise_on_all_ranks(context_of(ctx.call.context), ctx.call.name, error)
+    return saved
 
 
 def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
@@ -208,7 +222,7 @@ def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
     tangent = TABLE[call.name].tangent
     assert tangent is not None
     again = partial(call_operator, context=call.context)
-    saved = [without_tangent(x) for x in ctx.saved_tensors]  # of this level
+    saved = [without_tangent(x) for x in _saved(ctx)]  # of this level
     return tangent(saved, read_words(call.text), tangents, call.counts, again)
 
 

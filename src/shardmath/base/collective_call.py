@@ -199,7 +199,7 @@ def _written(result: R) -> R:
     """The result, of which torch hears that it was written: a backward pass that has saved what was
     there before must raise.
     """
-    if hasattr(result, "_version"):
+    if hasattr(type(result), "_version"):  # that of an inference tensor cannot be read
         sys.modules["torch"]._C._increment_version((result,))
     return result
 
