@@ -52,7 +52,9 @@ class _Background:
 
     def __init__(self, context: DistributedContext) -> None:
         self.thread = ThreadPoolExecutor(1, f"shardmath rank {context.rank}")
-        self.context = self.thread.submit(context.split, 0, context.rank).result()
+        made = self.thread.submit(context.split, 0, context.rank).result()
+        assert made is not None, "every rank takes part"
+        self.context = made
 
 
 def start(

@@ -21,8 +21,8 @@ from shardmath.base.compiled import CompiledStep
 from shardmath.local.trigonometric import SERIES, bound_series
 
 Kind = str  # "C2C", or a name in HALVING, COMPLETING or SERIES
-# Real numbers to the first half of a hermitian spectrum, and back. In an adjoint no element of the
-# spectrum stands for its conjugate, too.
+# Real numbers to the first half of a hermitian spectrum, and back. The adjoint of R2C counts each
+# element of the spectrum once, where C2R counts most of them twice, for their conjugates too.
 HALVING = ("R2C", "adjoint C2R")
 COMPLETING = ("C2R", "adjoint R2C")
 ADJOINTS = {"adjoint R2C": "C2R", "adjoint C2R": "R2C"}  # the transforms that compute them
@@ -66,8 +66,8 @@ def bound_transform(
 
 
 def paired(extent: int) -> tuple[int, int]:
-    """The bounds of the elements of a halved spectrum that have a conjugate in the other half, of
-    `extent` real numbers. C2R counts these twice, and its adjoint must, too.
+    """The bounds of those elements in the halved spectrum of `extent` real numbers whose conjugates
+    are in the other half. C2R counts them twice, and the adjoint of C2R must double them.
     """
     return 1, (extent + 1) // 2
 
