@@ -226,8 +226,11 @@ def _calling(
 
 def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
     """The addresses that a name resolves to; none if it does not resolve yet."""
+    host, port = hub
     try:
-        found = socket.getaddrinfo(*hub, type=socket.SOCK_STREAM)
+        # Of text, Python would make an internationalised name, by a module that is slow to import.
+        name = host.encode() if host.isascii() else host
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))

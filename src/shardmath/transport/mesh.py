@@ -28,7 +28,6 @@ from shardmath.group.base import ProcessGroup
 from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
-from shardmath.transport.far import connect_far
 from shardmath.transport.liveness import GRACE, PeerWatch
 from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
@@ -120,6 +119,8 @@ class Mesh:
         return self.host_of[rank] == self.host_of[self.rank]
 
     def _wired(self, group: ProcessGroup, address: str) -> Wires:
+        from shardmath.transport.far import connect_far
+
         where = "127.0.0.1" if self.real_hosts == 1 else address
         known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
         with closing(PeerWatch(known)) as watch:
