@@ -6,10 +6,8 @@ recognised by the modules that an array's type comes from, so none is imported t
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -18,27 +16,21 @@ import numpy as np
 from shardmath.arrays import libraries as package
 from shardmath.arrays.base import Library
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.found import class_in, modules_of
 
 
 @lru_cache(maxsize=1)
 def libraries() -> Mapping[str, Library]:
     """All libraries by name: NumPy, which is always there, and the others."""
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: _library_in(name) for name in ("numpy", *(n for n in names if n != "numpy"))}
+    names = [name for name in modules_of(package) if name != "numpy"]
+    return {name: _library_in(name) for name in ("numpy", *names)}
 
 
 @lru_cache(maxsize=64)
 def _library_in(name: str) -> Library:
     """The library that the module `name` defines."""
-    module = import_module(f"{package.__name__}.{name}")
-    [kind] = [
-        member
-        for member in vars(module).values()
-        if isinstance(member, type)
-        and issubclass(member, Library)
-        and member.__module__ == module.__name__
-    ]
-    return kind()
+    library: Library = class_in(package, name, Library)()
+    return library
 
 
 def array_of(x: Any) -> Any:

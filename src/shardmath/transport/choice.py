@@ -12,10 +12,9 @@ transports of one host serve too: they answer None for an address on another, an
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Sequence
-from importlib import import_module
 
+from shardmath.base.found import class_in, modules_of
 from shardmath.transport import cores, gpus
 from shardmath.transport.base import Transport
 
@@ -25,20 +24,12 @@ _PACKAGES = {"cpu": cores, "cuda": gpus}
 
 def names(kind: str) -> list[str]:
     """The transports for memory of "cpu" or "cuda"."""
-    return sorted(module.name for module in pkgutil.iter_modules(_PACKAGES[kind].__path__))
+    return modules_of(_PACKAGES[kind])
 
 
 def transport_named(kind: str, name: str) -> type[Transport]:
     """The class that the module of that name defines."""
-    module = import_module(f"{_PACKAGES[kind].__name__}.{name}")
-    [transport] = [
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type)
-        and issubclass(kind, Transport)
-        and (kind.__module__, vars(kind).get("name")) == (module.__name__, name)
-    ]
-    return transport
+    return class_in(_PACKAGES[kind], name, Transport)
 
 
 def candidates(kind: str, asked: str) -> list[type[Transport]]:
