@@ -32,8 +32,9 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "9",
 }
-ENV = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL_")}
+ENV = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -94,6 +94,7 @@ def absences(tmp_path_factory: pytest.TempPathFactory) -> Ends:
             port = str(free.getsockname()[1])
         names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
         facts = dict(zip(names, ("0", "0", "2", "2", "127.0.0.1", port), strict=True))
+        facts["TORCHELASTIC_RUN_ID"] = "9"
         code = 'import shardmath; shardmath.initialize("cpu")'
         programs["torch"] = [*preloaded.python(), "-c", code], LIMITS | facts
     return ends(programs)

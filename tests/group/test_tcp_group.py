@@ -9,7 +9,7 @@ from importlib import util
 import pytest
 
 from shardmath.base.config import Settings
-from shardmath.errors import BootstrapError
+from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group import as_process_group, tcp
 from shardmath.group.tcp import connected, first_host, hub_of
 
@@ -163,11 +163,15 @@ def test_no_folder_for_a_key(home):
 
 
 TORCHS = {"RANK": "1", "WORLD_SIZE": "2", **SAID}
+ON_ONE_HOST = [{**TORCHS, "MASTER_ADDR": host} for host in ("localhost", "127.0.1.1", "::1")]
 SLURMS = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", **STEP, "SLURM_STEP_NUM_TASKS": "2"}
 
 
-@pytest.mark.parametrize("environ", [TORCHS, SLURMS], ids=["torch's variables", "Slurm's"])
-def test_who_meets_so(monkeypatch, environ):
+@pytest.mark.parametrize(
+    ("environ", "with_torch"),
+    [(TORCHS, False), (SLURMS, True), *((environ, True) for environ in ON_ONE_HOST)],
+)
+def test_who_meets_so(monkeypatch, environ, with_torch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     asked = []
@@ -178,9 +182,20 @@ def test_who_meets_so(monkeypatch, environ):
 
     monkeypatch.setattr(tcp, "connected", meet)
     found = util.find_spec
-    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "torch" else found(name))
+    spec = util.spec_from_loader("torch", None) if with_torch else None
+    monkeypatch.setattr(util, "find_spec", lambda name: spec if name == "torch" else found(name))
     monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(BootstrapError, match="tried"):
         as_process_group(None, Settings())
     assert asked == [(1, 2, hub_of(environ))]
+
+
+@pytest.mark.parametrize("environ", [TORCHS, {**ON_ONE_HOST[0], "TORCHELASTIC_RUN_ID": "7"}])
+def test_who_meets_by_torch(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(util, "find_spec", lambda name: util.spec_from_loader(name, None))
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(BackendUnavailable, match="torchrun started 2 ranks, and torch"):
+        as_process_group(None, Settings())

@@ -138,9 +138,8 @@ def from_environment(settings: Settings) -> ProcessGroup:
     torch.distributed and mpi4py, if the program itself has started them; else this process is
     alone. Under Slurm ranks meet over TCP unless the program has started a library: an MPI that
     knows another PMI than Slurm's would end the process. So do those that torch's variables name
-    where there is no torch. Raises
-    BootstrapError when the ranks cannot find each other, BackendUnavailable when the library of the
-    launcher is missing.
+    on one host, or where there is no torch. Raises BootstrapError when the ranks cannot find each
+    other, BackendUnavailable when the library of the launcher is missing.
     """
     facts = LaunchFacts.from_mapping(config.environment(), pid=os.getpid())
     timeout = settings.startup_timeout
@@ -216,15 +215,35 @@ def _launched_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     if facts.launcher == "spawn":
         return _tcp_group(facts, settings)
     if facts.launcher == "torchrun":
-        torch = importlib.util.find_spec("torch")
-        return (_tcp_group if torch is None else _torch_group)(facts, settings)
+        return (_torch_group if _meets_by_torch() else _tcp_group)(facts, settings)
     if facts.launcher == "slurm":
         return _running_library(settings.startup_timeout) or _tcp_group(facts, settings)
     return _mpi_group(facts, settings)
 
 
+def _meets_by_torch() -> bool:
+    """Whether ranks that torch's variables name meet by torch.distributed, and not over TCP.
+
+    They do if the program or torchrun, which listens at MASTER_PORT itself, has started it. Ranks
+    on several hosts do, too, where torch is installed: it asks for no key that the hosts share.
+    Those of one host save the seconds that it takes to import. All ranks find the same.
+    """
+    environ = config.environment()
+    if "TORCHELASTIC_RUN_ID" in environ or _torch_runs():
+        return True
+    host = environ["MASTER_ADDR"]
+    on_one_host = host in ("localhost", "::1") or host.startswith("127.")
+    return not on_one_host and importlib.util.find_spec("torch") is not None
+
+
+def _torch_runs() -> bool:
+    """Whether the program has started torch.distributed."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
 def _tcp_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
-    """The group of ranks without a library: see `tcp`."""
+    """The group of ranks that meet without a library: see `tcp`."""
     from shardmath.group import tcp
 
     hub = tcp.hub_of(config.environment())
@@ -335,9 +354,9 @@ def _checked(group: ProcessGroup, facts: LaunchFacts) -> ProcessGroup:
 
 def _running_library(timeout: float) -> ProcessGroup | None:
     """The group of a library that the program itself has started with several ranks."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
+    if _torch_runs():
+        device_id = _torch_device(sys.modules["torch.distributed"])
+        return TorchProcessGroup(device_id=device_id, timeout=timeout)
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
