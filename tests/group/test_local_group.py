@@ -261,7 +261,7 @@ def test_a_message_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = star(2)
     with ends[0][0], ends[1][0]:
         group = LocalProcessGroup(1, 2, ends[1], timeout=0.05)
-        with pytest.raises(BootstrapError, match="a message of 11 bytes; the limit is 10"):
+        with pytest.raises(BootstrapError, match="a message of 19 bytes; the limit is 10"):
             group.allgather_bytes(b"x" * 11)
 
 

@@ -42,9 +42,12 @@ def test_where_rank_0_listens():
     assert hub_of({**STEP, "SLURM_STEP_ID": "1"}) != (host, port)
     assert hub_of({**STEP, **SAID, "SLURM_STEP_NUM_NODES": "1"}) == ("n9", 29500)
     assert hub_of({**STEP, "MASTER_PORT": "29500"}) == ("n1", 29500)
-    for unknown in ({}, {"MASTER_ADDR": "n9"}, {**SAID, "MASTER_PORT": "x"}):
+    for unknown in ({}, {"MASTER_ADDR": "n9"}, {**SAID, "MASTER_ADDR": ""}):
         with pytest.raises(BootstrapError, match="set MASTER_ADDR and MASTER_PORT"):
             hub_of(unknown)
+    for port in ("x", "0", "65536", " ", "-1"):
+        with pytest.raises(BootstrapError, match=f"^MASTER_PORT='{port}' is no port: set it to"):
+            hub_of({**SAID, "MASTER_PORT": port})
 
 
 @pytest.fixture
@@ -132,6 +135,18 @@ def test_another_key_and_a_rank_that_does_not_come():
     assert "waited 0.5 s" in str(first) and "for ranks 1, 2" in str(first)
     assert "SHARDMATH_KEY" in str(first)
     assert "for rank 0: " in str(second) and "rank 1 (pid" in str(second)
+
+
+def test_ranks_that_were_told_of_different_numbers_of_ranks(home):
+    hub = HERE, free_port()
+
+    def body(rank):
+        settings = Settings(startup_timeout=PATIENCE)
+        return connected(rank, [2, 3][rank], hub, settings).allgather_bytes(b"")
+
+    for error in on_threads(2, body):
+        assert "rank 0 was started as one of 2 ranks, and rank 1 as one of 3" in str(error)
+        assert "set WORLD_SIZE" in str(error)
 
 
 def test_a_port_in_use_and_an_address_of_nobody():

@@ -231,7 +231,9 @@ def _meets_by_torch() -> bool:
     environ = config.environment()
     if "TORCHELASTIC_RUN_ID" in environ or _torch_runs():
         return True
-    host = environ["MASTER_ADDR"]
+    from shardmath.group import tcp
+
+    host, _ = tcp.hub_of(environ)
     on_one_host = host in ("localhost", "::1") or host.startswith("127.")
     return not on_one_host and importlib.util.find_spec("torch") is not None
 
@@ -266,7 +268,7 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
 
     try:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise BootstrapError(
             f"rank {facts.rank} ({process_name()}), {caller_line()}: torch.distributed did not "
             f"bring {facts.size} ranks together ({error}): does every rank "

@@ -145,7 +145,7 @@ class LocalProcessGroup(GatheringGroup):
     def _hub(self, data: bytes, deadline: float) -> list[bytes]:
         try:
             received = receive_all(self._links, self._number, deadline=deadline)
-            parts = [data, *(received[peer] for peer in range(1, self._nranks))]
+            parts = [data, *(self._part_of(peer, received[peer]) for peer in sorted(received))]
             # The spokes wait as long as this rank did, and then for the answer.
             send_all(
                 self._links, self._number, _join(parts), deadline=time.monotonic() + self._timeout
@@ -155,8 +155,19 @@ class LocalProcessGroup(GatheringGroup):
             raise
         return parts
 
+    def _part_of(self, peer: int, payload: bytes) -> bytes:
+        """The data in what a peer has sent, behind the number of ranks that it was told of."""
+        size = int.from_bytes(payload[: _LENGTH.size], "little")
+        if size != self._nranks:
+            raise BootstrapError(
+                f"rank 0 was started as one of {self._nranks} ranks, and rank {peer} as one of "
+                f"{size}: set WORLD_SIZE, or what else says how many there are, alike on all ranks"
+            )
+        return payload[_LENGTH.size :]
+
     def _spoke(self, data: bytes, deadline: float) -> list[bytes]:
-        send_all(self._links, self._number, data, deadline=deadline)
+        sent = _LENGTH.pack(self._nranks) + data
+        send_all(self._links, self._number, sent, deadline=deadline)
         # A little more than the hub allows itself, so that its account of who is missing wins.
         deadline += min(1.0, 0.25 + self._timeout / 10)
         answer = receive_all(self._links, self._number, deadline=deadline)

@@ -52,7 +52,7 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
     Raises BootstrapError when not all come within the start-up's time, and where rank 0 cannot
     listen there.
     """
-    timeout, key = settings.startup_timeout, _key(settings)
+    timeout, key = settings.startup_timeout, _key(rank, settings)
     deadline = time.monotonic() + timeout
     with ExitStack() as undo:
         if rank == 0:
@@ -68,7 +68,7 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
 def hub_of(environ: Mapping[str, str]) -> Endpoint:
     """Where rank 0 listens: as `spawn` says; as MASTER_ADDR and MASTER_PORT say; else the first
     host of Slurm's step, at a port that follows from its number. Raises BootstrapError where none
-    of these is known.
+    of these is known, and where MASTER_PORT is no port.
     """
     told, _, number = environ.get(f"{PREFIX}HUB", "").rpartition(":")
     if told and number.isdecimal():
@@ -82,10 +82,15 @@ def hub_of(environ: Mapping[str, str]) -> Endpoint:
     if not port and None not in step:
         digest = hashlib.blake2b(repr(step).encode(), digest_size=8).digest()
         port = str(_PORTS[int.from_bytes(digest) % len(_PORTS)])
-    if not host or not port.isdecimal():
+    if not host or not port:
         raise BootstrapError(
             "where rank 0 listens is not known: set MASTER_ADDR and MASTER_PORT, the same on all "
             "ranks, or start the program with srun, which a batch script is not"
+        )
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise BootstrapError(
+            f"MASTER_PORT={port!r} is no port: set it to a number from 1 to 65535, the same on all "
+            "ranks, at which rank 0 can listen"
         )
     return host, int(port)
 
@@ -258,7 +263,7 @@ def _close(sockets: list[socket.socket]) -> None:
         each.close()
 
 
-def _key(settings: Settings) -> bytes:
+def _key(rank: int, settings: Settings) -> bytes:
     """The key of this user's ranks. Raises BootstrapError where others could know it."""
     if settings.key:
         return hashlib.blake2b(settings.key.encode(), digest_size=KEY_BYTES).digest()
@@ -280,8 +285,8 @@ def _key(settings: Settings) -> bytes:
         raise
     except OSError as error:
         raise BootstrapError(
-            f"the key of this user's ranks cannot be kept in {path} ({error.strerror}): set "
-            "SHARDMATH_KEY to a secret, the same on all ranks"
+            f"rank {rank} ({process_name()}): the key of this user's ranks cannot be kept in "
+            f"{path} ({error.strerror}): set SHARDMATH_KEY to a secret, the same on all ranks"
         ) from error
 
 
