@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardmath import __version__
+from shardmath.errors import ShardmathError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. A rank that `run` starts returns from here as well."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if "command" not in options:
-        parser.print_help()
-        return 2
-    status: int = options.command(parser, options)
+    """Run one command; the exit status. A rank that `run` starts returns from here as well.
+
+    What an operator can mend is one line on stderr: a traceback would be of our code.
+    """
+    if sys.stdout is None:  # this process was started with it closed
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    name = "shardmath"
+    try:
+        parser = _parser()
+        options = parser.parse_args(arguments)
+        if "command" not in options:
+            parser.print_help()
+            return 2
+        name += f" {options.word}"
+        status: int = options.command(parser, options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        _write_no_more()
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        why, status = "ended by SIGINT", 128 + signal.SIGINT
+    except ShardmathError as error:  # some are an OSError too
+        why, status = str(error), 1
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        why, status = f"{error.strerror or error}{where}", 1
+    print(f"{name}: {why}", file=sys.stderr)
+    _write_no_more()
     return status
 
 
+def _write_no_more() -> None:
+    """Throw away what stdout has not written: Python would try once more when it ends."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
 def _parser() -> argparse.ArgumentParser:
-    from shardmath.launch.program import add_arguments
+    from shardmath.launch.program import add_arguments, positive
 
     by_name = Path(sys.argv[0]).name == "shardmath"
     parser = argparse.ArgumentParser(
@@ -33,29 +65,37 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command")
 
     def command(name: str, what: str, does: object) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
-        made.set_defaults(command=does)
+        sentence = f"{what[0].upper()}{what[1:]}."
+        made = commands.add_parser(name, help=what, description=sentence)
+        made.set_defaults(command=does, word=name)
         return made
 
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(command("run", start, _run))
     traced = command("trace", "run a program, and write what all ranks did, and when", _trace)
-    traced.add_argument("-o", dest="output", default="trace.json", help="a .png beside it")
+    file = "the trace's file (default: trace.json); a picture, .png, is written beside it"
+    traced.add_argument("-o", dest="output", metavar="FILE", default="trace.json", help=file)
     kept = "operations of each rank that are kept: the last (default: 131072)"
     traced.add_argument("--operations", type=int, metavar="K", default=1 << 17, help=kept)
     add_arguments(traced)
     hello = command("hello", "show who computes together, and how fast they meet", _hello)
-    hello.add_argument("-n", type=int, metavar="N", default=1, help="ranks of this host")
-    hello.add_argument("--device", default="cpu", help='as initialize takes it: "cpu", "cuda"')
+    count = "number of ranks (default: 1), where no launcher has started them"
+    hello.add_argument("-n", type=positive, metavar="N", default=1, help=count)
+    device = 'where the ranks compute: "cpu" (the default), "cuda", or "cuda:1"'
+    hello.add_argument("--device", default="cpu", help=device)
     bench = command("bench", "measure: run a benchmark by its name, or list them all", _bench)
-    bench.add_argument("-o", dest="output", metavar="FOLDER", default=".", help="for its JSON")
+    folder = "where its JSON is written (default: the current folder)"
+    bench.add_argument("-o", dest="output", metavar="FOLDER", default=".", help=folder)
     bench.add_argument("--plot", action="store_true", help="draw a picture beside the JSON")
     bench.add_argument("name", nargs="?", default="", help="without one, all are listed")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
+    own = "arguments of the benchmark itself"
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=own)
     command("doctor", "show what works here, what does not, and why", _doctor)
     where = "show where the ranks of a running job are, and which of them are missing"
     inspect = command("inspect", where, _inspect)
-    inspect.add_argument("pid", type=int, help="the process of a rank, or one that has started it")
+    inspect.add_argument(
+        "pid", type=positive, help="the process of a rank, or one that has started it"
+    )
     command("env", "list the environment variables, and what was built from C", _env)
     shells = command("completion", "print what makes a shell complete these commands", _completion)
     shells.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -112,14 +152,9 @@ def _completion(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _inspect(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from shardmath.errors import BootstrapError
     from shardmath.inspection.job import inspected
 
-    try:
-        print(inspected(options.pid))
-    except BootstrapError as error:
-        print(f"shardmath inspect: {error}", file=sys.stderr)
-        return 1
+    print(inspected(options.pid))
     return 0
 
 

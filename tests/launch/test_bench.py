@@ -40,6 +40,8 @@ def folder(tmp_path, monkeypatch):
         (made / f"{name}.py").write_text(text)
     (made / "sibling.py").write_text("")
     (made / "needy.py").write_text((made / "one.py").read_text() + "import no_such_package.x\n")
+    (made / "gpu.py").write_text((made / "one.py").read_text() + "from on_gpus import Ranks\n")
+    (made / "on_gpus.py").write_text("")
     monkeypatch.setattr(bench, "FOLDER", made)
     return tmp_path
 
@@ -76,11 +78,19 @@ def test_a_benchmark(folder, capfd):
 
 @pytest.mark.parametrize(
     ("name", "status", "says"),
-    [("two", 3, ""), ("three", 2, "one, two"), ("needy", 1, "pip install no_such_package")],
+    [
+        ("two", 3, ""),
+        ("three", 2, "one, two"),
+        ("needy", 1, "pip install no_such_package"),
+        ("gpu", 1, "shardmath bench: gpu needs GPUs, and there is none here\n"),
+    ],
 )
-def test_failures(folder, capfd, name, status, says):
+def test_failures(folder, capfd, monkeypatch, name, status, says):
+    monkeypatch.setattr(bench, "DEVICES", folder)
     assert main(["bench", "-o", str(folder), name]) == status
     assert says in capfd.readouterr().err
+    assert main(["bench", "-o", "/proc/none", "one"]) == 1
+    assert "shardmath bench: No such file or directory: /proc/none" in capfd.readouterr().err
 
 
 def test_packages_that_are_here_are_not_missing():
@@ -96,4 +106,4 @@ def test_tables_leave_out_what_is_no_cell():
 @pytest.mark.parametrize("name", ["calls", "matmul", "starting"])
 def test_pictures_of_results(name):
     rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
-    assert picture(rows).size[1] > 34 * len(rows)
+    assert picture(name, rows).size[1] > 34 * len(rows)

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,43 @@ def test_hello_of_ranks_that_are_there():
         check=False,
     )
     assert done.stdout.startswith("[0] 2 ranks:"), done.stderr
+
+
+def test_what_an_operator_can_mend_is_one_line():
+    """The first line of what each command says, and its status."""
+    tries = {
+        ("hello", "-n", "0"): (2, "usage: python -m shardmath hello"),
+        ("hello", "--device", "gpu"): (
+            1,
+            "shardmath run: rank 0 exited with status 1\nshardmath hel",
+        ),
+        ("trace", "-o", "/proc/no/t.json", __file__): (
+            1,
+            "shardmath trace: No such file or directory",
+        ),
+    }
+    for arguments, (status, says) in tries.items():
+        done = run(*arguments)
+        assert (done.returncode, done.stderr[: len(says)]) == (status, says)
+        assert "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_takes():
+    """A reader that has gone, a full disk, and no stdout at all."""
+    command = [sys.executable, "-m", "shardmath", "env"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone, Path("/dev/full").open("w") as full:
+        for unbuffered in ("1", ""):
+            environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+            for words, stdout, status, says in (
+                (command, gone, 141, b""),
+                (command, full, 1, b"shardmath env: No space left on device\n"),
+                (["sh", "-c", '"$@" >&-', "sh", *command], None, 0, b""),
+            ):
+                streams = {"stdout": stdout, "stderr": subprocess.PIPE}
+                done = subprocess.run(words, **streams, env=environment, check=False)
+                assert (done.returncode, done.stderr) == (status, says)
 
 
 def test_doctor(monkeypatch, capsys):
@@ -103,11 +141,11 @@ def test_completion(shell):
 def test_bash_completes():
     if not shutil.which("bash"):
         pytest.skip("there is no bash")
-    tries = {"shardmath do": "doctor", "shardmath hello --d": "--device"}
+    tries = {"do": "doctor", "hello --d": "--device", "bench reco": "recorder"}
     for typed, expected in tries.items():
-        words = typed.split()
+        words = ["shardmath", *typed.split()]
         script = f"""{completion(_parser(), "bash")}
-COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}
+COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
 _shardmath shardmath {words[-1]}; echo "${{COMPREPLY[@]}}" """
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
@@ -117,3 +155,7 @@ def test_tables():
     assert (
         plain("Two", ("a", "long"), [("1", "x"), ("22", "")]) == "Two:\n  a   long\n  1   x\n  22"
     )
+    rows = [("no", "so long a reason\na command")]
+    assert plain("Cut", ("a", "b"), rows, most=10).split("\n")[2:] == [
+        *("  no  so long a", "      reason", "      a command")
+    ]

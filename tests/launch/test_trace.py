@@ -125,7 +125,11 @@ def test_the_last_operations_are_kept(tmp_path):
     ("arguments", "status", "says"),
     [
         (("none.py",), 2, "no file"),
-        (("-o", "no/such/folder.json", "none.py"), 1, "no folder"),
+        (
+            ("-o", "no/such/folder.json", "none.py"),
+            1,
+            "shardmath trace: No such file or directory: no/such/folder.json",
+        ),
         (("-m", "this"), 0, "no rank has called"),
     ],
 )
@@ -264,6 +268,9 @@ def test_columns_are_as_long_as_their_values():
     ]
     assert abs(2 * lengths[0] - lengths[1]) <= 3
     assert lengths[2] <= 1
+    other = columns("seconds", [("one", 1.0)], others=[("four", 4.0)])
+    length = sum(colour(other, x, 50) == drawing._COLOURS[0] for x in range(other.size[0]))
+    assert abs(2 * length - lengths[0]) <= 20  # names of other widths leave other room
     assert columns("nothing", []).size[0] == image.size[0]
 
 

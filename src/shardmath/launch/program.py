@@ -47,10 +47,10 @@ class Program(Immutable):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `run`."""
-    parser.add_argument("-n", type=_positive, metavar="N", help="number of ranks (default: 1)")
+    parser.add_argument("-n", type=positive, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         metavar="T",
         help="threads of each rank's libraries (default: this machine's cores, shared)",
     )
@@ -174,7 +174,8 @@ def _signals_to_descriptor() -> Iterator[int]:
         writing.close()
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The number that an argument of a command says. Raises ArgumentTypeError below 1."""
     try:
         value = int(text)
     except ValueError:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from shardmath.tools.drawing import below, columns, save_beside
 from shardmath.tools.tables import show
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+DEVICES = Path("/dev")
 
 Rows = Sequence[dict[str, Any]]
 
@@ -39,12 +42,21 @@ def names() -> dict[str, str]:
 
 def missing(name: str) -> list[str]:
     """The packages that a benchmark imports at its top, and that are not installed."""
+    siblings = {path.stem for path in FOLDER.glob("*.py")}
+    packages = _imported(name) - siblings - sys.stdlib_module_names
+    return sorted(each for each in packages if find_spec(each) is None)
+
+
+def _needs_gpus(name: str) -> bool:
+    return "on_gpus" in _imported(name)
+
+
+def _imported(name: str) -> set[str]:
+    """The packages that a benchmark imports at its top, its neighbours among them."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     modules = [each.names[0].name for each in tree.body if isinstance(each, ast.Import)]
     modules += [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
-    packages = {each.partition(".")[0] for each in modules} - sys.stdlib_module_names
-    siblings = {path.stem for path in FOLDER.glob("*.py")}
-    return sorted(each for each in packages - siblings if find_spec(each) is None)
+    return {each.partition(".")[0] for each in modules}
 
 
 def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> int:
@@ -52,7 +64,7 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
 
     Its JSON goes into the folder `output`, and with `plot` a picture of the same name. The result
     is the exit status: the benchmark's, 2 for a name that does not exist, 1 where a package is
-    missing.
+    or a GPU is missing. Raises OSError where nothing can be written there.
     """
     known = names()
     if not name:
@@ -66,13 +78,24 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
         words = " ".join(lacks)
         print(f"shardmath bench: {name} needs {words}: pip install {words}", file=sys.stderr)
         return 1
+    if _needs_gpus(name) and not [*DEVICES.glob("nvidia[0-9]*")]:
+        print(f"shardmath bench: {name} needs GPUs, and there is none here", file=sys.stderr)
+        return 1
     output.mkdir(parents=True, exist_ok=True)
+    (output / f".{name}").touch()  # raises now where no file can be written
+    (output / f".{name}").unlink()
     before = _written(output)
-    status = subprocess.run(
+    # Ctrl-C reaches it through this process alone: of itself it would show where it was.
+    with subprocess.Popen(
         [sys.executable, str((FOLDER / f"{name}.py").resolve()), *arguments],
         env={**config.environment(), "BENCHMARK_RESULTS": str(output.resolve())},
-        check=False,
-    ).returncode
+        process_group=0,
+    ) as program:
+        try:
+            status = program.wait()
+        except KeyboardInterrupt:
+            os.killpg(program.pid, signal.SIGTERM)
+            raise
     for path, when in sorted(_written(output).items()):
         if before.get(path) != when:
             _tell(path, plot=plot)
@@ -92,18 +115,40 @@ def table(rows: Rows) -> tuple[list[str], list[list[str]]]:
     return titles, [[_text(row.get(title, "")) for title in titles] for row in rows]
 
 
-def picture(rows: Rows) -> Any:
-    """Bars for each column of measured numbers: those that are not integers."""
+def picture(name: str, rows: Rows) -> Any:
+    """Bars for each column of numbers that benchmark `name` has measured: those with fractions.
+
+    The others name the bars: texts as they are, integers with the title of their column. Columns
+    that are one dictionary in the rows, such as the times of several libraries, have one scale.
+    """
+    families = {
+        title: column
+        for row in rows
+        for column, value in row.items()
+        for title in _flat({column: value})
+    }
     rows = [_flat(row) for row in rows]
     titles, cells = table(rows)
     measured = [title for title in titles if any(isinstance(row.get(title), float) for row in rows)]
-    named = [i for i, title in enumerate(titles) if title not in measured]
-    labels = [" ".join(row[i] for i in named if row[i]) for row in cells]
-    images = []
+    labels = [
+        ", ".join(
+            text if isinstance(row[title], str) else f"{title} {text}"
+            for title, text in zip(titles, line, strict=True)
+            if text and title not in measured and not isinstance(row[title], bool)
+        )
+        for row, line in zip(rows, cells, strict=True)
+    ]
+    drawn: dict[str, list[tuple[str, float]]] = {}
     for title in measured:
         values = [(label, row.get(title)) for label, row in zip(labels, rows, strict=True)]
-        drawn = [(label, float(x)) for label, x in values if isinstance(x, int | float) and x >= 0]
-        images.append(columns(title, drawn))
+        drawn[title] = [
+            (label, float(x)) for label, x in values if isinstance(x, int | float) and x >= 0
+        ]
+    images = []
+    for title, bars in drawn.items():
+        family = [other for other in measured if families[other] == families[title]]
+        others = [bar for other in family for bar in drawn[other]]
+        images.append(columns(f"{name}: {title}", bars, others=others))
     return below(images)
 
 
@@ -114,7 +159,7 @@ def _written(folder: Path) -> dict[Path, int]:
 def _tell(path: Path, *, plot: bool) -> None:
     rows: Rows = json.loads(path.read_text())["rows"]
     show(path.stem, *table(rows))
-    files = save_beside(path, lambda: picture(rows), "bench") if plot else [str(path)]
+    files = save_beside(path, lambda: picture(path.stem, rows), "bench") if plot else [str(path)]
     print(f"written: {', '.join(files)}")
 
 

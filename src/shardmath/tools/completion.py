@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 
+from shardmath.tools.bench import names as benchmarks
+
 SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for `shell`, one of SHELLS: it completes commands, and then their options."""
+    """The script for `shell`, one of SHELLS: it completes commands, and then their options and
+    the names of benchmarks.
+    """
     [commands] = [each for each in parser._actions if isinstance(each.choices, dict)]
     assert isinstance(commands.choices, dict), "commands have parsers"
-    options = {name: " ".join(_words(each)) for name, each in commands.choices.items()}
+    words = {name: _words(each) for name, each in commands.choices.items()}
+    words["bench"] += benchmarks()
+    options = {name: " ".join(each) for name, each in words.items()}
     names = " ".join(options)
     if shell == "fish":
         lines = [f"complete -c shardmath -n __fish_use_subcommand -a '{names}'"]
-        for name, words in options.items():
+        for name, completed in options.items():
             only = f"complete -c shardmath -n '__fish_seen_subcommand_from {name}'"
-            lines += [f"{only} -a '{words}'"] if words else []
+            lines += [f"{only} -a '{completed}'"]
         return "\n".join(lines)
     cases = "\n".join(
-        f'    {name}) COMPREPLY=($(compgen -f -W "{words}" -- "$2")) ;;'
-        for name, words in options.items()
+        f'    {name}) COMPREPLY=($(compgen -f -W "{completed}" -- "$2")) ;;'
+        for name, completed in options.items()
     )
     start = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     return f"""{start}_shardmath() {{

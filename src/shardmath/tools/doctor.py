@@ -10,7 +10,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -76,19 +75,17 @@ def main() -> int:
         ("Ways to other ranks' memory", config["transports"]),
         ("Compiled parts", built),
     ):
-        rows = [row for what, found in parts.items() for row in _rows(what, found)]
-        show(title, ("works", "for", "by, or why not, and what to run"), rows)
+        rows = [_row(what, found) for what, found in parts.items()]
+        show(title, ("works", "for", "by, or why not, and what to run"), rows, most=_WORDS)
     show("Measured", ("what", "is"), _measured())
     return 0
 
 
-def _rows(what: str, found: dict[str, str]) -> list[tuple[str, str, str]]:
-    """The rows of a table for one thing; long reasons, and the command that fixes it, take more."""
+def _row(what: str, found: dict[str, str]) -> tuple[str, str, str]:
+    """The row of a table for one thing; the command that fixes it is on a line of its own."""
     if "reason" not in found:
-        return [("yes", what, found.get("version", ""))]
-    lines = wrap(found["reason"], _WORDS, break_on_hyphens=False)
-    first, *others = [*lines, *([found["mend"]] if "mend" in found else [])]
-    return [("no", what, first), *(("", "", line) for line in others)]
+        return "yes", what, found.get("version", "")
+    return "no", what, "\n".join(found[part] for part in ("reason", "mend") if part in found)
 
 
 def _in_brief(parts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:

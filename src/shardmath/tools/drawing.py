@@ -63,13 +63,18 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
     return image
 
 
-def columns(title: str, values: Sequence[tuple[str, float]]) -> Any:
-    """A picture of named values that are not negative, with a horizontal bar for each."""
+def columns(
+    title: str, values: Sequence[tuple[str, float]], *, others: Sequence[tuple[str, float]] = ()
+) -> Any:
+    """A picture of named values that are not negative, with a horizontal bar for each.
+
+    `others` are values of pictures that this one is compared with: all have the same scale.
+    """
     image, draw = _canvas(2 * _MARGIN + _LINE * (len(values) + 1))
     draw.text((_MARGIN, _MARGIN), title, fill=_INK)
-    left = 2 * _MARGIN + max((_width(draw, name) for name, _ in values), default=0)
+    left = 2 * _MARGIN + max((_width(draw, name) for name, _ in [*values, *others]), default=0)
     room = _WIDTH - left - 8 * _MARGIN
-    most = max((value for _, value in values), default=0.0) or 1.0
+    most = max((value for _, value in [*values, *others]), default=0.0) or 1.0
     for i, (name, value) in enumerate(values):
         y = _MARGIN + _LINE * (i + 1)
         draw.text((_MARGIN, y + 6), name, fill=_INK)

@@ -14,14 +14,21 @@ import numpy as np
 from shardmath.collectives import all_gather
 from shardmath.context.context import DistributedContext
 from shardmath.context.startup import finalize, initialize
+from shardmath.errors import ShardmathError
 from shardmath.tools.tables import show
 
 _BYTES = 16 << 20
 
 
 def main(device: str = "cpu") -> int:
-    """Meet the other ranks; rank 0 prints who they are, and how fast they reach each other."""
-    context = initialize(device)
+    """Meet the other ranks; rank 0 prints who they are, and how fast they reach each other.
+
+    A rank that cannot start ends with one line that says why.
+    """
+    try:
+        context = initialize(device)
+    except ShardmathError as error:
+        sys.exit(f"shardmath hello: {error}")
     cores = len(os.sched_getaffinity(0))
     own = context.rank, socket.gethostname(), os.getpid(), str(context.device_id), cores
     cards = context.agree("hello", lambda: own, list)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
+from textwrap import wrap
 
 
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
+def show(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, most: int = sys.maxsize
+) -> None:
+    """Print a table. Cells may have several lines.
+
+    In plain text lines have `most` letters in a cell; a terminal's width sets the columns of rich.
+    """
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -21,15 +28,24 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
                 made.add_row(*map(Text, row))
             Console().print(made)
             return
-    print(plain(title, header, rows))
+    print(plain(title, header, rows, most=most))
 
 
-def plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def plain(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, most: int = sys.maxsize
+) -> str:
     """The table as text, its columns in line."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
+    lines = [tuple(header)]
+    for row in rows:
+        cells = [[part for line in text.split("\n") for part in _parts(line, most)] for text in row]
+        lines += zip_longest(*cells, fillvalue="")
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]
-    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+    return "\n".join([f"{title}:", *(f"  {line}" for line in drawn)])
+
+
+def _parts(line: str, most: int) -> list[str]:
+    return [line] if len(line) <= most else wrap(line, most, break_on_hyphens=False)

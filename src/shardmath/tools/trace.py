@@ -62,13 +62,14 @@ class Summary(NamedTuple):
 def trace(program: Program, size: int, *, threads: int | None, output: Path, kept: int) -> int:
     """Run `program` on `size` ranks, write `output` and a picture beside it, and print a summary.
 
-    The result is the exit status: the program's, or 1 where `output` cannot be written. The ranks
-    return from here as well, and write nothing; nor is anything written if no rank has called
-    shardmath.
+    The result is the exit status: the program's, or 1 where `output` cannot be written in the end.
+    Raises OSError where that is so at the beginning. The ranks return from here as well, and write
+    nothing; nor is anything written if no rank has called shardmath.
     """
-    if not os.access(output.parent, os.W_OK):
-        print(f"shardmath trace: {output.parent} is no folder to write to", file=sys.stderr)
-        return 1
+    is_new = not output.exists()
+    output.open("ab").close()  # raises now where it cannot be written, and not after a long run
+    if is_new:
+        output.unlink()
     starter = os.getpid()
     records = [new_record(kept) for _ in range(size)]
     notes = [os.memfd_create("shardmath-plans", os.MFD_CLOEXEC) for _ in range(size)]
