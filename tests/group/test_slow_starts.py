@@ -20,9 +20,9 @@ import pytest
 import preloaded
 from shardmath.base.config import Settings
 from shardmath.context.startup import initialize
+from shardmath.group import meeting
 from shardmath.group.handshake import Conversation
 from shardmath.launch import spawn
-from shardmath.transport import meeting
 from started import command, missing
 
 LIMITS = {"SHARDMATH_NOTICE": "0.3", "SHARDMATH_STARTUP_TIMEOUT": "2"}

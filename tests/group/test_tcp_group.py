@@ -124,17 +124,28 @@ def test_strangers_are_let_go_and_ranks_come(home):
 
 def test_another_key_and_a_rank_that_does_not_come():
     hub = HERE, free_port()
-    keys = ["one", "other", "one"]
+    keys = ["one", "one", "other", "one"]
 
     def body(rank):
-        if rank == 2:
+        if rank == 3:
             return None
-        return connected(rank, 3, hub, Settings(startup_timeout=0.5, key=keys[rank]))
+        group = connected(rank, 4, hub, Settings(startup_timeout=0.5, key=keys[rank]))
+        return group.allgather_bytes(b"")
 
-    first, second, _ = on_threads(3, body)
-    assert "waited 0.5 s" in str(first) and "for ranks 1, 2" in str(first)
+    first, second, third, _ = on_threads(4, body)
+    assert "waited 0.5 s at start-up for rank 2, rank 3" in str(first)
     assert "SHARDMATH_KEY" in str(first)
-    assert "for rank 0: " in str(second) and "rank 1 (pid" in str(second)
+    assert str(second) == f"rank 1: told by {first}"
+    assert "rank 2 (pid" in str(third) and "for rank 0 (127.0.0.1:" in str(third)
+    assert "the connection was closed" in str(third) and "SHARDMATH_KEY" in str(third)
+
+
+def test_a_host_that_is_not_known():
+    settings = Settings(startup_timeout=0.1, key="x")
+    with pytest.raises(
+        BootstrapError, match=r"^rank 1 .*: waited 0.1 s, .* nobody.invalid, does not"
+    ):
+        connected(1, 2, ("nobody.invalid", 29500), settings)
 
 
 def test_ranks_that_were_told_of_different_numbers_of_ranks(home):

@@ -13,8 +13,8 @@ import pytest
 
 from mortal import ENDLESS
 from namespaces import ADDRESSES, Unavailable, two_hosts
+from shardmath.group.liveness import PeerWatch
 from shardmath.transport import far
-from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import Wires
 from started import PATIENCE
 

@@ -13,11 +13,11 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from shardmath.errors import BootstrapError, RankFailure
-from shardmath.group import handshake
+from shardmath.group import handshake, meeting
 from shardmath.group.handshake import Stranger
-from shardmath.transport import far, meeting
-from shardmath.transport.liveness import PeerWatch
-from shardmath.transport.meeting import Call, Place, meet
+from shardmath.group.liveness import PeerWatch
+from shardmath.group.meeting import Call, Place, meet
+from shardmath.transport import far
 
 KEY = bytes(range(32))
 NAMES = ["rank 0", "rank 1", "rank 2"]

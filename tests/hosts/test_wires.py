@@ -11,8 +11,8 @@ import pytest
 from shardmath.base import wire
 from shardmath.errors import BootstrapError
 from shardmath.group import handshake
+from shardmath.group.liveness import PeerWatch
 from shardmath.transport.far import connect_far
-from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import _FRAME, Wires
 
 

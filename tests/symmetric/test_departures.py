@@ -21,6 +21,7 @@ import pytest
 from mortal import Job, Raised
 from shardmath.context import startup
 from shardmath.errors import OpTimeout, RankFailure
+from shardmath.group.liveness import PeerWatch
 from shardmath.symmetric import departures as module
 from shardmath.symmetric import structs, team
 from shardmath.symmetric.board import Board
@@ -28,7 +29,6 @@ from shardmath.symmetric.departures import Departures, watch
 from shardmath.symmetric.rows import Rows, board_bytes
 from shardmath.symmetric.team import Team
 from shardmath.symmetric.waiting import WaitPolicy
-from shardmath.transport.liveness import PeerWatch
 
 SIZE = 3
 LAST = SIZE - 1

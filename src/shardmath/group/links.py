@@ -30,6 +30,8 @@ FRAME_LIMIT: Final = 1 << 28
 _HEADER = struct.Struct("<4sB3xIQ")
 _MAGIC = b"SMG1"
 _DATA, _FAILURE = 0, 1
+_LAST = 0xFFFFFFFF  # the number of a frame of a rank that gives up before any exchange
+_FAREWELL = _HEADER.pack(_MAGIC, _FAILURE, _LAST, 0)[: -struct.calcsize("<Q")]
 _CHUNK = 1 << 20
 _PER_MESSAGE = 200  # descriptors; the kernel takes 253
 
@@ -234,6 +236,17 @@ def tell_failure(links: Collection[Link], error: RankFailure | BootstrapError) -
         if not link._outgoing:  # a frame that is partly out cannot be overtaken
             link.load(_FAILURE, 0, payload)
             _pushed(link)
+
+
+def farewell(error: RankFailure | BootstrapError) -> bytes:
+    """The frame by which a rank that gives up tells why. Nothing else that ranks say begins so."""
+    payload = failure_in_bytes(error)
+    return _HEADER.pack(_MAGIC, _FAILURE, _LAST, len(payload)) + payload
+
+
+def in_farewell(rank: int, words: bytes) -> RankFailure | BootstrapError | None:
+    """The error in a `farewell` to `rank`, to be raised there; None where there is none."""
+    return failure_of(rank, words[_HEADER.size :]) if words.startswith(_FAREWELL) else None
 
 
 def too_few_descriptors(rank: int) -> BootstrapError:

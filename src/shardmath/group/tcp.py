@@ -2,7 +2,7 @@
 
 Rank 0 listens where the variables say, and is the hub: in one exchange every rank sends it a frame
 and receives those of all. Who connects proves first that it has the user's key, and so does rank 0:
-see `handshake`. The key is SHARDMATH_KEY, or a file that only the user can read, made when it is
+see `meeting`. The key is SHARDMATH_KEY, or a file that only the user can read, made when it is
 first needed; hosts that share the user's home share it.
 """
 
@@ -11,30 +11,30 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import select
 import socket
 import stat
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from shardmath.base.caller import caller_line, process_name
 from shardmath.base.config import PREFIX, Settings, config_folder
 from shardmath.errors import BootstrapError
-from shardmath.group import handshake
-from shardmath.group.base import rank_names
-from shardmath.group.handshake import KEY_BYTES, Conversation, Stranger
+from shardmath.group.handshake import KEY_BYTES, new_key
+from shardmath.group.liveness import PeerWatch
 from shardmath.group.local import LocalProcessGroup
+from shardmath.group.meeting import BACKLOG, Call, Place, meet
 
 Endpoint = tuple[str, int]  # host and port
 
 _PORTS = range(61000, 65500)  # which systems give to nobody of themselves
-_PATIENCE = 5.0  # seconds that a stranger has for its first words
-_HELD = 64  # connections that have not proved themselves
-_LOOK, _LONGEST_LOOK = 1e-3, 0.05  # seconds until the next call to rank 0, before it listens
-_SHARE = 0.05  # of the seconds waited so far, within these limits
+_LOOK = 0.1  # seconds between two tries to resolve the name of rank 0's host
+_ADVICE = (
+    "; does every rank call shardmath.initialize()? Hosts that share no home need the same "
+    "SHARDMATH_KEY"
+)
 _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -53,15 +53,28 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
     listen there.
     """
     timeout, key = settings.startup_timeout, _key(rank, settings)
-    deadline = time.monotonic() + timeout
-    with ExitStack() as undo:
+    names = [f"rank {r}" for r in range(size)]
+    names[rank] += f" ({process_name()}), {caller_line()}:"
+    with ExitStack() as stack:
         if rank == 0:
-            sockets = _called(size, hub, key, deadline, timeout, undo)
+            listeners, calls, awaited = _listeners(hub, stack), {}, range(1, size)
         else:
-            sockets = [_calling(rank, hub, key, deadline, timeout, undo)]
-        for each in sockets:
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        undo.pop_all()
+            places = _places(rank, hub, timeout)
+            listeners, calls, awaited = [], {0: Call(places, key, patient=True)}, range(0)
+        made = meet(
+            rank,
+            listeners,
+            key,
+            calls=calls,
+            awaited=awaited,
+            names=names,
+            watch=stack.enter_context(closing(PeerWatch({}))),
+            timeout=timeout,
+            advice=f"; they meet at {hub[0]}:{hub[1]}{_ADVICE}",
+        )
+    sockets = [made[peer] for peer in sorted(made)]
+    for each in sockets:
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return TcpProcessGroup(rank, size, sockets, timeout=timeout)
 
 
@@ -104,64 +117,6 @@ def first_host(nodes: str) -> str:
     return head + ranges.partition(",")[0].partition("-")[0] + tail.partition(",")[0]
 
 
-# -- rank 0 ----------------------------------------------------------------------------------------
-
-
-def _called(
-    size: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
-) -> list[socket.socket]:
-    """Accept all other ranks, and return their connections in the order of the ranks."""
-    came: dict[int, socket.socket] = {}
-    held: dict[socket.socket, Conversation] = {}
-    undo.callback(lambda: _close([*came.values(), *held]))
-    nonces: set[bytes] = set()
-
-    def expects(rank: int) -> bool:
-        return 0 < rank < size and rank not in came
-
-    with ExitStack() as listening:
-        listeners = _listeners(hub, listening)
-        while len(came) < size - 1:
-            now = time.monotonic()
-            if now >= deadline:
-                missing = [rank for rank in range(1, size) if rank not in came]
-                raise _late(0, f"for {rank_names(missing)}", hub, timeout)
-            for connection in [each for each, talk in held.items() if talk.until < now]:
-                del held[connection]
-                connection.close()
-            for ready in _readable([*listeners, *held], min(deadline, now + 1)):
-                if ready in held:
-                    _hear(ready, held, came)
-                elif len(held) < _HELD:
-                    with suppress(OSError):
-                        connection, _ = ready.accept()
-                        side = handshake.answer(key, expects, nonces)
-                        until = now + _PATIENCE
-                        held[connection] = Conversation(connection, side, until=until)
-                        _hear(connection, held, came)
-        _close([*held])
-        held.clear()
-    return [came[rank] for rank in range(1, size)]
-
-
-def _hear(
-    connection: socket.socket,
-    held: dict[socket.socket, Conversation],
-    came: dict[int, socket.socket],
-) -> None:
-    """Continue a handshake: move a proven rank from `held` to `came`, and drop a stranger."""
-    talk = held[connection]
-    try:
-        talk.go_on()
-    except (Stranger, OSError):
-        del held[connection]
-        connection.close()
-        return
-    if talk.result is not None:
-        del held[connection]
-        came[talk.result] = connection
-
-
 def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
     found, problem = [], "it has no address"
     for family, address in _addresses(hub):
@@ -171,13 +126,12 @@ def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             listener.bind(address)
-            listener.listen(_HELD)
+            listener.listen(BACKLOG)
         except OSError as error:
             problem = error.strerror or str(error)
             if error.errno in _LOST:
                 continue
             break
-        listener.setblocking(False)
         found.append(listener)
     if not found:
         raise BootstrapError(
@@ -188,45 +142,21 @@ def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
     return found
 
 
-# -- the others ------------------------------------------------------------------------------------
-
-
-def _calling(
-    rank: int, hub: Endpoint, key: bytes, deadline: float, timeout: float, undo: ExitStack
-) -> socket.socket:
-    """Connect to rank 0, again and again until it listens."""
-    problem, start = "it does not answer", time.monotonic()
-    while (now := time.monotonic()) < deadline:
-        for family, address in _addresses(hub):
-            with ExitStack() as attempt:
-                connection = attempt.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                connection.settimeout(
-                    min(_PATIENCE, max(_LONGEST_LOOK, deadline - time.monotonic()))
-                )
-                try:
-                    connection.connect(address)
-                    side = handshake.call(key, rank=rank, peer=0)
-                    talk = Conversation(connection, side, until=deadline)
-                    talk.go_on()
-                    # Its words come at once where it is rank 0, unless that has others to hear.
-                    while talk.result is None and time.monotonic() < deadline:
-                        if _readable([connection], deadline):
-                            talk.go_on()
-                except Stranger:
-                    problem = "what answers there has another key, or is not rank 0"
-                    continue
-                except OSError as error:
-                    problem = error.strerror or str(error)
-                    continue
-                if talk.result is not None:
-                    attempt.pop_all()
-                    undo.callback(connection.close)
-                    return connection
-        time.sleep(min(max(_LOOK, _SHARE * (now - start)), _LONGEST_LOOK))
-    raise _late(rank, f"for rank 0: {problem}", hub, timeout)
-
-
-# -- both ------------------------------------------------------------------------------------------
+def _places(rank: int, hub: Endpoint, timeout: float) -> list[Place]:
+    """Where rank 0 may listen, once its name resolves, which may be when its host is started."""
+    deadline = time.monotonic() + timeout
+    while not (found := _addresses(hub)):
+        if time.monotonic() >= deadline:
+            raise BootstrapError(
+                f"rank {rank} ({process_name()}), {caller_line()}: waited {timeout:g} s, and the "
+                f"name of rank 0's host, {hub[0]}, does not resolve: set MASTER_ADDR to an "
+                "address of that host"
+            )
+        time.sleep(_LOOK)
+    return [
+        Place(f"{address[0]}:{hub[1]}", family, socket.SOCK_STREAM, address)
+        for family, address in found
+    ]
 
 
 def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
@@ -241,28 +171,6 @@ def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, 
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def _readable(sockets: list[socket.socket], until: float) -> list[socket.socket]:
-    """The sockets that can be read or have ended; waits for one until the time `until`."""
-    waiting, by_descriptor = select.poll(), {each.fileno(): each for each in sockets}
-    for descriptor in by_descriptor:
-        waiting.register(descriptor, select.POLLIN)
-    milliseconds = 1e3 * max(0.0, until - time.monotonic())
-    return [by_descriptor[descriptor] for descriptor, _ in waiting.poll(milliseconds)]
-
-
-def _late(rank: int, what: str, hub: Endpoint, timeout: float) -> BootstrapError:
-    return BootstrapError(
-        f"rank {rank} ({process_name()}), {caller_line()}: waited {timeout:g} s at {hub[0]}:"
-        f"{hub[1]} {what}; does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT "
-        "sets how long they are waited for; hosts that share no home need the same SHARDMATH_KEY"
-    )
-
-
-def _close(sockets: list[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
-
-
 def _key(rank: int, settings: Settings) -> bytes:
     """The key of this user's ranks. Raises BootstrapError where others could know it."""
     if settings.key:
@@ -275,7 +183,7 @@ def _key(rank: int, settings: Settings) -> bytes:
         new = path.with_name(f"key.{os.urandom(8).hex()}")
         new.touch(0o600, exist_ok=False)
         try:
-            new.write_bytes(handshake.new_key())
+            new.write_bytes(new_key())
             with suppress(FileExistsError):  # another rank was first
                 os.link(new, path)
         finally:

@@ -23,6 +23,7 @@ from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import CollectiveCall, settled, this_thread
 from shardmath.base.compiled import extension
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.group.liveness import PeerWatch
 from shardmath.symmetric.calls import Calls
 from shardmath.symmetric.messages import AFTER_FAILURE, RankNames, Reason, bodies, header
 from shardmath.symmetric.peers import Peers
@@ -46,7 +47,6 @@ from shardmath.symmetric.rows import (
     order,
 )
 from shardmath.symmetric.waiting import LONGEST_REST, Arrivals, WaitPolicy, wait_until
-from shardmath.transport.liveness import PeerWatch
 
 if TYPE_CHECKING:
     from shardmath.symmetric.accesses import Observer

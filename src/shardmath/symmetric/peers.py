@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted, OpTimeout, RankFailure
+from shardmath.group.liveness import PeerWatch
 from shardmath.symmetric.messages import AFTER_FAILURE, RankNames, Reason
 from shardmath.symmetric.rows import (
     ENDED,
@@ -27,7 +28,6 @@ from shardmath.symmetric.rows import (
     STATE,
     Rows,
 )
-from shardmath.transport.liveness import PeerWatch
 
 
 class Peers:

@@ -22,8 +22,8 @@ from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
 from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
-from shardmath.transport.liveness import GRACE, PeerWatch
-from shardmath.transport.meeting import BACKLOG, Call, Place, meet
+from shardmath.group.liveness import GRACE, PeerWatch
+from shardmath.group.meeting import BACKLOG, Call, Place, meet
 
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

@@ -27,9 +27,9 @@ from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, Sha
 from shardmath.group.base import ProcessGroup
 from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
+from shardmath.group.liveness import GRACE, PeerWatch
+from shardmath.group.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.available import limit_reached
-from shardmath.transport.liveness import GRACE, PeerWatch
-from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
 
 _UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -32,7 +32,7 @@ from contextlib import suppress
 from hashlib import blake2b
 
 from shardmath.group.links import exposed
-from shardmath.transport.liveness import PeerWatch
+from shardmath.group.liveness import PeerWatch
 
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
 

@@ -28,8 +28,8 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group import handshake
 from shardmath.group.handshake import Conversation
-from shardmath.group.links import exposed, failure_in_bytes, failure_of
-from shardmath.transport.liveness import GRACE, PeerWatch
+from shardmath.group.links import exposed, farewell, in_farewell
+from shardmath.group.liveness import GRACE, PeerWatch
 
 # Connections that wait to be accepted, those of strangers too, while ranks are on their way; the
 # system takes fewer where net.core.somaxconn says so.
@@ -38,12 +38,10 @@ BACKLOG: Final = 4096
 _HELD = 128  # connections that are held before they have said anything right
 _PATIENCE = 5.0  # seconds that a connection has for the whole handshake
 _AT_ONCE = 64  # connections that are accepted before the others are looked at again
-_PAUSE, _LONGEST_PAUSE = 2e-3, 0.5  # seconds until the next call after one that was dropped
+_PAUSE, _LONGEST_PAUSE = 1e-3, 0.5  # seconds until the next call after one that was dropped
+_SHARE = 0.05  # of the seconds that were waited so far, within these limits
 _FAREWELL = 1.0  # seconds in which a rank that gives up meets others, and one that left may be back
-# What a rank says to those that it has met when it gives up: this, and why. Nothing else that ranks
-# say to each other begins so.
-_GIVES_UP = b"\xff" * 16
-_WHY_BYTES = 4096
+_WHY_BYTES = 4096  # of a farewell
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admits = Callable[[socket.socket, Collection[int]], bool]
@@ -61,12 +59,14 @@ class Place(Immutable):
 class Call(Immutable):
     """Whom to call: the places where it may listen, and the key that it has handed out.
 
-    `reasons` say why there are no more places.
+    `reasons` say why there are no more places. A `patient` call goes on where nobody listens yet,
+    or somebody else does.
     """
 
     places: Sequence[Place]
     key: bytes
     reasons: Sequence[str] = ()
+    patient: bool = False
 
 
 def meet(
@@ -88,8 +88,8 @@ def meet(
     messages. `watch` tells of ranks that end meanwhile. `admits(connection, ranks)` says what the
     system knows: whether the process at its other end may be one of `ranks`. Raises RankFailure
     when a rank has ended, BootstrapError when not all have met within `timeout` seconds or one does
-    not listen any more, with `advice` on what to do where it cannot be reached, OSError with EMFILE
-    when this process may open too few descriptors.
+    not listen any more, with `advice` on what to do, OSError with EMFILE when this process may open
+    too few descriptors.
     """
     with ExitStack() as stack:
         meeting = _Meeting(
@@ -110,15 +110,17 @@ class _Caller:
         self.places = list(call.places)  # where the peer may still be
         self.due = dict.fromkeys(call.places, 0.0)  # when to call there next
         self.open: dict[Place, Conversation] = {}
-        self._pauses = dict.fromkeys(call.places, _PAUSE)
+        self.patient = call.patient
+        self._begun = time.monotonic()
         self._hopeless = list(call.reasons)
         self._last: dict[str, str] = {}
 
     def put_off(self, place: Place, reason: str) -> None:
-        """Call there again, later every time."""
+        """Call there again, the later the longer this rank has waited."""
         self._last[place.name] = reason
-        self.due[place] = time.monotonic() + self._pauses[place]
-        self._pauses[place] = min(2 * self._pauses[place], _LONGEST_PAUSE)
+        now = time.monotonic()
+        pause = _SHARE * (now - self._begun)
+        self.due[place] = now + min(max(_PAUSE, pause), _LONGEST_PAUSE)
         for other in self.places:  # a connection there may have been closed for this one
             if other not in self.open:
                 self.due.setdefault(other, 0.0)
@@ -202,7 +204,7 @@ class _Meeting:
 
     def _tell(self, error: BootstrapError | RankFailure) -> None:
         """Tell those that this rank has met why it gives up."""
-        words = _GIVES_UP + failure_in_bytes(error)
+        words = farewell(error)
         for connection in self._made.values():
             with suppress(OSError):
                 connection.send(words, socket.MSG_NOSIGNAL)
@@ -345,8 +347,12 @@ class _Meeting:
             conversation.go_on()
         except handshake.Stranger:
             self._hang_up(caller, place)
-            caller.give_up(place, "what answers there is not that rank")
-            self._require_places(caller)
+            reason = "what answers there has another key, or is not that rank"
+            if caller.patient:
+                caller.put_off(place, reason)
+            else:
+                caller.give_up(place, reason)
+                self._require_places(caller)
             return
         except OSError as error:
             self._hang_up(caller, place)
@@ -361,9 +367,9 @@ class _Meeting:
             self._keep(conversation.result, conversation.connection)
 
     def _failed(self, caller: _Caller, place: Place, code: int) -> None:
-        """Call again later if either end was short of room, else give that place up."""
+        """Call again later if an end was short of room or is awaited, else give that place up."""
         reason = os.strerror(code)
-        if code in (errno.EAGAIN, *_SHORTAGES):
+        if caller.patient or code in (errno.EAGAIN, *_SHORTAGES):
             caller.put_off(place, reason)
         else:
             caller.give_up(place, reason)
@@ -402,13 +408,13 @@ class _Meeting:
         if self._made.get(peer) is not connection:
             return
         try:
-            words = connection.recv(len(_GIVES_UP) + _WHY_BYTES, socket.MSG_PEEK)
+            words = connection.recv(_WHY_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError:
             words = b""
-        if words.startswith(_GIVES_UP):
-            raise failure_of(self.rank, words[len(_GIVES_UP) :])
+        if (error := in_farewell(self.rank, words)) is not None:
+            raise error
         if words:
             self._selector.unregister(connection)
         else:
@@ -429,9 +435,9 @@ class _Meeting:
         names = ", ".join(self.names[peer] for peer in missing)
         reasons = "; ".join(filter(None, (caller.reason() for caller in self._callers)))
         return BootstrapError(
-            f"rank {self.rank} waited {self.timeout:g} s at start-up for {names}"
+            f"{self.names[self.rank]} waited {self.timeout:g} s at start-up for {names}"
             f"{f' ({reasons})' if reasons else ''}; SHARDMATH_STARTUP_TIMEOUT sets the limit"
-            f"{self.advice if reasons else ''}"
+            f"{self.advice}"
         )
 
     def _close_all(self) -> None:
