@@ -32,25 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
-        _write_no_more()
+        _drop_unwritten()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         why, status = "ended by SIGINT", 128 + signal.SIGINT
     except ShardmathError as error:  # some are an OSError too
         why, status = str(error), 1
+    except ModuleNotFoundError as error:
+        why, status = f"{error.name} is not installed: pip install {error.name}", 1
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         why, status = f"{error.strerror or error}{where}", 1
     print(f"{name}: {why}", file=sys.stderr)
-    _write_no_more()
+    _drop_unwritten()
     return status
 
 
-def _write_no_more() -> None:
-    """Throw away what stdout has not written: Python would try once more when it ends."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.close(nothing)
+def _drop_unwritten() -> None:
+    """Throw away what stdout cannot write: Python would try once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.close(nothing)
 
 
 def _parser() -> argparse.ArgumentParser:

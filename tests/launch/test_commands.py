@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardmath
-from shardmath.__main__ import _parser
+from shardmath.__main__ import _parser, main
 from shardmath.tools import doctor
 from shardmath.tools.completion import SHELLS, completion
 from shardmath.tools.tables import plain
@@ -59,6 +59,15 @@ def test_what_an_operator_can_mend_is_one_line():
         done = run(*arguments)
         assert (done.returncode, done.stderr[: len(says)]) == (status, says)
         assert "Traceback" not in done.stderr
+
+
+def test_doctor_without_numpy(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    monkeypatch.delitem(sys.modules, "shardmath.tools.doctor")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == (
+        "shardmath doctor: numpy is not installed: pip install numpy\n"
+    )
 
 
 def test_output_that_nobody_takes():
