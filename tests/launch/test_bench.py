@@ -42,6 +42,8 @@ def folder(tmp_path, monkeypatch):
     (made / "needy.py").write_text((made / "one.py").read_text() + "import no_such_package.x\n")
     (made / "gpu.py").write_text((made / "one.py").read_text() + "from on_gpus import Ranks\n")
     (made / "on_gpus.py").write_text("")
+    cut = (made / "one.py").read_text().replace("one.json", "cut.json").replace("json.dumps(", "(")
+    (made / "cut.py").write_text(cut.replace('{"rows": rows}', "'{'"))
     monkeypatch.setattr(bench, "FOLDER", made)
     return tmp_path
 
@@ -82,6 +84,7 @@ def test_a_benchmark(folder, capfd):
         ("two", 3, ""),
         ("three", 2, "one, two"),
         ("needy", 1, "pip install no_such_package"),
+        ("cut", 1, "cut.json is not whole: is the disk full?"),
         ("gpu", 1, "shardmath bench: gpu needs GPUs, and there is none here\n"),
     ],
 )

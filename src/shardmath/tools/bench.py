@@ -97,8 +97,15 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
             os.killpg(program.pid, signal.SIGTERM)
             raise
     for path, when in sorted(_written(output).items()):
-        if before.get(path) != when:
-            _tell(path, plot=plot)
+        if before.get(path) == when:
+            continue
+        try:
+            rows: Rows = json.loads(path.read_text())["rows"]
+        except ValueError:
+            print(f"shardmath bench: {path} is not whole: is the disk full?", file=sys.stderr)
+            status = status or 1
+        else:
+            _tell(path, rows, plot=plot)
     return status
 
 
@@ -156,8 +163,7 @@ def _written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
 
-def _tell(path: Path, *, plot: bool) -> None:
-    rows: Rows = json.loads(path.read_text())["rows"]
+def _tell(path: Path, rows: Rows, *, plot: bool) -> None:
     show(path.stem, *table(rows))
     files = save_beside(path, lambda: picture(path.stem, rows), "bench") if plot else [str(path)]
     print(f"written: {', '.join(files)}")
