@@ -214,8 +214,9 @@ def given_otherwise(context):
             a[same] = 2 * a[same] + 1
             agree(x, a)
         for key, same in (([5, 0], [5, 0]), (x[:, 0] > 9, a[:, 0] > 9)):
-            x[key] = a[same] = [1, 2, 3, 4]  # which become floating numbers
-            agree(x, a)
+            for value in ([1, 2, 3, 4], np.int8(5)):  # which become floating numbers
+                x[key] = a[same] = value
+                agree(x, a)
         with context:
             y = x.to(BlockCyclic(ProcessGrid(shape=(context.size, 1)), (1, 4)))
         y[1:5] = a[1:5] = [5, 6, 7, 8]

@@ -86,6 +86,9 @@ def distributions(context):
         assert np.sum(x, axis=0, out=out) is out
         assert out.tolist() == [4.0] * 6
         assert np.add.reduce(x).tolist() == [4.0] * 6
+        y = shardmath.arange(4.0, distribution=Slab.X)
+        agree(y.mean(dtype="int64"), np.int64(1))
+        agree(np.var(y, ddof=4), np.inf)
     if context.rank == 0:  # alone: it would wait for ever if it exchanged anything
         x.sum(axis=1)
         x + x

@@ -90,7 +90,7 @@ def vector_norm(
         )
     size = abs(x)
     if ord == np.inf:
-        return reductions.max(size, axis, keepdims)
+        return _greatest(size, axis, keepdims)
     if ord == -np.inf:
         return reductions.min(size, axis, keepdims)
     if ord == 0:
@@ -108,7 +108,7 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (2, -2, "nuc"):
         values = decompositions.svdvals(x)
-        norms: dict[Any, Any] = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}
+        norms: dict[Any, Any] = {2: _greatest, -2: reductions.min, "nuc": reductions.sum}
         made = norms[ord](values, axis=-1)
         return expand_dims(made, (-2, -1)) if keepdims else made
     if ord not in (1, -1, np.inf, -np.inf):
@@ -118,8 +118,15 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     axis = -2 if ord in (1, -1) else -1  # sums of columns, of rows
     (x,) = of_one_type([x], inexact=True)
     sums = reductions.sum(abs(x), axis, None, True)
-    reduce = reductions.max if ord > 0 else reductions.min
+    reduce = _greatest if ord > 0 else reductions.min
     return reduce(sums, (-2, -1), keepdims)
+
+
+def _greatest(sizes: Any, axis: Axis, keepdims: bool = False) -> Any:
+    """The greatest of numbers that are not negative along axes; 0 where there are none, as in
+    numpy.linalg.
+    """
+    return (reductions.max if sizes.size else reductions.sum)(sizes, axis, keepdims=keepdims)
 
 
 @collective_call

@@ -155,7 +155,7 @@ def cast(x: Any, dtype: DType) -> Any:
 def assign(x: Any, key: Any, value: Any) -> None:
     """`x[key] = value`, in the type of `x`: torch takes no tensor of another type for some keys."""
     if hasattr(value, "shape"):
-        value = cast(value, dtypes.of(library_of(x).spec(x).dtype))
+        value = cast(converted(value, x), dtypes.of(library_of(x).spec(x).dtype))
     x[key] = value
 
 

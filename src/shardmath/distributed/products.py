@@ -186,7 +186,7 @@ def _of_matrices(
 def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
     """The sum of conj(x) * y along an axis, as numpy.vecdot. Collective where that is split."""
     together = applied(lambda one, two: one.conj() * two, (x, y))
-    return reductions.sum(together, axis=axis)
+    return reductions.sum(together, axis=axis, dtype=together.element_type)
 
 
 def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
@@ -228,7 +228,9 @@ def stack_columns(arrays: Sequence[Distributed], stack: tuple[int, ...]) -> list
     count, size = len(stack), arrays[0].layout.size
     for x in arrays:
         split = x.layout.partitioned_axes
-        if x.shape[:-2] == stack and split and max(split) < count and x.layout.disjoint():
+        if x.shape[:-2] != stack or not x.size:  # boxes of nothing may overlap, or leave gaps
+            continue
+        if split and max(split) < count and x.layout.disjoint():
             return [x.layout.column(axis) for axis in range(count)]
     columns: list[Any] = [None] * count
     axis = int(np.argmax(stack))

@@ -74,6 +74,8 @@ def all(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
 
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
     """Where |a - b| <= atol + rtol |b|, or both are the same infinity, as numpy.isclose."""
+    # In floating type: differences of integers may not fit theirs, and bool have none.
+    b = (np.asarray(b) if isinstance(b, list | tuple) else b) + 0.0
     with np.errstate(invalid="ignore"):  # the difference of infinities
         near = (abs(a - b) <= atol + rtol * abs(b)) & np.isfinite(b)
         same = near | (a == b)
@@ -98,7 +100,7 @@ def array_equal(a1: Any, a2: Any, equal_nan: bool = False) -> bool:
 def mean(x: Distributed, axis: Axis = None, dtype: Any = None, keepdims: bool = False) -> Any:
     """The arithmetic mean, as numpy.mean. Collective where `axis` is split."""
     axes = checked_axes(x, axis)
-    result = dtypes.inexact(x.element_type if dtype is None else dtype)
+    result = dtypes.inexact(x.element_type) if dtype is None else dtypes.of(dtype)
     total = _reduced(x, "sum", axes, dtypes.accumulator(result), keepdims)
     return _divided(total, _count(x, axes), result)
 
@@ -309,10 +311,12 @@ def _require_elements(x: Distributed, axes: Sequence[int], name: str) -> None:
 
 
 def _divided(total: Distributed, count: float, dtype: DType) -> Distributed:
-    """Sums divided by the count in their own type, and rounded to `dtype`; NaN for a count of 0."""
+    """Sums divided by the count in their own type, and converted to `dtype`; NaN or infinity for a
+    count of 0.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
-        local = array_of(total.local / count) if count else total.local * math.nan
-    return total.with_part(parts.cast(array_of(local), dtype))
+        local = array_of(total.local / count)
+        return total.with_part(parts.cast(local, dtype))
 
 
 # -- indices ---------------------------------------------------------------------------------------
