@@ -184,6 +184,16 @@ def follows(context):
         assert cyclic[:, 1:3].distribution == BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4))
         assert [float(row.sum()) for row in x] == [7.0, 2.0, 5.0, 5.0, 5.0, 4.0]
         assert len(x) == 6
+        for rows, block, key, is_view in (
+            (6, 1, slice(0, 5), True),
+            (20, 2, slice(1, 17, 3), False),
+        ):
+            numbers = shardmath.arange(
+                rows, distribution=BlockCyclic(ProcessGrid(shape=(2,)), (block,))
+            )
+            numbers[key][...] = -1  # all ranks have views, or none has: of places 1, 2, 7, 8
+            assert (numbers.numpy()[key] == -1).all() == is_view
+            assert (numbers == -1).any() == is_view
 
 
 def test_the_distribution_that_follows(contexts):

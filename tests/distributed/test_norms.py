@@ -149,6 +149,7 @@ def vectors(context):
             lambda: linalg.norm(x, "fro", axis=0),
             lambda: linalg.norm(x, axis=(0, 0)),
             lambda: linalg.matrix_norm(x, ord=3),
+            lambda: linalg.norm(x.to(Slab.X)[:, :0], -1),
             lambda: linalg.cross(x.T, y.T),
             lambda: linalg.cross(x, y[:2]),
             lambda: linalg.outer(x, y),
@@ -160,10 +161,13 @@ def vectors(context):
         for call in (
             lambda: linalg.matrix_norm(x[0]),
             lambda: linalg.matrix_power(x, 2),
+            lambda: linalg.cond(x, 1),
+            lambda: linalg.cond(x[:0]),
             lambda: distributed.linalg.pinv(x[0]),
         ):
             with pytest.raises(LinAlgError):
                 call()
+        assert float(linalg.norm(x)) == pytest.approx(np.linalg.norm(a))  # ranks go on after errors
 
 
 def test_vectors_and_what_is_refused(contexts):

@@ -1,7 +1,8 @@
 """Indexing: integers, slices with any step, an ellipsis and new axes.
 
-Each rank takes from its part what the index selects there, as a view where NumPy's would be one.
-The distribution of the result follows:
+Each rank takes from its part what the index selects there, as a view where NumPy's would be one. If
+a rank cannot, because it selects irregular places of its blocks, all ranks take copies. The
+distribution of the result follows:
 
     x (n, m) Slab.X    x[:, 3]      (n,) Slab.X            no exchange
                        x[2:7]       (5, m) boxes           no exchange: the ranks that have the rows
@@ -78,6 +79,8 @@ def get(x: Distributed, key: Any) -> Any:
         return get(_without_cycles(x), key)
     descending = [axis for axis, along in enumerate(index.ranges) if along.step < 0]
     local = parts.flipped(x.local[plan.where], descending)
+    if plan.copied:
+        local = parts.copied(local)
     if plan.everywhere is not None:
         held = x.like(local, x.distribution, plan.selected)
         local = brought(held, plan.everywhere, "one element for all ranks")
@@ -88,13 +91,15 @@ def get(x: Distributed, key: Any) -> Any:
 
 
 class Reading(NamedTuple):
-    """How a rank reads by an index. Its elements lie at `where` in its part; those of all ranks
-    form the layout `selected`, with all axes, or `everywhere` where no axis is left. Then `result`
-    is the layout of the result, `shape` this rank's part of it, `like` the distribution to prefer,
-    and `distribution` the one that describes it, None if none does.
+    """How a rank reads by an index. Its elements lie at `where` in its part, and are `copied` if
+    another rank cannot take a view of its own. The elements of all ranks form the layout
+    `selected`, with all axes, or `everywhere` where no axis is left. Then `result` is the layout of
+    the result, `shape` this rank's part of it, `like` the distribution to prefer, and
+    `distribution` the one that describes it, None if none does.
     """
 
     where: Any
+    copied: bool
     selected: Layout
     everywhere: Layout | None
     result: Layout
@@ -109,14 +114,16 @@ def _reading(layout: Layout, distribution: Distribution, index: Index, rank: int
     selected = selected_layout(layout, index.ranges)
     if selected is None:
         return None
-    where = selector([pick.where for pick in picks_of(layout.spans(rank), index.ranges)])
+    along = [[pick.where for pick in picks_of(part, index.ranges)] for part in layout.parts]
+    views = [all(isinstance(one, slice) for one in of_rank) for of_rank in along]
+    where, copied = selector(along[rank]), views[rank] and not all(views)
     everywhere = None
     if not index.axes and not selected.is_replicated:
         everywhere = Layout.replicated(selected.global_shape, selected.size)
     result = layout_of_axes(everywhere or selected, index.axes)
     like = distribution_of_axes(distribution, index.axes)
     shape, named = result.local_shape(rank), distribution_of(result, rank, like)
-    return Reading(where, selected, everywhere, result, shape, like, named)
+    return Reading(where, copied, selected, everywhere, result, shape, like, named)
 
 
 def put(x: Distributed, key: Any, value: Any) -> None:
@@ -242,12 +249,19 @@ def _pick(spans: Spans, along: range) -> Picked:
         held = indices(spans)
         steps, rest = np.divmod(held - up.start, up.step)
         fits = (rest == 0) & (steps >= 0) & (steps < count)
-        where, selected = np.flatnonzero(fits), steps[fits]
-        if len(selected) == len(held):
-            where = slice(0, len(held))
+        where, selected = _as_slice(np.flatnonzero(fits)), steps[fits]
     if along.step < 0:
         selected = np.ascontiguousarray((count - 1 - selected)[::-1])  # for torch
     return Picked(where, selected, _expressed(selected))
+
+
+def _as_slice(where: Indices) -> slice | Indices:
+    """Ascending places as a slice, which selects a view, if they are at a constant distance."""
+    if not len(where):
+        return slice(0, 0)
+    first, last = int(where[0]), int(where[-1])
+    step = int(where[1]) - first if len(where) > 1 else 1
+    return slice(first, last + 1, step) if np.all(np.diff(where) == step) else where
 
 
 def _expressed(selected: Indices) -> Spans | None:

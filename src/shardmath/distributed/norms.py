@@ -106,15 +106,20 @@ def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     require_matrices("x", x.shape)
     if ord in ("fro", "f", None):
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
+    if ord not in ("nuc", 1, -1, 2, -2, np.inf, -np.inf):
+        raise ValueError(
+            f"the ord of a matrix norm is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
+        )
+    rows, columns = x.shape[-2:]
+    if {-1: columns, -2: min(rows, columns), -np.inf: rows}.get(ord) == 0:  # before ranks exchange
+        raise ValueError(
+            f"the norm of ord {ord} is the least of no elements: x is {rows} x {columns}"
+        )
     if ord in (2, -2, "nuc"):
         values = decompositions.svdvals(x)
         norms: dict[Any, Any] = {2: _greatest, -2: reductions.min, "nuc": reductions.sum}
         made = norms[ord](values, axis=-1)
         return expand_dims(made, (-2, -1)) if keepdims else made
-    if ord not in (1, -1, np.inf, -np.inf):
-        raise ValueError(
-            f"the ord of a matrix norm is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
-        )
     axis = -2 if ord in (1, -1) else -1  # sums of columns, of rows
     (x,) = of_one_type([x], inexact=True)
     sums = reductions.sum(abs(x), axis, None, True)
@@ -133,9 +138,14 @@ def _greatest(sizes: Any, axis: Axis, keepdims: bool = False) -> Any:
 def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
     singular values, else norm(x, p) * norm(inv(x), p); inf for a singular matrix. Collective.
+
+    Raises LinAlgError for empty matrices, and with such a norm for others than square ones.
     """
     require_matrices("x", x.shape)
+    if not x.size:
+        raise LinAlgError(f"cond is not defined for empty matrices: x has shape {x.shape}")
     if p not in (None, 2, -2):
+        require_square("x", x.shape)
         if x.ndim > 2:
             by_norm = partial(dense.called, "cond", p=p)
             return decompositions.of_square_stacks("cond", [x], by_norm)
@@ -143,7 +153,6 @@ def cond(x: Any, p: Any = None) -> Any:
         try:
             return size * norm(inv(x), p)
         except LinAlgError:  # on all ranks
-            require_square("x", x.shape)
             return size * 0 + np.inf
     values = decompositions.svdvals(x)
     first, last = values[..., 0], values[..., -1]
