@@ -172,6 +172,8 @@ def mistakes(context):
             shardmath.zeros(4, distribution=Slab.X).to(3)
         with pytest.raises(ValueError, match="float64 or float32"):
             shardmath.random(3, seed=0, distribution=Slab.X, dtype="int8")
+        with pytest.raises(ValueError, match="seed must be less than"):
+            shardmath.random(1, seed=1 << 128, distribution=Slab.X)  # of which rank 1 has none
 
 
 def test_mistakes(contexts):

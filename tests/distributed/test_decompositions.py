@@ -340,6 +340,10 @@ def refused(context):
         with pytest.raises(TypeError, match="a has float16: convert it"):
             linalg.qr(x.astype("float16"))
         x[4, 2] = 1
+        with pytest.raises(TypeError, match="rcond is a number"):
+            linalg.lstsq(x, x[:, 0], rcond="a")
+        with pytest.raises(ValueError, match="seed must be at least 0"):
+            linalg.svd_lowrank(x, 1, seed=-1)
         mode = "r" if context.rank else "complete"
         with pytest.raises(CollectiveMismatch, match="arguments of qr"):
             linalg.qr(x, mode)

@@ -88,6 +88,8 @@ def mistakes(context):
         cyclic = BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 4))
         with pytest.raises(ValueError, match="rank 0 has several blocks, which have no rims"):
             x.to(cyclic).halo(1)
+        with pytest.raises(ValueError, match="rank 1: could not convert"):
+            x.halo(1, fill=0 if context.rank == 0 else "a")
         columns = Box((0, 2 * context.rank), (6, 2 * context.rank + 2))
         assert x.to(columns).halo((0, 1)).shape == (6, 4)
 

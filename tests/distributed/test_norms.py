@@ -141,6 +141,9 @@ def vectors(context):
         assert x.__array_namespace__().linalg is distributed.linalg
         deficient = shardmath.from_global(np.outer(a[:, 0], b[0]), Slab.X)
         assert int(linalg.matrix_rank(deficient)) == 1
+        stack, limits = np.stack([np.diag([3.0, 2.0, 1.0])] * 3), np.array([0.9, 0.5, 0.1])
+        ranks = linalg.matrix_rank(shardmath.from_global(stack, Slab.X), rtol=limits)
+        agree(ranks, linalg.matrix_rank(stack, rtol=limits))
         assert float(linalg.cond(0 * x)) == np.inf
         assert float(linalg.cond(0 * x[:3], 1)) == np.inf
         for call in (
@@ -149,6 +152,8 @@ def vectors(context):
             lambda: linalg.norm(x, "fro", axis=0),
             lambda: linalg.norm(x, axis=(0, 0)),
             lambda: linalg.matrix_norm(x, ord=3),
+            lambda: linalg.vector_norm(x, ord=[1]),
+            lambda: linalg.matrix_rank(x, rtol=[1, 2]),
             lambda: linalg.norm(x.to(Slab.X)[:, :0], -1),
             lambda: linalg.cross(x.T, y.T),
             lambda: linalg.cross(x, y[:2]),
@@ -158,6 +163,8 @@ def vectors(context):
                 call()
         with pytest.raises(TypeError, match="cross of bool"):
             linalg.cross(x > 0, y > 0)
+        with pytest.raises(TypeError, match="rtol is a number"):
+            distributed.linalg.pinv(x, rtol="a")
         for call in (
             lambda: linalg.matrix_norm(x[0]),
             lambda: linalg.matrix_power(x, 2),

@@ -214,10 +214,10 @@ def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> 
 
 
 def raising_on_all_ranks(context: Context, operation: str, compute: Callable[[], T]) -> T:
-    """`compute()`, which reads arguments of the user's. Collective where it raises TypeError or
-    ValueError: all ranks raise it then.
+    """`compute()`, which reads arguments of the user's. Collective where it raises TypeError,
+    ValueError or OverflowError: all ranks raise it then.
     """
     try:
         return compute()
-    except (TypeError, ValueError) as mistake:
+    except (TypeError, ValueError, OverflowError) as mistake:
         raise_on_all_ranks(context, operation, mistake)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,7 +200,13 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     otherwise split by rows as the columns of A are. One of A and b may be an array that is the same
     on all ranks. Raises as `svd`, and LinAlgError where the shapes do not fit.
     """
-    a, b = described("lstsq", all_distributed((a, b)), words=(rcond,), fit=require_equations)
+
+    def fit(*shapes: tuple[int, ...]) -> None:
+        require_equations(*shapes)
+        if not (rcond is None or isinstance(rcond, Real)):
+            raise TypeError(f"rcond is a number or None, not {rcond!r}")
+
+    a, b = described("lstsq", all_distributed((a, b)), words=(rcond,), fit=fit)
     kind = native_type(a)
     vector = b.ndim == 1
     if vector:

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
+from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
@@ -58,9 +59,11 @@ def halo(
 
     Raises the same on all ranks: ValueError for negative widths, for as many as do not fit the
     axes, where a part is several blocks, as in `BlockCyclic`, and for an `out` of another shape or
-    type; CollectiveMismatch where the ranks give different widths.
+    type; TypeError or ValueError for a `fill` that the array's type cannot hold; CollectiveMismatch
+    where the ranks give different widths.
     """
     end_explanation(lambda: f"halo: rims of {width} of {x.layout}")
+    rim = raising_on_all_ranks(x.context, "halo", lambda: parts.full((), fill, x.local))
     words = (x.layout.global_shape, x.layout.spans(x.context.rank), width, periodic)
     arguments = Arguments((x.local,), (out,), words, None, None)
     wide = within(x.context, lambda: call(HALO, arguments))
@@ -72,8 +75,8 @@ def halo(
         behind = max(0, spans.stop + widths[axis] - x.shape[axis])
         if not spans.block:
             before = behind = 2 * widths[axis]
-        wide[parts.along(axis, slice(0, before))] = fill
-        wide[parts.along(axis, slice(wide.shape[axis] - behind, None))] = fill
+        wide[parts.along(axis, slice(0, before))] = rim
+        wide[parts.along(axis, slice(wide.shape[axis] - behind, None))] = rim
     return wide
 
 

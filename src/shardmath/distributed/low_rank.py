@@ -18,7 +18,7 @@ from shardmath.distributed import parts
 from shardmath.distributed.decompositions import SVDResult, described, native_type, orthonormal, svd
 from shardmath.distributed.movement import within
 from shardmath.distributed.products import matmul
-from shardmath.distributed.random_numbers import standard_normal
+from shardmath.distributed.random_numbers import require_seed, standard_normal
 from shardmath.factorisations.operands import require_matrix
 from shardmath.geometry import Slab
 from shardmath.geometry.integers import integer
@@ -46,6 +46,7 @@ def svd_lowrank(
         integer(rank, "rank", least=0)
         integer(oversampling, "oversampling", least=0)
         integer(iterations, "iterations", least=0)
+        require_seed(seed)
         if rank > min(shape):
             raise ValueError(f"rank is {rank}, and the matrix is {shape[0]} x {shape[1]}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def vector_norm(
     `ord` is any number, inf or -inf. Collective where the axes are split. Raises ValueError for
     another `ord`.
     """
-    if isinstance(ord, str):
+    if not isinstance(ord, Real):
         raise ValueError(f"the ord of a vector norm is a number, not {ord!r}")
     (x,) = of_one_type([x], inexact=True)
     if ord == 2:
@@ -166,26 +167,26 @@ def cond(x: Any, p: Any = None) -> Any:
 def matrix_rank(x: Any, *, rtol: Any = None) -> Any:
     """The number of singular values above `rtol` times the largest, as numpy.linalg.matrix_rank.
 
-    The default of `rtol` is max(m, n) times the type's epsilon. Collective; otherwise as `svdvals`.
+    The default of `rtol` is max(m, n) times the type's epsilon; an array has one for each matrix of
+    a stack. Collective; otherwise as `svdvals`.
     """
-    require_matrices("x", x.shape)
+    relative = _relative(x, rtol)
     values = decompositions.svdvals(x)
     if not values.shape[-1]:
         return reductions.sum(values != 0, -1)
-    limit = reductions.max(values, -1, True) * _relative(x, values, rtol)
+    limit = reductions.max(values, -1, True) * relative
     return reductions.sum(values > limit, -1)
 
 
 @collective_call
 def pinv(x: Any, *, rtol: Any = None) -> Any:
     """The pseudo-inverse, as numpy.linalg.pinv. Singular values not above `rtol` times the largest
-    count as 0; the default of `rtol` is max(m, n) times the type's epsilon. Collective; otherwise
-    as `svd`.
+    count as 0; `rtol` is as for `matrix_rank`. Collective; otherwise as `svd`.
     """
-    require_matrices("x", x.shape)
+    relative = _relative(x, rtol)
     u, s, vh = decompositions.svd(x)
     if s.shape[-1]:
-        limit = reductions.max(s, -1, True) * _relative(x, s, rtol)
+        limit = reductions.max(s, -1, True) * relative
         kept = s > limit
         inverse = elementwise.where(kept, 1 / elementwise.where(kept, s, 1), 0 * s)
         vh = vh * expand_dims(inverse.astype(vh.element_type), -1)
@@ -193,11 +194,26 @@ def pinv(x: Any, *, rtol: Any = None) -> Any:
     return made
 
 
-def _relative(x: Any, values: Any, rtol: Any) -> Any:
-    """The factor of the largest singular value below which others count as 0."""
+def _relative(x: Any, rtol: Any) -> Any:
+    """The factor of the largest singular value below which others count as 0, with an axis for the
+    values of each matrix where it is an array.
+
+    Raises LinAlgError where `x` is no matrix or stack, TypeError where `rtol` is no real number or
+    array, ValueError where that does not broadcast to the stack.
+    """
+    require_matrices("x", x.shape)
     if rtol is None:
-        return float(np.finfo(native_type(values)).eps * max(x.shape[-2:]))
-    return expand_dims(rtol, -1) if isinstance(rtol, Distributed) and rtol.ndim else rtol
+        (inexact,) = of_one_type([x], inexact=True)
+        return float(np.finfo(native_type(inexact)).eps * max(x.shape[-2:]))
+    factor = rtol if isinstance(rtol, Distributed) else np.asarray(rtol)
+    kind = factor.element_type.kind if isinstance(factor, Distributed) else factor.dtype.kind
+    if kind not in "biuf":
+        raise TypeError(f"rtol is a number, or an array of one for each matrix, not {rtol!r}")
+    if not elementwise.broadcasts(factor.shape, x.shape[:-2]):
+        raise ValueError(f"rtol has shape {factor.shape}, the stack of matrices {x.shape[:-2]}")
+    if not factor.ndim:
+        return rtol
+    return expand_dims(factor, -1) if isinstance(factor, Distributed) else factor[..., None]
 
 
 # -- diagonals -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shardmath.distributed.creation import Shape, of_host, placed
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import runs
 from shardmath.geometry import Distribution
+from shardmath.geometry.integers import integer
 
 _WORDS = 4  # words of 64 bits for each value of the counter
 
@@ -65,6 +66,7 @@ def _of_words(
     convert: Any,
 ) -> DistributedArray:
     """The array whose elements `convert` makes of `each` words."""
+    require_seed(seed)
     kind = dtypes.to_numpy(dtype)
     if kind not in (np.float32, np.float64):
         raise ValueError(f"random numbers are float64 or float32, not {kind}")
@@ -76,6 +78,12 @@ def _of_words(
         numbers = np.floor(numbers * 2**24) * 2.0**-24
     host = numbers.astype(kind).reshape(layout.local_shape(context.rank))
     return of_host(host, library, layout, distribution)
+
+
+def require_seed(seed: Any) -> None:
+    """Raise ValueError unless `seed` is an integer from 0 to 2**128 - 1."""
+    if integer(seed, "seed", least=0) >= 1 << 128:
+        raise ValueError(f"seed must be less than 2**128, not {seed}")
 
 
 def _uniform(words: HostArray) -> HostArray:
