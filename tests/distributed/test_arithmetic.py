@@ -140,6 +140,9 @@ def update(context, cases):
         z -= x
         agree(z, np.zeros(shape))
         agree(np.add(x, y, out=z), (a + b) * 3, close=True)
+        for number in (np.complex64(1 + 2j), np.array(0.5, np.float32), np.float32(2)):
+            agree(number * x - number, number * ((a + b) * 3 - b) - number, close=True)
+            agree(np.full_like(x, number, dtype=number.dtype), np.full(shape, number))
         with pytest.raises(TypeError):
             np.add(x, 1.5, out=x.astype(np.int64))
 

@@ -136,7 +136,7 @@ def full(
     if dtype is None:
         dtype = np.asarray(fill_value).dtype
     made = empty(shape, dtype, distribution=distribution, package=package, device=device)
-    made.local[...] = fill_value
+    parts.assign(made.local, ..., fill_value)
     return made
 
 

@@ -137,7 +137,7 @@ def empty(shape: Sequence[int], like: Any, dtype: Any = None) -> Any:
 def full(shape: Sequence[int], value: Any, like: Any, dtype: Any = None) -> Any:
     """A new array of one value where `like` is, in its type or another."""
     made = empty(shape, like, dtype)
-    made[...] = value
+    assign(made, ..., value)
     return made
 
 
