@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from split_arrays import agree, elements, lists_of, placed, shapes, splits
 
@@ -67,9 +67,13 @@ def saved(context, cases, kind, path):
         agree(x, whole[name])
 
 
+EMPTY = (0, 2), "bfloat16", [Slab.Y.encode()], [Slab.Y.encode()]
+
+
 @FORMATS
 @drawn(2)
 @given(cases=lists_of(arrays, most=6))
+@example(cases=(1, [EMPTY]))
 def test_save_and_load(contexts, tmp_path_factory, kind, cases):
     size, calls = cases
     folder = tmp_path_factory.mktemp("files")

@@ -78,7 +78,8 @@ def read_slices(
     host = together(context, LOAD, lambda: np.empty(layout.local_shape(context.rank), dtype))
 
     def read(here: Key, there: Key) -> None:
-        host[here] = chunked[there]
+        # As its bytes: a type that the file lacks, such as bfloat16, is opaque there.
+        host[here] = np.asarray(chunked[there]).view(dtype)
 
     turns = list(_turns(layout, context.rank, dtype.itemsize, 1))
     for here, there in shown(turns, LOAD, context):
