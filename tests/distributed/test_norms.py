@@ -43,15 +43,16 @@ def norms_of(context, cases):
         x = placed(context, a, split, library)
         words = {"keepdims": kept}
         calls = [
-            (linalg.norm, {}),
-            (linalg.norm, {"ord": of_vectors, "axis": axes[0]} | words),
-            (linalg.vector_norm, {"ord": 2 if of_vectors is None else of_vectors} | words),
+            ("norm", {}),
+            ("norm", {"ord": of_vectors, "axis": axes[0]} | words),
+            ("vector_norm", {"ord": 2 if of_vectors is None else of_vectors} | words),
         ]
         if len(shape) > 1:
-            calls.append((linalg.norm, {"ord": of_matrices, "axis": tuple(axes)} | words))
+            calls.append(("norm", {"ord": of_matrices, "axis": tuple(axes)} | words))
         if len(shape) > 1 and of_matrices is not None:
-            calls.append((linalg.matrix_norm, {"ord": of_matrices} | words))
-        for function, words in calls:
+            calls.append(("matrix_norm", {"ord": of_matrices} | words))
+        for name, words in calls:
+            function = getattr(linalg, name)
             try:
                 expected = function(a, **words)
             except ValueError:  # the least of no elements

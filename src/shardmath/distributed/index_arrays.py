@@ -116,13 +116,14 @@ def _read(key: Any, shape: tuple[int, ...]) -> Selection:
             axis += len(lines)
     groups = sum(not basic for basic, _ in groupby(keys, _is_basic))
     try:
-        together = np.broadcast_arrays(*numbers)
+        together = np.broadcast_shapes(*(line.shape for line in numbers))
     except ValueError:
         shapes = ", ".join(str(line.shape) for line in numbers)
         raise IndexError(
             f"arrays of indices of shapes {shapes} do not broadcast together"
         ) from None
-    return Selection(tuple(basic), tuple(axes), tuple(together), axes[0] if groups == 1 else 0)
+    alike = tuple(np.broadcast_to(line, together) for line in numbers)
+    return Selection(tuple(basic), tuple(axes), alike, axes[0] if groups == 1 else 0)
 
 
 def _plain(one: Any) -> Any:
