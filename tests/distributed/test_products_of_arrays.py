@@ -147,6 +147,8 @@ def follows(context):
         cyclic = BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 2))
         assert (x.to(cyclic) @ y).distribution == cyclic
         assert np.fft.rfftn(x).distribution == Slab.X
+        words = {"s": (-1, 3), "axes": (0, 1)}  # -1: the array's own
+        agree(np.fft.rfftn(x, **words), np.fft.rfftn(np.ones((4, 6)), **words), close=True)
         rank = context.rank  # boxes without elements may overlap
         empty = shardmath.array(np.zeros((2 - rank, 3, 0)), Box((rank, 0, 0), (2, 3, 0)))
         agree(empty @ np.zeros((0, 4)), np.zeros((2, 3, 4)))

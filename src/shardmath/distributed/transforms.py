@@ -26,7 +26,8 @@ Axes = Sequence[int] | None
 def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
     """The Fourier transform along `axes`, by default all, as numpy.fft.fftn. Collective.
 
-    `s` gives other extents along the axes: the array is padded with zeros, or cut.
+    `s` gives other extents along the axes: the array is padded with zeros, or cut; -1 is the
+    array's own extent.
     """
     return _as_numpy(_complexed(x), of_parts.fft, s, axes, norm)
 
@@ -121,7 +122,11 @@ def _shifted(x: Any, axes: Any, shift: Callable[[int], int]) -> Any:
 
 
 def _one(n: int | None) -> list[int] | None:
-    return None if n is None else [n]
+    """The extents of a transform along one axis, where -1 is none. Raises ValueError below 1."""
+    if n is None:
+        return None
+    _require_extents([operator.index(n)])
+    return [n]
 
 
 def _as_numpy(x: Distributed, function: Any, s: Any, axes: Axes, norm: Any) -> Distributed:
@@ -160,8 +165,7 @@ def trigonometric_along_one(
     **words: Any,
 ) -> Distributed:
     """The cosine or sine transform along one axis, by the function along several."""
-    extents = None if n is None else [n]
-    return trigonometric(along_several, x, type, extents, [axis], norm, **words)
+    return trigonometric(along_several, x, type, _one(n), [axis], norm, **words)
 
 
 def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
@@ -175,10 +179,16 @@ def _extents(x: Any, s: Any, axes: Any) -> tuple[list[int], list[int]]:
         raise ValueError("a transform needs one axis at least")
     if s is not None and len(s) != len(numbers):
         raise ValueError(f"s gives {len(s)} extents, for {len(numbers)} axes")
-    wanted = [x.shape[axis] for axis in numbers] if s is None else [*map(operator.index, s)]
+    own = [x.shape[axis] for axis in numbers]
+    given_extents = own if s is None else map(operator.index, s)
+    wanted = [old if new == -1 else new for old, new in zip(own, given_extents, strict=True)]
+    _require_extents(wanted)
+    return numbers, wanted
+
+
+def _require_extents(wanted: Sequence[int]) -> None:
     if min(wanted) < 1:
         raise ValueError(f"the extents of a transform are {tuple(wanted)}: each must be 1 at least")
-    return numbers, wanted
 
 
 def _of_extents(x: Any, axes: Sequence[int], wanted: Sequence[int]) -> Any:
