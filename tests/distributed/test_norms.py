@@ -147,6 +147,7 @@ def vectors(context):
         agree(ranks, linalg.matrix_rank(stack, rtol=limits))
         assert float(linalg.cond(0 * x)) == np.inf
         assert float(linalg.cond(0 * x[:3], 1)) == np.inf
+        assert linalg.cond(shardmath.zeros((0, 3, 3), distribution=Slab.X), 1).shape == (0,)
         for call in (
             lambda: linalg.norm(x, "x"),
             lambda: linalg.norm(x, 3),

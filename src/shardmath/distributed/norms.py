@@ -143,7 +143,7 @@ def cond(x: Any, p: Any = None) -> Any:
     Raises LinAlgError for empty matrices, and with such a norm for others than square ones.
     """
     require_matrices("x", x.shape)
-    if not x.size:
+    if 0 in x.shape[-2:]:
         raise LinAlgError(f"cond is not defined for empty matrices: x has shape {x.shape}")
     if p not in (None, 2, -2):
         require_square("x", x.shape)
