@@ -13,6 +13,7 @@ import pytest
 import one_thread  # noqa: F401  (before NumPy)
 import preloaded
 from huge_pages import keep_memory, use_huge_pages
+from loaded import find_libraries
 from ranks import Pool, with_context
 from shardmath.symmetric import waiting
 from shardmath.symmetric.waiting import WaitPolicy
@@ -97,6 +98,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Now all is loaded that tests import."""
     share_cores(getattr(session.config, "workerinput", {}).get("workercount", 1))
+    find_libraries()
     keep_memory()
     use_huge_pages()
     preloaded.python()

@@ -19,9 +19,10 @@ prints the same table. This page is written by `tests/docs/configuration.py`.
 The number of threads for a rank's products and Fourier transforms on cores is
 `SHARDMATH_THREADS`, which `python -m shardmath run --threads` sets; else `OMP_NUM_THREADS`; else
 the number of cores that the rank may run on, divided by the ranks of the job that share some of
-them. The BLAS and OpenMP libraries that are loaded when a context is made, NumPy's and torch's,
-are limited to that number until the context ends; a library whose number of threads a variable
-sets is left alone.
+them. If threadpoolctl is installed, the BLAS and OpenMP libraries that are loaded when a context
+is made, NumPy's and torch's, are limited to that number until the context ends; a library whose
+number of threads a variable sets is left alone. Without threadpoolctl, use `run` or the variables
+to limit them.
 
 | variable | type | default | meaning |
 | --- | --- | --- | --- |

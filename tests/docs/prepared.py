@@ -71,6 +71,7 @@ def serve() -> None:
     for library in LIBRARIES:
         importlib.import_module(library)
     keep_bytecode("shardmath")
+    importlib.import_module("threadpoolctl").threadpool_info()  # ranks know where libraries lie
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's operators are not taken apart by each rank that ends
     gc.freeze()

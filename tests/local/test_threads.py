@@ -1,5 +1,7 @@
 """How many threads a rank computes with: what the user says, or a share of the cores."""
 
+import sys
+
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -106,3 +108,13 @@ def test_libraries_are_not_looked_for_where_each_core_has_a_thread(monkeypatch):
     with pytest.raises(pytest.fail.Exception):
         ThreadLimit(2, 0)
     ThreadLimit._open.clear()
+
+
+def test_without_threadpoolctl_nothing_changes(monkeypatch, many_cores):
+    before = blas_threads()
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+    limit = ThreadLimit(1, 0)
+    monkeypatch.undo()
+    assert blas_threads() == before
+    limit.end()
+    assert blas_threads() == before

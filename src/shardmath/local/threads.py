@@ -7,15 +7,12 @@ limited while a context is open, unless the user has set their number.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardmath.base import config
-from shardmath.base.immutable import Immutable
 
 _COMMON = "OMP_NUM_THREADS"
 _VARIABLES = {  # a library reads its own before the common one
@@ -23,27 +20,6 @@ _VARIABLES = {  # a library reads its own before the common one
     "mkl": "MKL_NUM_THREADS",
     "blis": "BLIS_NUM_THREADS",
 }
-# How the names of such libraries' files begin.
-_FILES = (
-    *("libopenblas", "libscipy_openblas", "libblas", "libmkl_rt", "libblis"),
-    *("libgomp", "libiomp", "libomp"),
-)
-# The functions that return and set the number of threads. OpenBLAS's have a prefix in the wheels of
-# NumPy and SciPy, and a suffix where it indexes with 64 bits.
-_FUNCTIONS = [
-    (
-        "openblas",
-        f"{prefix}openblas_get_num_threads{suffix}",
-        f"{prefix}openblas_set_num_threads{suffix}",
-    )
-    for prefix in ("", "scipy_")
-    for suffix in ("", "64_", "_64")
-]
-_FUNCTIONS += [
-    ("mkl", "MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
-    ("blis", "bli_thread_get_num_threads", "bli_thread_set_num_threads"),
-    ("openmp", "omp_get_max_threads", "omp_set_num_threads"),
-]
 
 
 def threads_per_rank(setting: int, pids: Iterable[int]) -> int:
@@ -66,7 +42,8 @@ class ThreadLimit:
     """Lowers the number of threads of loaded libraries, from `__init__` to `end`.
 
     Several limits at a time only lower it further, and the last to end restores what was before the
-    first. Where there is a thread for each core nothing is to be lowered, and nothing is looked at.
+    first. Without threadpoolctl a limit does nothing. It takes milliseconds, unless there is a
+    thread for each core: libraries use no more by themselves.
     """
 
     _open: ClassVar[list[ThreadLimit]] = []
@@ -78,12 +55,11 @@ class ThreadLimit:
         if threads >= len(os.sched_getaffinity(0)):
             return
         for library in _libraries():
-            count = library.count()
-            if count <= threads or _set_by_user(library.kind, setting):
+            if library.num_threads <= threads or _set_by_user(library.internal_api, setting):
                 continue
-            before, _ = self._changed.get(library.path, (count, 0))
-            library.limit(threads)
-            self._changed[library.path] = before, threads
+            before, _ = self._changed.get(library.filepath, (library.num_threads, 0))
+            library.set_num_threads(threads)
+            self._changed[library.filepath] = before, threads
 
     def end(self) -> None:
         """Undo the limit, but for what the user has set since. A second call does nothing."""
@@ -93,37 +69,19 @@ class ThreadLimit:
         if self._open or not self._changed:
             return
         for library in _libraries():
-            before, limit = self._changed.pop(library.path, (0, -1))
-            if library.count() == limit:
-                library.limit(before)
+            before, limit = self._changed.pop(library.filepath, (0, -1))
+            if library.num_threads == limit:
+                library.set_num_threads(before)
         self._changed.clear()
 
 
-class _Library(Immutable):
-    """A loaded library that computes with several threads, and its functions of their number."""
-
-    kind: str
-    path: str
-    count: Callable[[], int]
-    limit: Callable[[int], object]
-
-
-def _libraries() -> list[_Library]:
-    """The libraries of BLAS and OpenMP that this process has mapped."""
-    mapped = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    paths = dict.fromkeys(line[line.index("/") :] for line in mapped if ".so" in line)
-    found = [_library_at(path) for path in paths if path.rpartition("/")[2].startswith(_FILES)]
-    return [library for library in found if library is not None]
-
-
-def _library_at(path: str) -> _Library | None:
-    """The library that is loaded from `path`; None where it has no such functions."""
-    with suppress(OSError):  # the file was replaced or removed after it was loaded
-        loaded = ctypes.CDLL(path, os.RTLD_NOLOAD)
-        for kind, count, limit in _FUNCTIONS:
-            if hasattr(loaded, count):
-                return _Library(kind, path, loaded[count], loaded[limit])
-    return None
+def _libraries() -> list[Any]:
+    """The loaded libraries of BLAS and OpenMP; none where threadpoolctl is not installed."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return []
+    return list(ThreadpoolController().lib_controllers)
 
 
 def _set_by_user(kind: str, setting: int) -> bool:
