@@ -197,7 +197,7 @@ SLURMS = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", **STEP, "SLURM_STEP_NUM_TASK
     ("environ", "with_torch"),
     [(TORCHS, False), (SLURMS, True), *((environ, True) for environ in ON_ONE_HOST)],
 )
-def test_who_meets_so(monkeypatch, environ, with_torch):
+def test_who_meets_so(monkeypatch, home, environ, with_torch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     asked = []
@@ -217,8 +217,17 @@ def test_who_meets_so(monkeypatch, environ, with_torch):
     assert asked == [(1, 2, hub_of(environ))]
 
 
-@pytest.mark.parametrize("environ", [TORCHS, {**ON_ONE_HOST[0], "TORCHELASTIC_RUN_ID": "7"}])
-def test_who_meets_by_torch(monkeypatch, environ):
+@pytest.mark.parametrize(
+    ("environ", "has_folder"),
+    [
+        (TORCHS, True),
+        ({**ON_ONE_HOST[0], "TORCHELASTIC_RUN_ID": "7"}, True),
+        (ON_ONE_HOST[0], False),  # where no key can be kept
+    ],
+)
+def test_who_meets_by_torch(monkeypatch, home, environ, has_folder):
+    if not has_folder:
+        home.parent.write_text("a file")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(util, "find_spec", lambda name: util.spec_from_loader(name, None))

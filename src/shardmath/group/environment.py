@@ -215,27 +215,29 @@ def _launched_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     if facts.launcher == "spawn":
         return _tcp_group(facts, settings)
     if facts.launcher == "torchrun":
-        return (_torch_group if _meets_by_torch() else _tcp_group)(facts, settings)
+        return (_torch_group if _meets_by_torch(facts, settings) else _tcp_group)(facts, settings)
     if facts.launcher == "slurm":
         return _running_library(settings.startup_timeout) or _tcp_group(facts, settings)
     return _mpi_group(facts, settings)
 
 
-def _meets_by_torch() -> bool:
+def _meets_by_torch(facts: LaunchFacts, settings: Settings) -> bool:
     """Whether ranks that torch's variables name meet by torch.distributed, and not over TCP.
 
-    They do if the program or torchrun, which listens at MASTER_PORT itself, has started it. Ranks
-    on several hosts do, too, where torch is installed: it asks for no key that the hosts share.
-    Those of one host save the seconds that it takes to import. All ranks find the same.
+    They do if the program or torchrun, which listens at MASTER_PORT itself, has started it. If
+    torch is installed, so do ranks on several hosts and those that have no key: it asks for none.
+    Others save the seconds that it takes to import. All ranks find the same.
     """
     environ = config.environment()
     if "TORCHELASTIC_RUN_ID" in environ or _torch_runs():
         return True
+    if importlib.util.find_spec("torch") is None:
+        return False
     from shardmath.group import tcp
 
     host, _ = tcp.hub_of(environ)
     on_one_host = host in ("localhost", "::1") or host.startswith("127.")
-    return not on_one_host and importlib.util.find_spec("torch") is not None
+    return not (on_one_host and tcp.has_key(facts.rank, settings))
 
 
 def _torch_runs() -> bool:

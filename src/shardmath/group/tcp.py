@@ -171,6 +171,19 @@ def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, 
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
+def has_key(rank: int, settings: Settings) -> bool:
+    """Whether there is a key, or a file to keep it in. Raises BootstrapError where others could
+    know it.
+    """
+    try:
+        _key(rank, settings)
+    except BootstrapError as error:
+        if isinstance(error.__cause__, OSError):
+            return False
+        raise
+    return True
+
+
 def _key(rank: int, settings: Settings) -> bytes:
     """The key of this user's ranks. Raises BootstrapError where others could know it."""
     if settings.key:
