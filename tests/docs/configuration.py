@@ -53,14 +53,15 @@ answers. Raise the variable if the network loses packets for seconds.
 
 ## Who may join
 
-Ranks that `srun` started, and those that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
-name on one host (`MASTER_ADDR` is `localhost`, `127.x.x.x` or `::1`) or where torch is not
-installed, meet at rank 0, which listens while `initialize` runs: at `MASTER_ADDR` and
-`MASTER_PORT`; under Slurm, if these are not set, on the first host of the step, at a port from
-61000 on that follows from the step's number. A rank proves that it has the user's key, and rank 0
-proves the same, before anything else is exchanged. The key is in `~/.config/shardmath/key`, which
-only the user can read, and is made when it is first needed. On hosts that do not share the user's
-home directory, set `SHARDMATH_KEY` to a secret of your own.
+Ranks that `srun` started, and those that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` name
+on one host (`MASTER_ADDR` is `localhost`, `127.x.x.x` or `::1`) or where torch is not installed,
+meet at rank 0, which listens while `initialize` runs: at `MASTER_ADDR` and `MASTER_PORT`; under
+Slurm, if these are not set, on the first host of the step, at a port from 61000 on that follows
+from the step's number. A rank proves that it has the user's key, and rank 0 proves the same, before
+anything else is exchanged. The key is in `~/.config/shardmath/key`, which only the user can read,
+and is made when it is first needed. On hosts that do not share the user's home directory, set
+`SHARDMATH_KEY` to a secret of your own. If no key can be kept there, ranks that torch's variables
+name meet by torch, where it is installed.
 
 Ranks also meet this way if srun offers PMI or PMIx (`--mpi`): no MPI is started, because an MPI
 that expects another PMI would end the process. If a program imports mpi4py before `initialize`,
