@@ -9,7 +9,8 @@ import torch
 import shardmath
 from mortal import on_ranks
 from shardmath import collectives
-from shardmath.errors import CollectiveMismatch
+from shardmath.collectives.background import Work
+from shardmath.errors import CollectiveMismatch, RankFailure
 
 CALLS = {
     "all_reduce": lambda x, **words: collectives.all_reduce(x, op="max", **words),
@@ -96,6 +97,41 @@ def check_errors(context):
 def test_errors(contexts):
     one, other = contexts.run(check_errors, ranks=2)
     assert one == other and one[1:] == (True, [2.0, 2.0])
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupt_and_call_again(context):
+    """On rank 1 an exception strikes when the thread has the work; the program calls once more."""
+    x, found = np.ones(3), []
+    collectives.all_reduce(x, context=context, async_op=True).wait()
+    if context.rank == 1:
+        plain = Work.__init__
+
+        def ring(*_):
+            Work.__init__ = plain
+            raise Interrupted
+
+        Work.__init__ = ring
+    for number in (1.0, 10.0, 100.0):
+        try:
+            try:
+                work = collectives.all_reduce(number * x, context=context, async_op=True)
+            except Interrupted:
+                work = collectives.all_reduce(number * x, context=context, async_op=True)
+            found.append(float(work.wait()[0]) == 2 * number)
+        except RankFailure as error:
+            found.append("rank 1" in str(error) and "Interrupted" in str(error))
+    assert collectives.all_reduce(1, context=context) == 2  # this context goes on
+    made = context.recover()
+    assert collectives.all_reduce(x, context=made, async_op=True).wait()[0] == 2
+    return found
+
+
+def test_an_interrupted_call_is_not_taken_for_another():
+    assert on_ranks(2, interrupt_and_call_again) == [[True] * 3] * 2
 
 
 def end_early(context):

@@ -112,6 +112,22 @@ def all_gather(context: Any) -> list[Callable[[int], bool]]:
     return [step]
 
 
+def asynchronous(context: Any) -> list[Callable[[int], bool]]:
+    state: dict[str, Any] = {}
+
+    def begin(number: int) -> bool:
+        x = values(context, (3,), number)
+        state["work"] = collectives.all_reduce(x, context=context, async_op=True)
+        state["number"] = number
+        return True
+
+    def wait(_: int) -> bool:
+        wanted = sum(everywhere(context, (3,), state["number"]))
+        return right(context, state["work"].wait(), wanted)
+
+    return [begin, wait]
+
+
 def reduce_scatter(context: Any) -> list[Callable[[int], bool]]:
     def step(number: int) -> bool:
         rows = 2 * context.size
@@ -371,6 +387,7 @@ def split(context: Any) -> list[Callable[[int], bool]]:
 CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
     "all_reduce": all_reduce_of(3),
     "all_reduce of 1 MiB": all_reduce_of(1 << 17),
+    "async_op": asynchronous,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_to_all": all_to_all,

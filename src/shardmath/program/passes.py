@@ -251,13 +251,10 @@ def _is_large(block: HostArray) -> bool:
 
 def _share(context: Context, parts: Sequence[Calls]) -> None:
     """Perform the parts of a pass, each on a thread."""
-    from concurrent.futures import ThreadPoolExecutor  # which few calls need
+    from shardmath.base.workers import Workers  # which few calls need
 
-    pool: ThreadPoolExecutor = context.cache(
-        "threads of passes", lambda: ThreadPoolExecutor(context.threads, "shardmath-pass")
-    )
-    for _ in pool.map(run, parts):
-        pass
+    threads = context.cache("threads of passes", lambda: Workers(context.threads))
+    threads.run(partial(run, part) for part in parts)
 
 
 def clipped(move: Move, block: Block) -> list[Move]:

@@ -476,32 +476,49 @@ class Board:
         if self.failure is not None:
             self._require_usable()
 
+    def hand_over(self) -> None:
+        """Let another thread use this board during the call under way, which has made it."""
+        call, self.call = self.call, None
+        if call is not None:
+            call.boards.remove(self)
+
     def end(self) -> None:
         """Unlock the board."""
         self._lock.release()
 
     # -- recovery ------------------------------------------------------------------------------
 
-    def survivors(self) -> list[int]:
+    @property
+    def recoveries(self) -> int:
+        """The number of the last recovery that this rank has asked for."""
+        return self._own[RECOVERY]
+
+    def asked_again(self) -> list[int]:
+        """The ranks that have asked for a recovery which this one has not asked for."""
+        self._rows.receive()
+        return [r for r in self._rows.peers if self._words[r][RECOVERY] > self.recoveries]
+
+    def survivors(self, elsewhere: Callable[[], Exception | None]) -> list[int]:
         """The ranks that go on when this board has failed, equal on all of them. Collective.
 
         The board fails here if it has not yet, so that ranks that wait in other operations come,
-        too. Raises OpTimeout, naming the ranks that live and do not come, and RankFailure where the
+        too. `elsewhere()` is the exception to raise where the ranks do not meet here, else None.
+        Raises OpTimeout, naming the ranks that live and do not come, and RankFailure where the
         others have gone on without this rank. It can be called again after either.
         """
         self.fail("it called recover()")
         self.operation = "recover"
-        recovery = Recovery(
-            self._rows, number=self.recoveries, gone=self.peers.gone, wait=self.await_ranks
-        )
-        try:
-            return recovery.survivors()
-        finally:
-            self.recoveries = recovery.number
+        wait = partial(self.await_ranks, elsewhere=elsewhere)
+        return Recovery(self._rows, gone=self.peers.gone, wait=wait).survivors()
 
-    def await_ranks(self, awaited: Callable[[], list[int]], timeout: float | None = None) -> None:
-        """Wait until `awaited()` is empty, whatever has failed. Raises OpTimeout."""
-        self._wait_until(lambda: not awaited(), awaited, lambda _: None, timeout=timeout)
+    def await_ranks(
+        self,
+        awaited: Callable[[], list[int]],
+        timeout: float | None = None,
+        elsewhere: Callable[[], Exception | None] = lambda: None,
+    ) -> None:
+        """Wait until `awaited()` is empty, whatever has failed. Raises `elsewhere()`, OpTimeout."""
+        self._wait_until(lambda: not awaited(), awaited, lambda _: elsewhere(), timeout=timeout)
 
     # -- states --------------------------------------------------------------------------------
 
