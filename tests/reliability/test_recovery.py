@@ -12,12 +12,15 @@ import pytest
 from mortal import run_job
 from shardmath import get_context
 from shardmath.collectives import all_reduce
-from shardmath.context import startup
+from shardmath.context import agreement, startup
+from shardmath.context.context import DistributedContext as Context
 from shardmath.distribution import Slab, redistribute
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.rendezvous import rendezvous
-from shardmath.symmetric.rows import RECOVERY
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.recovery import Recovery
+from shardmath.symmetric.rows import RECOVERY, Rows
 
 PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = PATIENT | {"SHARDMATH_COMPILED": "0"}  # where writes to the board can be made to raise
@@ -69,6 +72,16 @@ def interrupted(context):
     return "returned"
 
 
+def interrupted_and_died(context):
+    if interrupted(context) == "Interrupted":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupted_and_left(context):
+    if interrupted(context) == "Interrupted":
+        context.close()
+
+
 def died(context):
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,8 +91,7 @@ def died(context):
 
 def left(context):
     if context.rank == 1:
-        context.close()
-        return
+        return context.close()
     with pytest.raises(RankFailure):
         all_reduce(np.ones(3))
 
@@ -100,6 +112,8 @@ def healthy(context):
 
 STATES = {
     "interrupted": (interrupted, 3),
+    "interrupted, and died": (interrupted_and_died, 2),
+    "interrupted, and left": (interrupted_and_left, 2),
     "died": (died, 2),
     "left": (left, 2),
     "in different calls": (in_different_calls, 3),
@@ -114,7 +128,7 @@ def test_a_context_is_recovered_from(state):
     def body(group):
         context = startup.initialize("cpu", group)
         bring_about(context)
-        if state == "left" and context.rank == 1:
+        if context.closed:
             return "gone"
         made = context.recover()
         assert get_context() is made
@@ -131,6 +145,54 @@ def test_a_context_is_recovered_from(state):
     assert [list(each) for each in sizes] == [[rank, remaining] for rank in range(remaining)]
     if remaining == 2:
         assert outcomes[1] in (None, "gone")
+
+
+STEPS = {
+    "before it asks": (Rows, "publish"),
+    "before there is a decision": (Recovery, "_decision_of"),
+    "before it has the new memory": (Context, "_board"),
+    "before the ranks meet": (Board, "meet"),
+    "before it has a new context": (Context, "_derive"),
+    "before it says so": (agreement, "agree"),
+    "before the old context is ended": (Context, "_leave_to"),
+    "before all of it is ended": (Board, "leave"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "after that step"])
+@pytest.mark.parametrize("step", STEPS)
+def test_recover_begins_anew_where_an_exception_left_it(step, late):
+    """Rank 1 calls it in the old context, where the others wait, have failed, or are past it."""
+    owner, verb = STEPS[step]
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        assert all_reduce(1) == 3
+        if context.rank == 1:
+            plain = getattr(owner, verb)
+
+            def ring(*args, **words):
+                setattr(owner, verb, plain)
+                if late:
+                    plain(*args, **words)
+                raise Interrupted
+
+            setattr(owner, verb, ring)
+        made, struck = None, 0
+        while made is None:
+            try:
+                made = context.recover()
+                all_reduce(1, context=made)
+            except Interrupted:
+                struck, made = struck + 1, None
+            except RankFailure:
+                made = None
+        assert get_context() is made
+        return struck, *works(made)
+
+    with Job(3, body, PATIENT) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    assert [list(each) for each in outcomes] == [[rank == 1, rank, 3] for rank in range(3)]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["world", "part"])

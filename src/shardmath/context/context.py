@@ -389,6 +389,10 @@ class DistributedContext(Context):
     size: int
     device_id: int | str
     process_group: ProcessGroup | None
+    # The context that `recover` has made in place of this one; and the one in whose place this one
+    # is made, until this rank knows that all ranks have it.
+    _replaced_by: DistributedContext | None = None
+    _replaces: DistributedContext | None = None
 
     @property
     def nvshmem_available(self) -> bool:
@@ -551,32 +555,69 @@ class DistributedContext(Context):
         heap remain as they are; handles and operator objects are made anew.
 
         Raises OpTimeout where a rank that lives does not call it, naming it, and RankFailure where
-        the others have gone on without this rank; then it can be called again.
+        the others have gone on without this rank or an exception has left it on one of them. Then,
+        and after such an exception, it can be called again on the same context.
         """
-        self.require_open()
-        team = self.team
-        if team is not None:
-            team.abort()  # kernels of a call that was given up may wait for ever
+        chain = [self]
+        while (later := chain[-1]._replaced_by) is not None:  # made by a call that was interrupted
+            chain.append(later)
+        chain[-1].require_open()
         while True:
-            ranks = self.board.survivors()
+            context = chain[-1]
+            gone = context.board.peers.gone()
             try:
-                made = self._successor(ranks)
+                made = context._successor()
                 break
-            except RankFailure as error:  # one more has died since
-                if not self.board.peers.dead():
+            except RankFailure as error:
+                if context._is_void():
+                    chain.pop()
+                    chain[-1]._drop_successor()
+                elif context.board.asked_again():
+                    context._drop_successor()
+                elif context.board.peers.gone() == gone:
                     raise settled(error) from None
-        if current.default() is self:
+                elif context._replaced_by is not None:  # some rank may have returned it
+                    chain.append(context._replaced_by)
+        if current.default() in chain:
             current.set_default(made)
-        self._leave_to(made)
-        if team is not None:
+        teams = [context.team for context in chain if context.team is not None]
+        for context in chain:
+            context._leave_to(made)
+        for team in teams:
             team.wait_for_kernels()  # so that memory they write can be reused now rather than later
             self.heap.recycle()
+        made._replaces = None
         return made
 
-    def _successor(self, ranks: Sequence[int]) -> DistributedContext:
-        """The context of these ranks that takes the place of this one. Collective among them."""
+    def _successor(self) -> DistributedContext:
+        """The context of the ranks that remain, which takes the place of this one. Collective.
+
+        A rank keeps it before it says so in the last exchange. So when any rank returns from here,
+        all have it, and an exception can take it from none of them: the next `recover` begins
+        there. A rank that has none calls here again, and the others follow. Raises RankFailure
+        where a rank is gone, has called again, or was interrupted.
+        """
+        if self.team is not None:
+            self.team.abort()  # kernels of a call that was given up may wait for ever
+        ranks = self.board.survivors(self._void_error)
         name = f"{self._name} / recovery {self.board.recoveries}"
-        made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
+
+        def error_of(_: object = None) -> Exception | None:
+            gone = sorted(self.board.peers.gone().intersection(ranks))
+            if gone:
+                return self.board.names.failure_of(gone, "is gone")
+            return self._asked_again_error() or self._void_error()
+
+        def watch() -> None:
+            error = error_of()
+            if error is not None:
+                raise error
+
+        board = self._board(ranks, name, watch)
+        board.enter("recover")
+        board.meet("recover", error_of)
+        made = self._derive(ranks, name, board, parent=self._parent)
+        made._replaces, self._replaced_by = self, made
         transport, peers = self._runtime.transport, made._ranks
         held = agreement.agree(made.board, "recover", transport.held, list)
         for peer, segments in zip(peers, held, strict=True):
@@ -584,6 +625,28 @@ class DistributedContext(Context):
             transport.forget_announcements(peer, known)
         made.process_group = self.process_group if len(ranks) == self.size else None
         return made
+
+    def _asked_again_error(self) -> Exception | None:
+        """The exception to raise where a rank has called `recover` again, else None."""
+        again, names = self.board.asked_again(), self.board.names
+        if not again:
+            return None
+        return RankFailure(
+            f"{names.where()}: {names.name(again[0])} has called recover() again", again
+        )
+
+    def _void_error(self) -> Exception | None:
+        """The same for the context that this one replaces: that rank knows nothing of this one."""
+        return None if self._replaces is None else self._replaces._asked_again_error()
+
+    def _is_void(self) -> bool:
+        return self._void_error() is not None
+
+    def _drop_successor(self) -> None:
+        """End what `_successor` has made, which some ranks do not have."""
+        made, self._replaced_by = self._replaced_by, None
+        if made is not None:
+            made._end("a rank was interrupted before it had this context, and recover() began anew")
 
     def _leave_to(self, successor: DistributedContext) -> None:
         """End this context, and leave what it shares with others to its successor."""

@@ -17,6 +17,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardmath.base.caller import caller_line
@@ -32,6 +33,7 @@ from shardmath.symmetric.rows import (
     BARRIER,
     EXCHANGE,
     FAILED,
+    GONE,
     LEFT,
     MAIL,
     MAIL_BYTES,
@@ -39,6 +41,7 @@ from shardmath.symmetric.rows import (
     NAME_BYTES,
     OPERATION,
     REASON,
+    RECOVERY,
     ROW_BYTES,
     RUNNING,
     STATE,
@@ -90,7 +93,6 @@ class Board:
         self.peers = Peers(rows, self.names, watch, numbers)
         self.rounds = 0  # that all ranks have published
         self.barriers = 0  # that all ranks have reached
-        self.recoveries = 0  # the number of the last one that this rank has asked for
         self.call: CollectiveCall | None = None  # the last public call that used this board
         self.failure: str | None = None
         self.calls: Calls | None = None  # with which ranks run ahead, if any may
@@ -535,9 +537,12 @@ class Board:
 
     def leave(self, why: str = "it was dropped") -> None:
         """Tell the peers that this rank has finished. `why` is for its threads that still wait."""
-        if self._own[STATE] == RUNNING:
+        state = self._own[STATE]
+        if state == RUNNING:
             self._left = why
             self._rows.publish(STATE, LEFT)
+        elif state in (FAILED, MISMATCHED):  # peers still hear why
+            self._rows.publish(STATE, state | GONE)
 
     def _fail_with(self, error: BaseException) -> None:
         """Fail after an error in a wait: later operations would not be in step with the peers."""

@@ -17,6 +17,7 @@ from shardmath.symmetric.rows import (
     ENDED,
     EXCHANGE,
     FAILED,
+    GONE,
     KERNELS,
     LEFT,
     MAIL,
@@ -57,9 +58,15 @@ class Peers:
         return [rank for rank in sorted(self._ended()) if self._words[rank][STATE] == RUNNING]
 
     def gone(self) -> set[int]:
-        """The peers that have left, and the ranks that have died."""
-        left = {rank for rank in self._rows.peers if self._words[rank][STATE] == LEFT}
-        return left | set(self.dead())
+        """The peers that have left, or whose process has ended, whatever they did before."""
+        self._rows.receive()
+        words = self._words
+        left = {r for r in self._rows.peers if words[r][STATE] == LEFT or words[r][STATE] & GONE}
+        return left | self._ended()
+
+    def _state(self, rank: int) -> int:
+        """The state of a rank, or the one before it was gone."""
+        return self._words[rank][STATE] & ~GONE
 
     def none_runs(self) -> bool:
         """Whether every rank, this one included, has left, has given up or is dead."""
@@ -108,7 +115,7 @@ class Peers:
         self._rows.receive()
         ended, silent = self._ended(), []
         for rank in self._rows.peers:
-            state = self._words[rank][STATE]
+            state = self._state(rank)
             if state in (FAILED, MISMATCHED) or (rank in ended and state == RUNNING):
                 return list(self._rows.peers)
             if rank in ended or self._words[rank][KERNELS]:
@@ -125,8 +132,7 @@ class Peers:
         """The error where a late peer has published a round of exchange that this rank has not:
         it waits for this rank in another operation, and both would wait for ever.
         """
-        mismatched = [r for r in late if self.is_ahead(r)]
-        mismatched += [r for r in late if self._words[r][STATE] == MISMATCHED]
+        mismatched = [r for r in late if self.is_ahead(r) or self._state(r) == MISMATCHED]
         if not mismatched:
             return None
         names = self._names
@@ -143,7 +149,7 @@ class Peers:
         the error is as on that peer, unless the peer itself or this rank is to blame.
         """
         names, ended = self._names, self._ended()  # first: a rank leaves, and then its process ends
-        states = {rank: self._words[rank][STATE] for rank in late}
+        states = {rank: self._state(rank) for rank in late}
         died = [rank for rank in late if states[rank] == RUNNING and rank in ended]
         if died:
             return names.failure_of(died, "died")

@@ -5,8 +5,8 @@
     rank 2   ask 1 ──┘  or died              └─ read it
 
 One rank decides, the first that has asked, since ranks may see a death at different times. A rank
-that asks again, because another did not come, asks with a higher number, and ranks that still wait
-join it there. Numbers only rise.
+that asks again, because another did not come, or because an exception has taken it out of its last
+recovery, asks with a higher number, and ranks that still wait join it there. Numbers only rise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardmath.symmetric.rows import DECISION, MAIL, RECOVERY, Rows
 
 
 class Recovery:
-    """One rank's part in the recoveries of a board; `number` is the last that it asked for.
+    """One rank's part in a recovery of a board.
 
     Words of the `rows` say which number each rank has last asked for and decided; the decision, a
     bit for each rank that goes on, stands in place of its mail. `gone()` are the ranks that have
@@ -29,12 +29,11 @@ class Recovery:
         self,
         rows: Rows,
         *,
-        number: int,
         gone: Callable[[], set[int]],
         wait: Callable[[Callable[[], list[int]]], None],
     ) -> None:
-        self.number = number
         self._rows = rows
+        self._number = rows.words[rows.rank][RECOVERY]  # the last that this rank has asked for
         self._ranks = range(rows.size)
         self._gone = gone
         self._wait = wait
@@ -45,10 +44,10 @@ class Recovery:
         Raises as `wait` for ranks that do not come, and RankFailure where the others have gone on
         without this rank. It can be called again after either.
         """
-        self.number += 1
+        self._number += 1
         while True:
-            self.number = max(self.number, self._highest())
-            self._rows.publish(RECOVERY, self.number)
+            self._number = max(self._number, self._highest())
+            self._rows.publish(RECOVERY, self._number)
             self._wait(self._silent)
             gone = self._gone()
             asked = [r for r in self._ranks if r not in gone and self._has(RECOVERY, r)]
@@ -58,7 +57,7 @@ class Recovery:
                 if first == self._rows.rank and not decided:
                     mask = sum(1 << rank for rank in asked)
                     self._rows.write(MAIL, mask.to_bytes(self._mask_bytes, "little"))
-                    self._rows.publish(DECISION, self.number)
+                    self._rows.publish(DECISION, self._number)
                 self._wait(lambda first=first: self._undecided(first))  # type: ignore[misc]
                 if self._has(DECISION, first):
                     return self._decision_of(first)
@@ -66,14 +65,14 @@ class Recovery:
 
     def _has(self, word: int, rank: int) -> bool:
         """Whether `rank` has asked for this recovery, or decided it, by the `word` for that."""
-        return self._rows.words[rank][word] >= self.number
+        return self._rows.words[rank][word] >= self._number
 
     def _highest(self) -> int:
         return max(words[RECOVERY] for words in self._rows.words)
 
     def _is_overtaken(self) -> bool:
         """Whether a rank has asked again since."""
-        return self._highest() > self.number
+        return self._highest() > self._number
 
     def _silent(self) -> list[int]:
         """The living ranks that have not asked; none once a rank has asked again."""

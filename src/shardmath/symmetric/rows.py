@@ -5,7 +5,8 @@ A rank writes only its own row and reads the others'. A row holds
     word 0  exchange   2n: this rank has published its n-th round of exchange;
                        2n-1: it had, and has taken that back
     word 1  barrier    the same for barriers
-    word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
+    word 2  state      RUNNING, LEFT, FAILED or MISMATCHED; the last two with GONE added where the
+                       rank has left since
     word 3  recovery   the number of the last recovery of the group that this rank has asked for
     word 4  decision   the last recovery for which this rank has said who goes on
     word 5  kernels    SILENT: no kernel of this rank sends anything more; ENDED: the rank has left,
@@ -44,6 +45,7 @@ from shardmath.transport.wires import Channel, Wires
 
 EXCHANGE, BARRIER, STATE, RECOVERY, DECISION, KERNELS, REFUSED, BELL = range(8)  # words
 RUNNING, LEFT, FAILED, MISMATCHED = range(4)  # values of STATE
+GONE = 4  # is added to FAILED and to MISMATCHED
 SILENT, ENDED = 1, 2  # values of KERNELS
 WINDOW = 64  # calls of which a row lists the tags and the words
 MOST_WORDS = 16  # that are listed with a call
