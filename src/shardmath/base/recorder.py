@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 from shardmath.base.caller import PACKAGE, TORCH, caller_place
@@ -138,28 +139,27 @@ def _nothing(*_: object) -> None:
 
 
 class _Writer:
-    """record.c in Python."""
+    """record.c in Python. Threads take no lock, which an exception could leave held."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._turn = 1 << ((len(memory) - HEAD_BYTES) // ENTRY.size).bit_length() - 1
-        self._lock = threading.RLock()
+        self._new_numbers = count(_HEAD.unpack_from(memory)[0] + 1)
         self._numbers = threading.local()  # `last`: of the operation under way, else 0
 
     def begin(self, function: Any, arguments: tuple[Any, ...]) -> None:
         operands = operands_of(arguments)
         file, line = caller_place()
         texts = [function.__qualname__.encode()[-47:], operands.encode()[:71], file.encode()[-87:]]
-        with self._lock:
-            number = _HEAD.unpack_from(self._memory)[0] + 1
-            place = self._place(number)
-            struct.pack_into("=Q", self._memory, place, 0)
-            thread = threading.get_ident() & 0xFFFFFFFF
-            fields = (time.monotonic_ns(), 0, 0, 0, thread, line)
-            self._memory[place + 8 : place + ENTRY.size] = ENTRY.pack(0, *fields, *texts)[8:]
-            self._numbers.last = number  # before it is visible: an exception may come in between
-            struct.pack_into("=Q", self._memory, place, number)
-            struct.pack_into("=Q", self._memory, 0, number)
+        number = next(self._new_numbers)
+        place = self._place(number)
+        struct.pack_into("=Q", self._memory, place, 0)
+        thread = threading.get_ident() & 0xFFFFFFFF
+        fields = (time.monotonic_ns(), 0, 0, 0, thread, line)
+        self._memory[place + 8 : place + ENTRY.size] = ENTRY.pack(0, *fields, *texts)[8:]
+        self._numbers.last = number  # before it is visible: an exception may come in between
+        struct.pack_into("=Q", self._memory, place, number)
+        struct.pack_into("=Q", self._memory, 0, number)
 
     def on_stream(self, address: int) -> None:
         self._put("=Q", 32, address)
