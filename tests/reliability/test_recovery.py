@@ -1,19 +1,23 @@
 """`recover` gives a working context on the ranks that remain, from any state of the one before."""
 
 import contextlib
+import gc
 import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mortal import run_job
 from shardmath import get_context
+from shardmath.base import current
 from shardmath.collectives import all_reduce
 from shardmath.context import agreement, startup
 from shardmath.context.context import DistributedContext as Context
+from shardmath.context.runtime import Runtime
 from shardmath.distribution import Slab, redistribute
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
@@ -21,6 +25,9 @@ from shardmath.handles.rendezvous import rendezvous
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import RECOVERY, Rows
+from shardmath.transport.cores.host import HostTransport
+from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.mesh import Mesh
 
 PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = PATIENT | {"SHARDMATH_COMPILED": "0"}  # where writes to the board can be made to raise
@@ -256,3 +263,54 @@ def test_finalize_ends_a_context_whose_ranks_are_in_different_calls():
     outcomes = run_job(3, body, PATIENT, timeout=60)
     assert outcomes[0] == "finalized"
     assert set(outcomes[1:]) <= {"RankFailure", "CollectiveMismatch"}
+
+
+ENDINGS = {
+    "before peers know": (Board, "leave"),
+    "before anything is closed": (Runtime, "close"),
+    "before memory is closed": (HostTransport, "close"),
+    "before connections are closed": (Mesh, "close"),
+    "between two of them": (PeerWatch, "close"),
+    "before there is no default context": (current, "set_default"),
+}
+
+
+def descriptors():
+    """How many this process has, without those of memory that is no more used."""
+    gc.collect()
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "after that step"])
+@pytest.mark.parametrize("hosts", ["1", "2"])
+def test_finalize_is_called_again_where_an_exception_left_it(hosts, late):
+    """It leaves no descriptor open, and ranks can begin anew."""
+
+    def body(group):
+        startup.initialize("cpu", group)
+        startup.finalize()
+        before, struck = descriptors(), 0
+        for owner, verb in ENDINGS.values():
+            startup.initialize("cpu", group)
+            plain = getattr(owner, verb)
+
+            def ring(*args, owner=owner, verb=verb, plain=plain):
+                setattr(owner, verb, plain)
+                if late:
+                    plain(*args)
+                raise Interrupted
+
+            setattr(owner, verb, ring if group.rank == 1 else plain)
+            try:
+                startup.finalize()
+            except Interrupted:
+                struck += 1
+                startup.finalize()
+            assert get_context() is None
+            assert descriptors() == before, verb
+        startup.initialize("cpu", group)
+        return struck, float(all_reduce(1))
+
+    with Job(2, body, PATIENT | {"SHARDMATH_FAKE_HOSTS": hosts}) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(2)]
+    assert list(map(list, outcomes)) == [[0, 2], [len(ENDINGS), 2]], outcomes

@@ -84,6 +84,7 @@ class Context(OnHosts):
         self._subsets: dict[tuple[int, ...], tuple[int, DistributedContext | None]] = {}
         self._shared_ids = itertools.count()
         self.closed: str | None = None
+        self._is_ended = False  # whether `close` has nothing to do: an exception may have ended it
         self.caches: dict[Any, Any] = {}
         self.again: dict[Any, Any] = {}  # repeated calls of public functions: see direct.c
         self.repeats: Any = None  # repeated collectives on GPUs, compiled: see collectives.repeats
@@ -364,7 +365,7 @@ class Context(OnHosts):
 
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, a forked child, and tell nobody."""
-        self.closed = why
+        self.closed, self._is_ended = why, True
         self._dropping.detach()  # it would say on the board that the parent process has left
         self._runtime.mesh.abandon()
 
@@ -647,6 +648,7 @@ class DistributedContext(Context):
         made, self._replaced_by = self._replaced_by, None
         if made is not None:
             made._end("a rank was interrupted before it had this context, and recover() began anew")
+            made._is_ended = True
 
     def _leave_to(self, successor: DistributedContext) -> None:
         """End this context, and leave what it shares with others to its successor."""
@@ -654,6 +656,7 @@ class DistributedContext(Context):
             if context._parent is self:
                 context._parent = successor
         self._end("recover() has replaced it by the context that it returned")
+        self._is_ended = True
 
     def __enter__(self) -> DistributedContext:
         self.require_open()
@@ -671,21 +674,27 @@ class DistributedContext(Context):
     def close(self, why: str = "it was closed") -> None:
         """End the context on this rank; later calls raise RuntimeError with `why`. Local.
 
+        Where an exception ends it, a second call does the rest.
         Peers that wait for this rank in it raise RankFailure. After it this rank must not use views
         of peers' memory that it got through this context.
         """
-        if self.closed:
+        if self._is_ended:
             return
-        self._end(why)
-        if self._parent is None:
-            self._close_parts(why)
-            self._runtime.close()
+        made = self._replaced_by
+        if made is not None:  # by a `recover` that was interrupted
+            made.close(why)
+        else:
+            self._end(why)
+            if self._parent is None:
+                self._close_parts(why)
+                self._runtime.close()
         if current.default() is self:
             current.set_default(None)
+        self._is_ended = True
 
     def _end(self, why: str) -> None:
         """End this context alone; what it shares with others stays."""
-        self.closed = why
+        self.closed = self.closed or why
         self.board.leave(why)
         self._dropping()
         if self.team is not None:

@@ -244,7 +244,10 @@ class Runtime:
         return far_team
 
     def close(self) -> None:
-        """Close transport and connections; mappings that arrays still use stay."""
+        """Close transport and connections; mappings that arrays still use stay.
+
+        Where an exception ends it, it can be called again.
+        """
         if hasattr(self, "transport"):
             self.transport.close()  # waits for what runs on the GPU
             self.heap.groups.forget_all()

@@ -89,6 +89,5 @@ class PeerWatch:
         with self._lock:
             self._poll = select.poll()
             self._rank_of = {}
-            for fd in self._pidfds:
-                os.close(fd)
-            self._pidfds = []
+            while self._pidfds:
+                os.close(self._pidfds.pop())

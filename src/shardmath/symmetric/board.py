@@ -563,7 +563,7 @@ class Board:
         `why`, `blamed`, `late` and `raised`: see Reason.
         """
         if self.failure is None:
-            self.failure = why
+            self.failure = why = why.removesuffix(f"; {AFTER_FAILURE}")  # which readers add
             # A late peer must not read memory that has changed: take unfinished arrivals back.
             for word, done in ((EXCHANGE, self.rounds), (BARRIER, self.barriers)):
                 if self._own[word] > 2 * done + 1:

@@ -316,7 +316,8 @@ class Mesh:
         for connection in self._sockets.values():
             connection.close()
         for arrived in self._arrived.values():
-            for outcome in arrived.values():
+            while arrived:
+                _, outcome = arrived.popitem()
                 if not isinstance(outcome, str):
                     os.close(outcome[0])
         self._sockets.clear()

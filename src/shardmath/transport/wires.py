@@ -333,7 +333,7 @@ class Wires:
             return True
         try:
             raw = fcntl.ioctl(self._connections[rank].fileno(), termios.TIOCOUTQ, bytes(4))
-        except OSError:
+        except (OSError, ValueError):  # it has ended, or was closed here
             return False
         return bool(struct.unpack("i", raw)[0])
 

@@ -147,9 +147,8 @@ class HostTransport(DescriptorTransport):
         self._bytes[segment.rank, segment.index] = np.frombuffer(mapping, np.uint8)
 
     def close(self) -> None:
-        for fd, _ in self._own:
-            os.close(fd)
-        self._own.clear()
+        while self._own:
+            os.close(self._own.pop()[0])
         self._bytes.clear()
         self._maps.clear()
 
