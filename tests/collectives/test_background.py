@@ -99,6 +99,20 @@ def test_errors(contexts):
     assert one == other and one[1:] == (True, [2.0, 2.0])
 
 
+def check_that_a_split_is_another_call(context):
+    part = context.split(0)
+    with pytest.raises(CollectiveMismatch, match="async_op"):
+        if context.rank == 0:
+            collectives.all_reduce(1.0, context=part, async_op=True)
+        else:
+            part.split(1)
+    return collectives.all_reduce(1.0, context=part, async_op=True).wait()
+
+
+def test_the_split_of_a_first_call_is_not_taken_for_the_programs(contexts):
+    assert contexts.run(check_that_a_split_is_another_call, ranks=2) == [2.0] * 2
+
+
 class Interrupted(BaseException):
     """What a signal handler raises."""
 

@@ -59,6 +59,8 @@ class _Background:
     """The thread of a context, and the context in which it makes calls. Collective."""
 
     def __init__(self, context: DistributedContext) -> None:
+        # Else a split of the program's on another rank would be taken for the one that follows.
+        context.agree("a first call with async_op", lambda: None, lambda _: None)
         made = context.split(0, context.rank)
         assert made is not None, "every rank has given a color"
         made.board.hand_over()
