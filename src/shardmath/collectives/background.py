@@ -63,7 +63,6 @@ class _Background:
         context.agree("a first call with async_op", lambda: None, lambda _: None)
         made = context.split(0, context.rank)
         assert made is not None, "every rank has given a color"
-        made.board.hand_over()
         self.context = made
         self._thread = Workers(1)
         self._call: CollectiveCall | None = None  # the last that has given work
@@ -75,6 +74,8 @@ class _Background:
             self.interrupted(RuntimeError("the call before it was interrupted"), caller_line())
         if call is not None:
             call.boards.append(self)
+        if last is None:
+            self.context.board.hand_over()
         self._call = call
         task = Task(function)
         self._thread.give(task)
