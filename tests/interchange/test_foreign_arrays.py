@@ -41,6 +41,13 @@ class WithNamespace(Box):
         return space
 
 
+class Deleted(Box):
+    """One whose memory its library has given to another."""
+
+    def __dlpack__(self, **words):
+        raise RuntimeError("the array has been deleted")
+
+
 class Elsewhere(Box):
     """One on a device that no library of ours reads."""
 
@@ -107,6 +114,8 @@ def check(context):
         assert all_reduce(Box(A), out=room) is room
         with pytest.raises(ValueError, match="DLPack's device 10"):
             all_reduce(Elsewhere(A))
+        with pytest.raises(ValueError, match=r"rank.*all_reduce: the array has been deleted"):
+            all_reduce((Deleted if context.rank == context.size - 1 else Box)(A))
         with pytest.raises(ValueError, match="async_op=True"):
             all_reduce(Box(A), async_op=True)
         with pytest.raises(TypeError, match="color is an integer"):  # which takes no arrays

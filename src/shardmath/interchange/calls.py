@@ -59,7 +59,7 @@ def _called(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
         named = {key: taken(x) for key, x in words.items()}
         if words.get("async_op"):
             raise ValueError("async_op=True is for arrays of NumPy, torch and CuPy")
-    except (BufferError, TypeError, ValueError) as error:
+    except Exception as error:  # of the array's library, too: a deleted array is RuntimeError
         context = words.get("context") or require_context()
         raise_on_all_ranks(context, name, ValueError(f"{name}: {error}"))
     made = call(*operands, **named)
