@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from mortal import Job, Raised, on_ranks, run_job
-from shardmath.base import wire
+from shardmath import get_context
+from shardmath.base import current, wire
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.errors import HeapExhausted, InvalidDevice, UseAfterFree
@@ -148,6 +149,21 @@ def test_contexts_are_left_in_the_reverse_of_the_order_they_were_entered_in():
         return wrong
 
     assert on_ranks(1, body) == [["RuntimeError", "RuntimeError", "nothing"]]
+
+
+def test_an_interrupt_at_the_end_of_a_block_leaves_no_context_current():
+    def body(context):
+        part = context.split(0)
+
+        def ring(_):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), part, part:
+            current.restore, plain = ring, current.restore
+        current.restore = plain
+        return get_context() is context
+
+    assert on_ranks(1, body) == [True]
 
 
 def test_handles_and_contexts_are_neither_copied_nor_pickled():

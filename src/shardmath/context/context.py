@@ -669,7 +669,13 @@ class DistributedContext(Context):
         return self
 
     def __exit__(self, *_: object) -> None:
-        current.restore(self)
+        before = current.overridden()
+        try:
+            current.restore(self)
+        except BaseException:
+            if before and before[-1] is self:  # an interrupt: the block is left nevertheless
+                current.reset(before[:-1])
+            raise
 
     def close(self, why: str = "it was closed") -> None:
         """End the context on this rank; later calls raise RuntimeError with `why`. Local.
