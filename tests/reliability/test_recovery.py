@@ -281,8 +281,7 @@ def descriptors():
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "after that step"])
-@pytest.mark.parametrize("hosts", ["1", "2"])
+@pytest.mark.parametrize(("hosts", "late"), [("1", False), ("1", True), ("2", False)])
 def test_finalize_is_called_again_where_an_exception_left_it(hosts, late):
     """It leaves no descriptor open, and ranks can begin anew."""
 
