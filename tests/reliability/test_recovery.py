@@ -197,8 +197,7 @@ def test_recover_begins_anew_where_an_exception_left_it(step, late):
         assert get_context() is made
         return struck, *works(made)
 
-    with Job(3, body, PATIENT) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    outcomes = run_job(3, body, PATIENT, timeout=60)
     assert [list(each) for each in outcomes] == [[rank == 1, rank, 3] for rank in range(3)]
 
 
@@ -310,6 +309,5 @@ def test_finalize_is_called_again_where_an_exception_left_it(hosts, late):
         startup.initialize("cpu", group)
         return struck, float(all_reduce(1))
 
-    with Job(2, body, PATIENT | {"SHARDMATH_FAKE_HOSTS": hosts}) as job:
-        outcomes = [job.outcome(rank, 60) for rank in range(2)]
+    outcomes = run_job(2, body, PATIENT | {"SHARDMATH_FAKE_HOSTS": hosts}, timeout=60)
     assert list(map(list, outcomes)) == [[0, 2], [len(ENDINGS), 2]], outcomes
