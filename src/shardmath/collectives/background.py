@@ -65,6 +65,7 @@ class _Background:
         assert made is not None, "every rank has given a color"
         self.context = made
         self._thread = Workers(1)
+        self._has_board = False  # whether the context's board is the thread's
         self._call: CollectiveCall | None = None  # the last that has given work
 
     def start(self, function: Callable[[], Any]) -> Work:
@@ -74,8 +75,9 @@ class _Background:
             self.interrupted(RuntimeError("the call before it was interrupted"), caller_line())
         if call is not None:
             call.boards.append(self)
-        if last is None:
+        if not self._has_board:
             self.context.board.hand_over()
+            self._has_board = True
         self._call = call
         task = Task(function)
         self._thread.give(task)

@@ -481,7 +481,7 @@ class Board:
     def hand_over(self) -> None:
         """Let another thread use this board during the call under way, which has made it."""
         call, self.call = self.call, None
-        if call is not None:
+        if call is not None and self in call.boards:
             call.boards.remove(self)
 
     def end(self) -> None:
