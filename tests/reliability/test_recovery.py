@@ -20,13 +20,13 @@ from shardmath.context.context import DistributedContext as Context
 from shardmath.context.runtime import Runtime
 from shardmath.distribution import Slab, redistribute
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.group.liveness import PeerWatch
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.rendezvous import rendezvous
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import RECOVERY, Rows
 from shardmath.transport.cores.host import HostTransport
-from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.mesh import Mesh
 
 PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
