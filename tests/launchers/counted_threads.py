@@ -8,14 +8,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from concurrent import futures
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
 import shardmath
+from shardmath.base.workers import Workers
 from shardmath.collectives import all_gather
 from shardmath.context.context import require_context
 from shardmath.distribution import Slab
@@ -49,16 +50,15 @@ def loaded(torch: Any) -> list[int]:
 
 def workers() -> int:
     """How many threads share the blocks of a transform."""
-    counted = [1]
+    counted, run = [1], Workers.run
 
-    class Pool(futures.ThreadPoolExecutor):
-        def map(self, perform: Any, parts: Any) -> Any:
-            counted.append(len(parts))
-            return super().map(perform, parts)
+    def counting(self: Workers, functions: Any) -> None:
+        given = [*functions]
+        counted.append(len(given))
+        run(self, given)
 
-    given, futures.ThreadPoolExecutor = futures.ThreadPoolExecutor, Pool  # type: ignore[misc]
-    fft(np.ones((256, 1024), complex), distribution=Slab.X)
-    futures.ThreadPoolExecutor = given  # type: ignore[misc]
+    with patch.object(Workers, "run", counting):
+        fft(np.ones((256, 1024), complex), distribution=Slab.X)
     return max(counted)
 
 
