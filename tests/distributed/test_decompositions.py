@@ -177,7 +177,7 @@ def divided(context, order, dtype, library):
     ("ranks", "dtype", "library"), [(2, "float64", "numpy"), (3, "complex64", "torch")]
 )
 def test_eigenvalues_that_are_divided(contexts, ranks, dtype, library):
-    for found in contexts.run(divided, 21, dtype, library, ranks=ranks):
+    for found in contexts.run(divided, 13, dtype, library, ranks=ranks):
         assert {name: off for name, off in found.items() if not off < BOUND} == {}
 
 
