@@ -42,7 +42,7 @@ _LEVELS = 4  # more than halving a matrix would need
 
 
 def shares(a: Any) -> bool:
-    """Whether the ranks share the work for a matrix: in all it takes ten times as long as LAPACK's
+    """Whether the ranks share the work for a matrix: in all it takes nine times as long as LAPACK's
     on one rank, which needs memory for five such matrices.
     """
     order: int = a.shape[0]
