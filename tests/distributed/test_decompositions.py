@@ -148,6 +148,7 @@ def spectra(order, dtype):
     made = {name: (q * numbers) @ q.conj().T for name, numbers in values.items()}
     made |= {"random": general + general.conj().T, "star": star + star.T}
     made["equal"] = np.eye(order) * 3
+    made["large"] = made["random"] * (2.0**62 if dtype in ("float32", "complex64") else 2.0**510)
     return {name: ((x + x.conj().T) / 2).astype(dtype) for name, x in made.items()}
 
 
@@ -162,12 +163,13 @@ def divided(context, order, dtype, library):
             alone = shardmath.linalg.eigvalsh(x).numpy() if name == "random" else values.numpy()
             w, v = values.numpy(), vectors.numpy()
             assert vectors.distribution == Slab.Y and w.dtype == alone.dtype == a.real.dtype
-        unit = order * np.finfo(dtype).eps
-        size = unit * np.linalg.norm(a)
+        unit, largest = order * np.finfo(dtype).eps, np.abs(a).max()
+        whole, w, alone = (x / largest for x in (a, w, alone))  # so that squares are in range
+        size = unit * np.linalg.norm(whole)
         found[name] = max(
-            np.linalg.norm((v * w) @ v.conj().T - a) / size,
+            np.linalg.norm((v * w) @ v.conj().T - whole) / size,
             np.linalg.norm(v.conj().T @ v - np.eye(order)) / unit,
-            np.abs(w - np.linalg.eigvalsh(a)).max() / size,
+            np.abs(w - np.linalg.eigvalsh(whole)).max() / size,
             np.abs(w - alone).max() / size,
         )
     return found

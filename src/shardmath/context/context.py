@@ -637,7 +637,9 @@ class DistributedContext(Context):
         )
 
     def _void_error(self) -> Exception | None:
-        """The same for the context that this one replaces: that rank knows nothing of this one."""
+        """The exception to raise where a rank has called `recover` again of the context that this
+        one replaces, and so knows nothing of this one; else None.
+        """
         return None if self._replaces is None else self._replaces._asked_again_error()
 
     def _is_void(self) -> bool:

@@ -119,7 +119,7 @@ def svd(x: Any, full: bool, vectors: bool, hermitian: bool = False) -> tuple[Any
 
 
 def _svd_by_eigenvalues(x: Any, vectors: bool) -> tuple[Any, ...]:
-    """The same of Hermitian matrices, whose singular values are the absolute eigenvalues."""
+    """The factors of Hermitian matrices, whose singular values are the absolute eigenvalues."""
     values, u = eigh(x, "L") if vectors else (*eigh(x, "L", vectors=False), None)
     descending = parts.order(-abs(values), -1)
     values = parts.taken_along(values, descending, -1)
@@ -167,7 +167,7 @@ def reflected(a: Any) -> tuple[Any, Any, Any]:
 
 
 def _reflected_by_the_library(a: Any, count: int) -> tuple[Any, Any, Any]:
-    """The same of LAPACK's geqrf, which gives the factor of each reflector in place of T.
+    """V, T and R by LAPACK's geqrf, which gives the factor of each reflector in place of T.
 
     With these on the diagonal D, T^-1 = D^-1 + triu(V^H V, 1) (Puglisi, SIAM J. Sci. Stat. Comput.
     13 (1992)); multiplied by D, that holds also for reflectors with a factor of 0.

@@ -17,10 +17,12 @@ the sign function, QDWH, is that of Nakatsukasa, Bai and Gygi, SIAM J. Matrix An
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shardmath.call.agreement import together
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distributed import dense, parts
 from shardmath.distributed.movement import part_in, within
@@ -59,10 +61,13 @@ def eigh(a: Any, triangle: str, *, vectors: bool) -> tuple[Any, ...]:
     """
     own = part_in(a, Layout.slab(a.shape, a.context.size, axis=0))
     rows = _from_triangle(_in_rows(a, dense.workable(own)), triangle)
+    scale = _scale(rows)
+    rows = rows * (1 / scale)
     levels = (rows.shape[0] // LEAF).bit_length() + _LEVELS
     values, made = _Division(_size(rows), vectors=vectors).divided(rows, levels)
     order = parts.order(values, 0)
-    values = a.everywhere(parts.converted(parts.taken_along(values, order, 0), a.local))
+    values = parts.taken_along(values, order, 0) * scale
+    values = a.everywhere(parts.converted(values, a.local))
     if made is None:
         return (values,)
     local = parts.taken(made.local, parts.on_host(order), 1)
@@ -83,7 +88,7 @@ class _Division:
         if order <= LEAF or not levels:
             return self._alone(a)
         diagonal = _diagonal(a)
-        middle = float(np.mean(diagonal))
+        middle = math.fsum(diagonal) / order  # exact, and so equal on all ranks
         rest = _with_diagonal(a, -middle)
         spread = _size(rest) / order**0.5  # of the eigenvalues about their mean
         if spread * order**0.5 <= 4 * _eps(a) * self.size:
@@ -96,11 +101,11 @@ class _Division:
             return self._alone(a)
         bases, blocks = zip(*halves, strict=True)
         values, vectors = zip(*(self.divided(one, levels - 1) for one in blocks), strict=True)
-        together = parts.module_of(a.local).concatenate
+        joined = parts.module_of(a.local).concatenate
         if not self.vectors:
-            return together(values), None
+            return joined(values), None
         columns = [_in_rows(a, matmul(*pair)).local for pair in zip(bases, vectors, strict=True)]
-        return together(values), a.with_part(together(columns, 1))
+        return joined(values), a.with_part(joined(columns, 1))
 
     def _halves(self, a: Any, shift: float) -> list[tuple[Any, Any]] | None:
         """Bases of the eigenvectors on the two sides of a shift, and the blocks of `a` for them;
@@ -108,7 +113,7 @@ class _Division:
         """
         order = a.shape[0]
         sign = _sign(_with_diagonal(a, -shift))
-        above = round((order + float(np.sum(_diagonal(sign)))) / 2)
+        above = round((order + math.fsum(_diagonal(sign))) / 2)
         if not 0 < above < order:
             return None
         side = 1 if 2 * above <= order else -1
@@ -126,11 +131,12 @@ class _Division:
     def _alone(self, a: Any) -> tuple[Any, Any]:
         """The eigenvalues and eigenvectors of a block that every rank decomposes."""
         whole = dense.workable(part_in(a, Layout.replicated(a.shape, a.context.size)))
-        made = same_everywhere(a.context, dense.eigh(whole, "L", vectors=self.vectors))
+        compute = partial(dense.eigh, whole, "L", vectors=self.vectors)
+        made = same_everywhere(a.context, together(a.context, "eigh", compute))
         return made[0], a.everywhere(made[1]) if self.vectors else None
 
     def _equal(self, a: Any, diagonal: Any) -> tuple[Any, Any]:
-        """The same of a block that is a multiple of the identity matrix, up to rounding."""
+        """The eigenvalues and eigenvectors of a multiple of the identity matrix, up to rounding."""
         values = parts.converted(diagonal, abs(a.local[:0, 0]))
         one = _with_diagonal(a.with_part(a.local * 0), 1.0)
         return values, one if self.vectors else None
@@ -182,7 +188,7 @@ def _by_qr(x: Any, weight: float) -> Any:
 
 
 def _by_cholesky(x: Any, weight: float) -> Any:
-    """The same by solving (1 + weight x^2) y = x. Collective."""
+    """Solve (1 + weight x^2) y = x. Collective."""
     square = _with_diagonal(_in_rows(x, matmul(x, x)) * weight, 1.0)
     words: Any = {"distributions": [_ROWS] * 3, "assume_a": "pos", "check_finite": False}
     return x.with_part(within(x.context, lambda: api.solve(square.local, x.local, **words)))
@@ -236,6 +242,13 @@ def _with_diagonal(x: Any, more: float) -> Any:
     local = parts.copied(x.local)
     local[_own_diagonal(x)] += more
     return x.with_part(local)
+
+
+def _scale(x: Any) -> float:
+    """A power of 2 near the largest element: squares of numbers divided by it are in range."""
+    own = float(abs(x.local).max()) if len(x.local) else 0.0
+    largest: float = all_reduce(own, op="max", context=x.context)
+    return 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
 
 
 def _size(x: Any) -> float:
