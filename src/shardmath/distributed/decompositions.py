@@ -28,7 +28,7 @@ from shardmath.distributed.layouts import distribution_of, unbound
 from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
-from shardmath.distributed.qr import QR, same_everywhere
+from shardmath.distributed.qr import QR, alike, factorised
 from shardmath.distributed.reductions import squares as squares_of
 from shardmath.factorisations.operands import (
     not_finite,
@@ -99,7 +99,7 @@ def qr(a: Any, mode: str = "economic") -> Any:
         numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
         made = of_stacks("qr", [a], lambda x: dense.qr(x, numpy_mode))
         return made[0] if len(made) == 1 else QRResult(*made)
-    rows, factors = _factorised(a)
+    rows, factors = factorised(a)
     chosen = _MODES[mode]
     complete = chosen == "complete"
     (m, n), rank = a.shape, factors.rank
@@ -113,21 +113,9 @@ def qr(a: Any, mode: str = "economic") -> Any:
     return QRResult(_of_rows(a, q, rows, m if complete else rank), upper)
 
 
-def _factorised(a: Any) -> tuple[Layout, QR]:
-    """The factors of a matrix, and which rows of it each rank has factorised: its own where `a` is
-    split by whole rows, each on one rank, else those of a slab. Rows are copied first.
-    """
-    rows = a.layout
-    held = sum(part[0].length for part in rows.parts)
-    if any(axis for axis in rows.partitioned_axes) or held != a.shape[0]:
-        rows = Layout.slab(a.shape, a.context.size, axis=0)
-    part = dense.copied(part_in(a, rows))
-    return rows, QR(a.context, [along[0].length for along in rows.parts], part)
-
-
 def orthonormal(a: Any) -> Any:
     """Q of a matrix that needs no checks any more. Collective."""
-    rows, factors = _factorised(a)
+    rows, factors = factorised(a)
     return _of_rows(a, factors.q(), rows, factors.rank)
 
 
@@ -162,7 +150,7 @@ def svd(
     if a.shape[0] < a.shape[1]:
         made = svd(a.T.conj(), full_matrices, compute_uv)
         return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
-    rows, factors = _factorised(a)
+    rows, factors = factorised(a)
     r = _whole(a, factors, factors.r(), a.shape[1])
     of_r = alike("svd", a, lambda: dense.svd(r, False, compute_uv))
     if not compute_uv:
@@ -214,7 +202,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     (m, n), count = a.shape, b.shape[1]
     least = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
     wide = m < n
-    rows, factors = _factorised(a.T.conj() if wide else a)
+    rows, factors = factorised(a.T.conj() if wide else a)
     r = _whole(a, factors, factors.r(), min(m, n))
     u, s, vh = alike("lstsq", a, lambda: dense.svd(r.conj().T if wide else r, False, True))
     kept = s > least * (s[0] if len(s) else 0)
@@ -332,13 +320,6 @@ def described(
 
 def _require_square(*shapes: tuple[int, ...]) -> None:
     require_square("a", shapes[0])
-
-
-def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """What every rank computes from equal arrays; the same bits on all. Collective. Raises on all
-    ranks what one of them raises.
-    """
-    return same_everywhere(a.context, together(a.context, name, compute))
 
 
 def of_square_stacks(

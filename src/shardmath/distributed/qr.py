@@ -20,17 +20,20 @@ compact form I - V T V^H of Schreiber and Van Loan (1989).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardmath.arrays import library_of
+from shardmath.call.agreement import together
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
 from shardmath.distributed.dense import reflected
+from shardmath.distributed.movement import part_in
+from shardmath.geometry import Layout
 from shardmath.geometry.integers import slices
 from shardmath.machine import Machine
 
@@ -194,7 +197,7 @@ class QR:
             self._ranks, key=lambda rank: rank != panel.owner
         )  # R is left in the first one's rows
         stacked = _stacked([gathered[ends[rank] : ends[rank + 1]] for rank in order])
-        v, t, r = same_everywhere(self.context, reflected(stacked))
+        v, t, r = _same_everywhere(self.context, reflected(stacked))
         own = order.index(self.context.rank)
         before = sum(heights[rank] for rank in order[:own])
         height = heights[self.context.rank]
@@ -239,13 +242,32 @@ class QR:
         return parts.taken(received, np.argsort(places), 0)
 
 
-def same_everywhere(context: DistributedContext, results: tuple[Any, ...]) -> tuple[Any, ...]:
+def factorised(a: Any) -> tuple[Layout, QR]:
+    """The factors of a matrix, and which rows of it each rank has factorised: its own where `a` is
+    split by whole rows, each on one rank, else those of a slab. Rows are copied first.
+    """
+    rows = a.layout
+    held = sum(part[0].length for part in rows.parts)
+    if any(axis for axis in rows.partitioned_axes) or held != a.shape[0]:
+        rows = Layout.slab(a.shape, a.context.size, axis=0)
+    part = dense.copied(part_in(a, rows))
+    return rows, QR(a.context, [along[0].length for along in rows.parts], part)
+
+
+def _same_everywhere(context: DistributedContext, results: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results that every rank has computed from the same elements. On GPUs, and on several
     hosts, whose processors may differ in the last bit, those of rank 0. Collective.
     """
     if len({*context.hosts}) == 1 and all(map(dense.is_on_cores, results)):
         return results
     return tuple(broadcast(library_of(x).contiguous(x), context=context) for x in results)
+
+
+def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What every rank computes from equal arrays; the same bits on all. Collective. Raises on all
+    ranks what one of them raises.
+    """
+    return _same_everywhere(a.context, together(a.context, name, compute))
 
 
 def _even(extent: int, size: int) -> list[int]:

@@ -17,17 +17,15 @@ the sign function, QDWH, is that of Nakatsukasa, Bai and Gygi, SIAM J. Matrix An
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardmath.call.agreement import together
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distributed import dense, parts
 from shardmath.distributed.movement import part_in, within
 from shardmath.distributed.products import matmul
-from shardmath.distributed.qr import QR, same_everywhere
+from shardmath.distributed.qr import QR, alike, factorised
 from shardmath.distributed.reductions import squares
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -131,15 +129,13 @@ class _Division:
     def _alone(self, a: Any) -> tuple[Any, Any]:
         """The eigenvalues and eigenvectors of a block that every rank decomposes."""
         whole = dense.workable(part_in(a, Layout.replicated(a.shape, a.context.size)))
-        compute = partial(dense.eigh, whole, "L", vectors=self.vectors)
-        made = same_everywhere(a.context, together(a.context, "eigh", compute))
+        made = alike("eigh", a, lambda: dense.eigh(whole, "L", vectors=self.vectors))
         return made[0], a.everywhere(made[1]) if self.vectors else None
 
     def _equal(self, a: Any, diagonal: Any) -> tuple[Any, Any]:
         """The eigenvalues and eigenvectors of a multiple of the identity matrix, up to rounding."""
         values = parts.converted(diagonal, abs(a.local[:0, 0]))
-        one = _with_diagonal(a.with_part(a.local * 0), 1.0)
-        return values, one if self.vectors else None
+        return values, _identity(a) if self.vectors else None
 
 
 # -- the sign function -----------------------------------------------------------------------------
@@ -180,7 +176,7 @@ def _by_qr(x: Any, weight: float) -> Any:
     Each rank stacks its rows of both: the order of rows does not matter.
     """
     own = len(x.local)
-    pair = [x.local * weight**0.5, _with_diagonal(x.with_part(x.local * 0), 1.0).local]
+    pair = [x.local * weight**0.5, _identity(x).local]
     heights = [2 * part[0].length for part in x.layout.parts]
     q = QR(x.context, heights, parts.module_of(x.local).concatenate(pair)).q()
     upper, lower = x.with_part(q[:own]), x.with_part(q[own:])
@@ -244,6 +240,11 @@ def _with_diagonal(x: Any, more: float) -> Any:
     return x.with_part(local)
 
 
+def _identity(x: Any) -> Any:
+    """The identity matrix, split as `x` and in its type."""
+    return _with_diagonal(x.with_part(parts.full(x.local.shape, 0, x.local)), 1.0)
+
+
 def _scale(x: Any) -> float:
     """A power of 2 near the largest element: squares of numbers divided by it are in range."""
     own = float(abs(x.local).max()) if len(x.local) else 0.0
@@ -259,7 +260,7 @@ def _size(x: Any) -> float:
 
 def _basis(x: Any, *, complete: bool = False) -> Any:
     """Orthonormal columns that span those of `x`; with `complete`, more, which make a square."""
-    factors = QR(x.context, [part[0].length for part in x.layout.parts], dense.copied(x.local))
+    _, factors = factorised(_in_rows(x, x))
     q = factors.q(complete=complete)
     return _in_rows(x, q, q.shape[1])
 
