@@ -106,9 +106,10 @@ def every_function(context, cases):
             with np.errstate(all="ignore"):
                 try:
                     expected = function(*whole[:count])
-                except TypeError:  # of such elements
-                    with pytest.raises(TypeError):
-                        function(*split[:count])
+                except TypeError:  # of such elements; CuPy has functions for more types
+                    if isinstance(split[0].local, np.ndarray):
+                        with pytest.raises(TypeError):
+                            function(*split[:count])
                     continue
                 got = function(*split[:count])
             agree(got, expected, close=True, strict=library == "numpy")

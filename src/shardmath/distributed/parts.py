@@ -93,12 +93,12 @@ def _elementwise(library: str, name: str) -> Callable[..., Any]:
 
 
 def converted(x: Any, part: Any) -> Any:
-    """`x` as an array of a part's library, on the part's device: itself if it is of that library,
-    else with the elements that NumPy finds in it, in the same memory or a copy.
+    """`x` as an array of a part's library, on the part's device: itself if it is one already, else
+    with the elements that NumPy finds in it, in the same memory or a copy.
     """
     library = library_of(part)
     if library.owns_type(type(x)):
-        return x
+        return x.to(part.device) if library.name == "torch" else x
     return on_device(np.asarray(x), library, library.spec(part).device)
 
 
@@ -251,13 +251,16 @@ def histogram(x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any)
     """How many elements of `x` lie in each bin, or the sums of their weights, and the bins' edges,
     as numpy.histogram; torch has no such function for every device and type.
     """
-    module = module_of(x)
-    if not is_torchs(x):
-        bins = bins if np.ndim(bins) == 0 else converted(bins, x)
-        counts, edges = module.histogram(x, bins, ends, weights=weights)
+    module, library = module_of(x), library_of(x)
+    if library.name == "numpy":
+        counts, edges = np.histogram(x, bins, ends, weights=weights)
         return counts, edges
-    kind = dtypes.to_numpy(library_of(x).spec(x).dtype)
+    kind = dtypes.to_numpy(library.spec(x).dtype)
     edges = np.histogram_bin_edges(np.empty(0, kind), bins, ends)
+    if library.name != "torch":  # CuPy's own edges and counts have other types
+        counts, _ = module.histogram(x, converted(edges, x), weights=weights)
+        counts = counts.astype("int64" if weights is None else weights.dtype)
+        return counts, converted(edges, x)
     bounds = converted(edges.astype("float64"), x)
     values = x.reshape(-1).double()
     places = module.bucketize(values, bounds, right=True) - 1
