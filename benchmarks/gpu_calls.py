@@ -29,6 +29,7 @@ from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul
 
 CALLS, WARM, LATENCIES = 200, 20, 60
 ROW, KEPT = 40, 24  # calls between two waits for the GPU, and results that are kept at once
+FIRST, ROWS = 6, 15  # rows while results still come to lie in places without a graph; then measured
 SMALL = 256  # elements of 4 bytes: 1 KiB
 N = 256  # rows of matrices, columns, and of transforms
 GOALS = {
@@ -192,10 +193,10 @@ def in_a_row(ranks, call, keep):
         if keep:
             kept.append(made)
 
-    rows = [ranks.seconds_until_done(timed_call, ROW) for _ in range(7)]
+    rows = [ranks.seconds_until_done(timed_call, ROW) for _ in range(FIRST + ROWS)]
     return {
-        "host_us": ranks.slowest_us(hosts[2 * ROW :]),
-        "done_us": ranks.slowest_us(rows[2:]),
+        "host_us": ranks.slowest_us(hosts[FIRST * ROW :]),
+        "done_us": ranks.slowest_us(rows[FIRST:]),
     }
 
 
