@@ -111,6 +111,9 @@ WRITTEN = {
     "redistribute": lambda g, x: redistribute(g, Slab.X, Slab.X, out=x),
     "fft": lambda g, x: fft.fft(g, distribution=Slab.X, out=x),
     "fft in place": lambda g, x: fft.fft(x, distribution=Slab.X, options={"inplace": True}),
+    "fft of another shape": lambda g, x: fft.fft(
+        x, distribution=Slab.X, options={"inplace": True, "redistribute": False}
+    ),
     "matmul in place": lambda g, x: matmul(
         g, g, x, beta=1.0, distributions=[Replicated()] * 3, options={"inplace": True}
     ),
@@ -124,7 +127,14 @@ def check_written(context):
     silent = []
     with context:
         g, x = torch.ones(2, 4, 4, dtype=torch.complex64)
-        for name, call in WRITTEN.items():
+        inplace = {"inplace": True}
+        transform = fft.FFT(x, distribution=Slab.X, options={**inplace, "redistribute": False})
+        product = Matmul(g, g, x, beta=1.0, distributions=[Replicated()] * 3, options=inplace)
+        objects = {"FFT": transform, "Matmul": product}
+        for made in objects.values():
+            made.plan()
+        executed = {name: lambda _, __, made=made: made.execute() for name, made in objects.items()}
+        for name, call in (WRITTEN | executed).items():
             for number in range(5):
                 recorded = x * torch.ones(4, 4, requires_grad=True)
                 call(g, x)

@@ -136,6 +136,7 @@ def differentiable(function: Callable[P, R]) -> Callable[P, R]:
 def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
     """See `collective_call`; `name` is the name of torch's operator, "" if there is none."""
     narrows = name == "matmul"  # whose data type autocast chooses
+    executes = function.__name__ == "execute"  # that of an object, which may write its operands
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -143,11 +144,13 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # else `_is_part` would take this frame for that call's
             return unwatched(call)(*args, **kwargs)
+        writes = executes and args[0].overwrites  # type: ignore[attr-defined]
+        writes = writes or not _IN_PLACE.isdisjoint(kwargs)
         again = _again_after_waits() if waits else _again()
         if again is not None:
             given: R | None = again(function, args, kwargs)
             if given is not None:
-                return _written(given) if not _IN_PLACE.isdisjoint(kwargs) else given
+                return _written(given, args) if writes else given
         operands: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         for operand in operands:
             kind = type(operand)
@@ -187,7 +190,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             raise
         if repeat is not None:
             repeat((function, args, kwargs, result), record.rounds)
-        return _written(result) if not _IN_PLACE.isdisjoint(kwargs) else result
+        return _written(result, args) if writes else result
 
     return call
 
@@ -195,12 +198,17 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
 _IN_PLACE = frozenset(("out", "options"))  # arguments that may make a result the user's tensor
 
 
-def _written(result: R) -> R:
-    """The result, of which torch hears that it was written: a backward pass that has saved what was
-    there before must raise.
+def _written(result: R, args: tuple[Any, ...]) -> R:
+    """The result, or the first of several, of which torch hears that it was written, as the operand
+    in whose memory it lies: a backward pass that has saved what was there before must raise.
     """
-    if hasattr(type(result), "_version"):  # that of an inference tensor cannot be read
-        sys.modules["torch"]._C._increment_version((result,))
+    first: Any = result[0] if isinstance(result, tuple) else result
+    if hasattr(type(first), "_version"):  # that of an inference tensor cannot be read
+        torch = sys.modules["torch"]
+        operand: Any = getattr(args[0], "held", args)[0] if args else None  # an object's, or given
+        is_other = first is not operand and type(first) is type(operand) is torch.Tensor
+        same = is_other and first.data_ptr() == operand.data_ptr()
+        torch._C._increment_version((first, operand) if same else (first,))
     return result
 
 

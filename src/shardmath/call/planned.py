@@ -31,7 +31,8 @@ class Planned:
 
     A subclass names itself (`noun`) and the error that a freed object raises (`invalid`). `context`
     is the one it was made in, and `number` is its name there, the same on all ranks. `_operands`
-    are the operands by name, None for those that were released or never given.
+    are the operands by name, None for those that were released or never given. If it `overwrites`,
+    results are written to operands.
 
     Later operands have to be `alike` the first in these facts. The spec of an execution is the
     object's number, unless the subclass has more than one plan.
@@ -62,6 +63,7 @@ class Planned:
         }
         self._words = arguments.words
         self._options = options_of(operation.options, arguments.options)
+        self.overwrites = getattr(self._options, "inplace", False)
         self._driver.performer.number = self.number
         self._execution = f"{self.noun}.execute"
         self._own_spec = HashedSpec((self.number,))
