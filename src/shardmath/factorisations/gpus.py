@@ -1,11 +1,13 @@
 """Performing factorisations on GPUs, by cuSOLVER and cuBLAS on blocks of buffers, on two streams.
 
-Steps between a synchronisation and an arrival go to a stream with priority; steps after the arrival
-go to the user's stream, as soon as the panel is there. So the next panel has been factorised when
-the product that runs beside it ends.
+Steps between a synchronisation and an arrival go to a stream of their own; steps after the arrival
+go to the user's stream, once those before are done. So ranks copy the next panel while they
+multiply. The rank that factorises it does so before its own product: beside that, each of the many
+short kernels of a panel would wait for blocks of the product to end. The other ranks multiply
+meanwhile, and none waits for long, because ranks have panels in turn.
 
-    panels   meet ─ pull k ┬─ subtract from k+1 ─ factorise k+1 ─ meet ─ pull k+1 ┬─ ...
-    user's                 └─ subtract panel k from the rest ─────────────────────┴─ ...
+    panels   meet ─ pull k ─ subtract from k+1 ─ factorise k+1 ┬─ meet ─ pull k+1 ─ ...
+    user's                                                     └─ subtract k from the rest ─ ...
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
 for its GPU: pivots and faults of numbers stay there until the results are read.
@@ -186,8 +188,8 @@ def _on_streams(steps: Iterable[Any]) -> list[Any]:
         ahead = segment[:arrival]
         come = next((at for at, x in enumerate(ahead) if not isinstance(x, _BRINGS)), arrival)
         made += [On(AHEAD, step) for step in (ahead[0], Await(last_but_one), *ahead[1:come])]
-        made += [On(AHEAD, Record("panel")), Await("panel")]
         made += [On(AHEAD, step) for step in (Await(last), *ahead[come:])]
+        made += [On(AHEAD, Record("panel")), Await("panel")]
         made += [*segment[arrival + 1 :], Record(last_but_one)]
         rests += 1
     return made
