@@ -3,6 +3,7 @@
     python benchmarks/gpu_factorisations.py 2
     python benchmarks/gpu_factorisations.py 1 --sizes 8192 --blocks 256 1024
     python benchmarks/gpu_factorisations.py 2 --operations lu_factor cholesky
+    python benchmarks/gpu_factorisations.py 2 --operations lu_factor --routines libraries own
 
 float64. A rate counts n^3/3 operations for Cholesky, 2/3 n^3 for LU and 2/3 n^3 + 2 n^2 m for m
 right-hand sides, whatever type the factors have. torch has the whole matrix on rank 0's GPU, while
@@ -14,6 +15,8 @@ backward error of a column. Factors of float32 and bfloat16 are refined. Matrice
 "dominant" ones have 3 sqrt(n) added to each diagonal element, which makes factors of bfloat16
 useful. Cholesky's are the lower triangle.
 
+With `--routines libraries` cuSOLVER factorises all panels of LU, in place of our kernel.
+
 If there are fewer GPUs than ranks, these take turns, and the rate is at most that of a whole GPU:
 then the figures show only what panels, synchronisations and redistributions add.
 """
@@ -23,7 +26,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from on_gpus import Ranks, command, run
@@ -31,12 +36,14 @@ from on_gpus import Ranks, command, run
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.linalg import cholesky, lu_factor, solve
+from shardmath.local.gpu import lapack
 
 UNTIMED, REPEATS = 2, 5  # the first call plans, and loads kernels; the second captures them
 ENOUGH = 1.0  # seconds of calls, after which there are no more
 RIGHT_SIDES = 64
 WIDTH = 512
 TORCH, ROWS = "torch.linalg", "rows"
+OWN, LIBRARIES = "own", "libraries"
 CASES = "lu_factor", "cholesky", "solve", "solve, dominant"
 Cases = Sequence[str]
 REFINED = ("float32", "bfloat16")
@@ -212,9 +219,23 @@ class Exactness:
 
 
 def measure(
-    ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float
+    ranks: Ranks,
+    cases: Cases,
+    sizes: list[int],
+    blocks: list[int],
+    seconds: float,
+    routines: str,
 ) -> Iterator[dict[str, Any]]:
     """A row for each size, operation and system; those not begun after `seconds` say so."""
+    none = patch.object(lapack, "blocks_of_lu", lambda *_: 0)
+    with none if routines == LIBRARIES else nullcontext():
+        yield from rows_of(ranks, cases, sizes, blocks, seconds)
+
+
+def rows_of(
+    ranks: Ranks, cases: Cases, sizes: list[int], blocks: list[int], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """See `measure`."""
     begun = time.monotonic()
     for n in sizes:
         for operation in cases:
@@ -294,10 +315,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
     parser.add_argument("--operations", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--routines", nargs="+", default=[OWN], choices=[OWN, LIBRARIES])
     parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after these")
     options = parser.parse_args()
     given = options.operations, options.sizes, options.blocks, options.seconds
-    run("gpu_factorisations", measure, options, *given)
+    for routines in options.routines:
+        name = "gpu_factorisations" + ("_libraries" if routines == LIBRARIES else "")
+        run(name, measure, options, *given, routines)
 
 
 if __name__ == "__main__":

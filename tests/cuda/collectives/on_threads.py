@@ -21,12 +21,12 @@ NONE = 0xFFFFFFFF  # no thread is late
 _HERE = Path(__file__).parent
 
 
-def source_of(name):
-    """A kernel's source for the host."""
+def source_of(name, behind="// The threads of a block in a row."):
+    """A kernel's source for the host. Its words end where `behind` begins."""
     text = (KERNELS / name).read_text()
     before, _, after = text.partition("// -- words ---")
     if after:
-        _, later, rest = after.partition("// The threads of a block in a row.")
+        _, later, rest = after.partition(behind)
         text = before + (_HERE / "device_words.hh").read_text() + later + rest
     return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
 

@@ -65,6 +65,7 @@ CASES = [
         "sm_90a",
     ),
     ("panel_gemm_f64", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
+    *(("panel_lu", (f"ELEMENT={x}", "THREADS=384"), "sm_90") for x in ("double", "float")),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
     ("push", RANKS, "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "ALIGNED=0"), "sm_90"),

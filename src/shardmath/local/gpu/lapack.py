@@ -1,4 +1,4 @@
-"""One rank's dense linear algebra on its GPU: cuSOLVER, cuBLAS, and kernels/factors.cu.
+"""One rank's dense linear algebra on its GPU: cuSOLVER, cuBLAS, and kernels of our own.
 
 Matrices are in column-major order. Everything is put on a stream, and nothing waits for it: faults
 of numbers are noted in `status`, the address of a word that becomes the least of all codes. The
@@ -16,6 +16,7 @@ import numpy as np
 
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.cuda.packages import bindings_of
 from shardmath.geometry.integers import up
@@ -30,6 +31,10 @@ _THREADS, _WAVES = 256, 16
 _CHUNK = 512  # kChunk
 _EXCHANGING = 4  # blocks on each multiprocessor
 _ALIGNMENT = 256  # of what a routine is given: its word, the rows that it has exchanged, its room
+_REAL = {"float32": "float", "float64": "double"}  # types of panels that our kernel factorises
+_PANEL_THREADS, _PANEL_BLOCKS = 384, 128  # rows of a block, and how many there are at most (kHeard)
+_WIDTH = 32  # kWidth
+_PACKETS = 2 * (1 + _WIDTH) * 16  # bytes of a block's packets
 _SOMEWHERE = 1 << 20  # an aligned address that nothing reads
 KERNELS = (
     "check_finite", "conjugate", "set_identity", "keep_lower", "note_zeros", "begin", "least",
@@ -53,13 +58,17 @@ def load(device: Device, dtype: str) -> None:
         _blas(device, beside)
     for name in KERNELS:
         _kernel(device, name, dtype).load()
+    for name in ("factorise_columns", "bring_up") if dtype in _REAL else ():
+        _panel_kernel(device, name, dtype).load()
 
 
 # -- factors ---------------------------------------------------------------------------------------
 
 
 def room(device: Device, routine: str, a: Matrix) -> int:
-    """The bytes of workspace that "potrf" or "getrf" takes for a matrix like that."""
+    """The bytes of workspace that `cholesky` ("potrf") or `lu` ("getrf") takes for `a`."""
+    if routine == "getrf" and (blocks := blocks_of_lu(device, a)):
+        return WORKSPACE + _ALIGNMENT + blocks * _PACKETS
     return _room_of_rows(a) + _elements(device, routine, a) * a.itemsize
 
 
@@ -92,14 +101,53 @@ def lu(
     """
     if not a.size:
         return
-    rows, buffer = workspace + _ALIGNMENT, workspace + _room_of_rows(a)
-    given = a.rows, a.columns, a.address, a.leading, buffer, rows, workspace
-    _called(device, stream, "getrf", a.dtype, *given)
-    count = min(a.rows, a.columns)
-    _words(
-        device, stream, "number_pivots", status, count=count, number=first, rows=rows, pivots=pivots
-    )
+    if blocks_of_lu(device, a):
+        _lu_of_panel(device, stream, a, workspace=workspace, pivots=pivots, first=first)
+    else:
+        rows, buffer = workspace + _ALIGNMENT, workspace + _room_of_rows(a)
+        given = a.rows, a.columns, a.address, a.leading, buffer, rows, workspace
+        _called(device, stream, "getrf", a.dtype, *given)
+        found = {"count": min(a.rows, a.columns), "rows": rows, "pivots": pivots}
+        _words(device, stream, "number_pivots", status, number=first, **found)
     note_zeros(device, stream, a, status=status, first=first)
+
+
+def blocks_of_lu(device: Device, a: Matrix) -> int:
+    """How many blocks of our kernel hold the rows of a panel; 0 if cuSOLVER factorises it."""
+    blocks = -(-a.rows // _PANEL_THREADS)
+    fits = a.columns <= a.rows and blocks <= min(device.processors, _PANEL_BLOCKS)
+    return blocks if fits and a.dtype in _REAL else 0
+
+
+def _lu_of_panel(
+    device: Device, stream: int, a: Matrix, *, workspace: int, pivots: int, first: int
+) -> None:
+    """Factorise a panel by kernels/panel_lu.cu, and products with the columns to the right:
+
+    columns 0 .. 31 ─ exchange rows, divide ─ subtract ─ columns 32 .. 63 ─ exchange rows, ...
+    """
+    names = "factorise_columns", "bring_up"
+    factorise, bring_up = (_panel_kernel(device, name, a.dtype) for name in names)
+    moves = workspace + WORKSPACE
+    packets, leading = moves + _ALIGNMENT, a.leading or 1
+    plus = np.ones(1, to_numpy(a.dtype))
+    minus = -plus
+    device.activate()
+    call("cuMemsetD8Async", packets, 0, blocks_of_lu(device, a) * _PACKETS, stream)
+    for lo in range(0, a.columns, _WIDTH):
+        hi = min(lo + _WIDTH, a.columns)
+        here, below, right = a.part((lo, a.rows), (0, 1)), (hi, a.rows), (hi, a.columns)
+        text = struct.pack("q4Q", leading, here.address, pivots + 4 * lo, moves, packets)
+        argument = Argument(text + struct.pack("4i", here.rows, hi - lo, lo, first + lo))
+        factorise.launch(stream, -(-here.rows // _PANEL_THREADS), _PANEL_THREADS, argument)
+        if hi - lo < a.columns:
+            bring_up.launch(stream, a.columns - (hi - lo), _WIDTH, argument)
+        c, left, upper = a.part(below, right), a.part(below, (lo, hi)), a.part((lo, hi), right)
+        if c.size:
+            shape = _OPS["N"], _OPS["N"], c.rows, c.columns, hi - lo
+            factors = minus.ctypes.data, left.address, leading, upper.address, leading
+            given = *shape, *factors, plus.ctypes.data, c.address, leading
+            _called_blas(device, stream, "gemm", a.dtype, *given, workspace=workspace, beside=True)
 
 
 def _room_of_rows(a: Matrix) -> int:
@@ -151,14 +199,27 @@ def solve_triangular(
     """
     if not b.size:
         return
+    one = np.ones(1, to_numpy(b.dtype))
+    flags = int(right), int(not lower), _OPS[op], int(unit)
+    matrices = one.ctypes.data, a.address, a.leading, b.address, b.leading
+    given = *flags, b.rows, b.columns, *matrices
+    _called_blas(device, stream, "trsm", b.dtype, *given, workspace=workspace, beside=beside)
+
+
+def _called_blas(
+    device: Device,
+    stream: int,
+    routine: str,
+    dtype: str,
+    *given: Any,
+    workspace: int,
+    beside: bool,
+) -> None:
     device.activate()
     library, handle = bindings()[1], _blas(device, beside)
     library.set_stream(handle, stream)
     library.set_workspace(handle, workspace, WORKSPACE)
-    one = np.ones(1, to_numpy(b.dtype))
-    flags = int(right), int(not lower), _OPS[op], int(unit)
-    matrices = one.ctypes.data, a.address, a.leading, b.address, b.leading
-    getattr(library, _LETTERS[b.dtype] + "trsm")(handle, *flags, b.rows, b.columns, *matrices)
+    getattr(library, _LETTERS[dtype] + routine)(handle, *given)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -274,6 +335,11 @@ def _words(
 
 def _kernel(device: Device, name: str, dtype: str) -> Kernel:
     return kernel(device, "factors", name, (f"ELEMENT={dtype}",))
+
+
+def _panel_kernel(device: Device, name: str, dtype: str) -> Kernel:
+    defines = f"ELEMENT={_REAL[dtype]}", f"THREADS={_PANEL_THREADS}"
+    return kernel(device, "panel_lu", name, defines)
 
 
 @cache
