@@ -95,10 +95,19 @@ class Case:
         return mlp if self.what == "mlp" else block
 
     def step(self, layer: Callable[..., Any], weights: Any = None) -> Step:
-        """What returns the result, and the gradients of x and of the weights."""
-        operands = [self.x, *(weights or self.weights.values())]
+        """What returns the result, and the gradients of x and of the weights.
+
+        Every step differentiates by leaves of its own, unless the layer has `weights` of its own.
+        Autograd computes a leaf's gradient on the stream where a graph first used the leaf, as long
+        as anything keeps that graph: inductor's "reduce-overhead" keeps that of its last result.
+        Leaves that all systems shared would tie a captured backward pass to the default stream.
+        """
+        given = [self.x, *self.weights.values()]
 
         def stepped() -> list[Any]:
+            operands = (
+                [self.x, *weights] if weights else [x.detach().requires_grad_() for x in given]
+            )
             y = layer(*operands)
             return [y, *self.torch.autograd.grad(y, operands, self.dy)]
 
@@ -293,7 +302,7 @@ def wrong_by(ranks: Ranks, found: list[Any], expected: list[Any]) -> float:
     """The greatest difference, of the greatest number of its array, on any rank."""
     worst = 0.0
     for x, y in zip(found, expected, strict=True):
-        own = x.to_local() if hasattr(x, "to_local") else x
+        own = (x.to_local() if hasattr(x, "to_local") else x).detach()
         worst = max(worst, float((own - y).abs().max() / y.abs().max()))
     return ranks.largest(worst)
 
@@ -315,20 +324,19 @@ def measure_case(ranks: Ranks, eager: bool, what: str, *sizes: int) -> dict[str,
                 print(f"{what} {sizes} {name}: {row[f'{name}_failed']}", file=sys.stderr)
         return None
 
+    calls = 10 if sizes[0] * sizes[1] < 1 << 24 else 2
     made: dict[tuple[str, str], Step | None] = {}
-    steps: dict[str, Step] = {}
+    runs: dict[str, Callable[[], object]] = {}
     for name, whose, how, in_a_graph in SYSTEMS:
         if eager and how:
             continue
         if (whose, how) not in made:
             made[whose, how] = attempt(name, partial(checked, case, whose, how))
         step = made[whose, how]
-        if step and (not in_a_graph or attempt(name, partial(ranks.time, step, 1))):
-            steps[name] = step
-    calls = 10 if sizes[0] * sizes[1] < 1 << 24 else 2
-    outside = [name for name, *_, in_a_graph in SYSTEMS if not in_a_graph]
-    found = ranks.times(steps, calls, eager=outside)
-    row |= {f"{name}_us": round(us, 1) for name, us in found.items()}
+        if step:
+            run = attempt(name, partial(ranks.prepared, step, calls, graph=in_a_graph))
+            runs |= {name: run} if run else {}
+    row |= {f"{name}_us": round(us, 1) for name, us in ranks.run_times(runs, calls).items()}
     return row
 
 

@@ -78,11 +78,17 @@ class Ranks:
 
         Those named in `eager`, which cannot be captured, are called one by one.
         """
+        return self.run_times(
+            {
+                name: self.prepared(call, calls, graph=name not in eager)
+                for name, call in systems.items()
+            },
+            calls,
+        )
+
+    def run_times(self, runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+        """`times` of systems that are `prepared`: each of `runs` makes so many calls."""
         torch = self.torch
-        runs = {
-            name: self._prepared(call, calls, graph=name not in eager)
-            for name, call in systems.items()
-        }
         found: dict[str, list[float]] = {name: [] for name in runs}
         order, shuffled = list(runs), random.Random(REPEATS)  # alike on all ranks
         for _ in range(REPEATS):
@@ -99,10 +105,13 @@ class Ranks:
         self.context.team.check()
         return {name: self.largest(statistics.median(times)) for name, times in found.items()}
 
-    def _prepared(
+    def prepared(
         self, call: Callable[[], object], calls: int, *, graph: bool
     ) -> Callable[[], object]:
-        """What makes so many calls, which have been made before."""
+        """What makes so many calls, which have been made before, one by one or in a graph.
+
+        Where the capture fails it raises; the streams are then as before, so others can go on.
+        """
 
         def many() -> None:
             for _ in range(calls):
@@ -113,7 +122,9 @@ class Ranks:
         if not graph:
             return many
         captured = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(captured):
+        current = self.torch.cuda.current_stream()
+        # torch does not leave the stream of a capture that fails: the outer `with` does.
+        with self.torch.cuda.stream(current), self.torch.cuda.graph(captured):
             many()
         captured.replay()
         return captured.replay
