@@ -7,7 +7,8 @@ much more often than others. Dispatch is `torch.ops.symm_mem.all_to_all_vdev_2d`
 `all_to_all_vdev_2d_offset`, whose counts lie on the GPU. NCCL's all_to_all_single takes the counts
 from the host, which costs it nothing here, and one index_select each brings its tokens to the order
 of experts and back. `wire` is NCCL's all-to-all without these. Each figure is the slowest rank's
-median, in CUDA graphs and in eager calls; results are compared with NCCL's before timing.
+median, in CUDA graphs and in eager calls, and of these also what a call takes the host; results are
+compared with NCCL's before timing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardmath import symmetric_memory as symm_mem
 
 WIDTH, EXPERTS = 4096, 64  # of all ranks
 CALLS = 8
+HOST_CALLS = 50  # fewer than a GPU's queue has room for
 GOAL = 1.3  # times NCCL's, with its permutes
 FAVOURED = 4.0  # how much more often the first experts are asked for than the last
 
@@ -124,6 +126,11 @@ def measure(ranks):
                 row = {"what": f"{what} {tokens} x {WIDTH}, {EXPERTS} experts", "graph": graph}
                 row |= {f"{name}_us": micros for name, micros in times.items()}
                 row |= {f"{name}_GBps": sent / micros / 1e3 for name, micros in times.items()}
+                if not graph:
+                    for name, call in systems.items():
+                        row[f"{name}_host_us"] = ranks.slowest_us(
+                            ranks.host_times(call, HOST_CALLS)
+                        )
                 row["ratio_to_nccl"], row["goal"] = times["nccl"] / times["ours"], GOAL
                 yield row
         layer.check()

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import struct
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,9 @@ from torch_operators import operators
 
 from mortal import on_ranks
 from shardmath import symmetric_memory as symm_mem
+from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives import experts
+from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric_operators import rows
 
@@ -193,42 +197,86 @@ def test_mistakes_are_errors_of_all_ranks():
     on_ranks(2, body)
 
 
+class Kernels(experts.Experts):
+    """Exchanges of a rank without a GPU: `put` has the arguments of all launches, by part."""
+
+    def __init__(self, context):
+        self.put, self.calls, self._context = [], LRUCache(9), context
+        self._capacity, self._tables = 16, [1, 2]
+        device = SimpleNamespace(ordinal=-1, processors=1, context_address=1)
+        team = SimpleNamespace(rank=context.rank, size=context.size, device=device)
+        team.packed, team.require_usable = bytes, lambda: None
+        team.kernel = lambda *_: SimpleNamespace(
+            ready=lambda blocks, threads, argument: ReadyLaunch(
+                0, None, argument, (blocks, threads)
+            )
+        )
+        order = SimpleNamespace(continues=lambda _: True, put=self._launch)
+        self._collectives = SimpleNamespace(team=team, order=order)
+
+    def _launch(self, ready, stream):
+        words = struct.unpack("=2I16Q", ready.parts[3])
+        self.put.append((words[1:9], words[9:13], list(words[13:15])))
+        self.last_tables = words[15:17]
+
+
 def test_what_kernels_are_told(monkeypatch):
     """Of the ways of GPUs, on memory of the host: hosts meet where a call is new, and else not."""
 
     def body(context):
-        put, kernels = [], SimpleNamespace(put=lambda exchange, stream: put.append(exchange))
+        kernels = Kernels(context)
         monkeypatch.setattr(experts.Experts, "of", lambda _: kernels)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(experts, "libraries", lambda: {"torch": streams})
+        streams = SimpleNamespace(stream=lambda _: 0)
         rank, size = context.rank, context.size
         x, told = torch.ones(8, 3), torch.zeros(2, 4, dtype=torch.int64)
-        splits = torch.full((4,), 2)
+        splits, both = torch.full((4,), 2), torch.full((2, 4), 2)
         out = symm_mem.empty(8 + rank, 3, dtype=torch.float32, device="cpu")
 
-        def call(x=x, splits=splits, align=2):
-            shuffle = rows.Shuffle("there", size, 2, align=align)
-            rows._exchange_on_gpus(context, lambda: shuffle, x, out, splits, None, told)
+        def call(x=x, splits=splits, align=2, combines=False, told=told, experts=2):
+            make = partial(rows.Shuffle, "there", size, experts, combines, align)
+            given = x, out, splits, told, combines
+            rows._exchange_on_gpus(context, ("there", align), make, *given)
 
         call()
+        others = x.clone() if rank == 0 else x
         if rank == 0:  # alone, and with another tensor of the same kind
-            call(x.clone())
+            call(others)
         context.barrier()
         call(align=1)
-        assert len(put) == 3 - rank
+        call(splits=both, align=0, combines=True)
+        call(splits=both.repeat(1, 2)[:, :4], align=0, combines=True)
         targets = symm_mem.rendezvous(out).array_ptrs
-        for exchange, align in zip(put, [2, 2, 1][-len(put) :], strict=True):
-            assert exchange.targets == targets and exchange.targets[rank] == out.data_ptr()
-            assert (exchange.counts, exchange.starts) == (splits.data_ptr(), 0)
-            assert (exchange.width, exchange.rows, exchange.room) == (12, 8, 8 + rank)
-            assert (exchange.experts, exchange.align, exchange.combines) == (2, align, False)
-        assert len({exchange.tag for exchange in put}) == 2
+        assert targets[rank] == out.data_ptr()
+        sent = [(x, splits, 2), (others, splits, 2), (x, splits, 1), (x, both, 0), (x, None, 0)]
+        if rank == 1:
+            del sent[1]
+        tags = set()
+        for (words, addresses, into), (rows_sent, counts, align) in zip(
+            kernels.put, sent, strict=True
+        ):
+            combines, tag, *sizes = words
+            tags.add(tag)
+            assert (combines, sizes) == (align == 0, [12, 8, 8 + rank, 2, align, 4 + 16])
+            assert into == targets and addresses[2:] == (told.data_ptr(), rows_sent.data_ptr())
+            if counts is not None:  # else those of a copy
+                assert addresses[0] == counts.data_ptr()
+            assert addresses[1] == (addresses[0] + 8 * 4 if align == 0 else 0)
+        assert len(tags) == 3
         for wrong, message in [
             (lambda: call(x[:, :2]), "contiguous"),
+            (lambda: call(torch.ones(3, 8).T), "contiguous"),
             (lambda: call(splits=splits.int()), "int64"),
             (lambda: call(splits=splits[:2]), "expected in_splits of 4 counts"),
             (lambda: call(x.double()), "out has rows of"),
         ]:
             with pytest.raises(ValueError, match=message):
                 wrong()
+        assert len(kernels.put) == len(sent) and kernels.last_tables == (1, 2)
+        monkeypatch.setattr(experts, "kernel_memory", lambda *_: [3, 4])
+        call(splits=torch.zeros(18, dtype=torch.int64), told=torch.zeros(2, 18).long(), experts=9)
+        assert len(kernels.calls) == 1  # others would use the smaller tables
+        call(align=1)
+        assert len(kernels.calls) == 2 and kernels.last_tables == (3, 4)
 
     on_ranks(2, body)

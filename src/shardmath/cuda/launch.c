@@ -1,4 +1,5 @@
-/* A repeated call of a collective: check its arrays, list it, launch its kernel, all in one call.
+/* A repeated call of a collective: check its arrays, list it, launch its kernel, all in one call. And launches that come
+ * again with other arrays, and that nobody lists.
  *
  * Built at installation where there is a C compiler; without it Python does the same, step by step. Where anything
  * differs from the last time, `go` does nothing and returns None, and Python makes the call.
@@ -21,7 +22,7 @@
 #define DRIVER "libcuda.so.1" /* tests have another */
 #endif
 
-enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16, SPINS = 1 << 12 };
+enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16, SPINS = 1 << 12, ARRAYS = 4 };
 enum { LISTED = -1 }; /* no answer of the driver: the call is listed, and Python does the rest */
 
 typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
@@ -31,7 +32,7 @@ typedef int (*CurrentContext)(void **);
 static LaunchKernel launch_kernel;
 static CurrentContext current_context;
 
-/* What a tensor must be. In a call with counts its first extent may be any: `nbytes` are those of one index. */
+/* What a tensor must be. If its first extent may be any, `nbytes` are those of one index. */
 typedef struct {
     PyObject *dtype, *shape;
     long device;
@@ -87,9 +88,9 @@ static int truth(PyObject *found) {
     return is;
 }
 
-/* Whether a shape is as expected: 1, 0 or -1. In a call with counts any first extent is, and goes to `extent`. */
-static int fits(const Repeat *self, const Expected *expected, PyObject *shape, uint64_t *extent) {
-    if (shape == NULL || !self->ranks)
+/* Whether a shape is as expected: 1, 0 or -1. With `any`, any first extent is, and goes to `extent`. */
+static int fits(const Expected *expected, int any, PyObject *shape, uint64_t *extent) {
+    if (shape == NULL || !any)
         return shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
     Py_ssize_t ndim = PyTuple_Check(shape) ? PyTuple_GET_SIZE(shape) : 0;
     if (ndim == 0 || ndim != PyTuple_GET_SIZE(expected->shape))
@@ -103,17 +104,17 @@ static int fits(const Repeat *self, const Expected *expected, PyObject *shape, u
     return PyErr_Occurred() ? -1 : 1;
 }
 
-/* Look at a tensor. An exception may be set, which the caller clears. */
-static Found look(const Repeat *self, const Expected *expected, PyObject *x) {
+/* Look at a tensor, of that type. See `fits`. An exception may be set, which the caller clears. */
+static Found look(PyObject *kind, const Expected *expected, int any, PyObject *x) {
     Found found = {0, expected->nbytes, 1};
-    if ((PyObject *)Py_TYPE(x) != self->kind)
+    if ((PyObject *)Py_TYPE(x) != kind)
         return found;
     PyObject *dtype = PyObject_GetAttr(x, s_dtype);
     Py_XDECREF(dtype); /* the type of an array lives as long as torch */
     if (dtype != expected->dtype)
         return found;
     PyObject *shape = PyObject_GetAttr(x, s_shape);
-    int same = fits(self, expected, shape, &found.extent);
+    int same = fits(expected, any, shape, &found.extent);
     Py_XDECREF(shape);
     if (same != 1 || truth(PyObject_GetAttr(x, s_requires_grad)) != 0 ||
         truth(PyObject_CallMethodNoArgs(x, s_is_contiguous)) != 1 ||
@@ -238,9 +239,10 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     uint64_t stream = PyLong_AsUnsignedLongLong(given[2]);
     if (PyErr_Occurred())
         return NULL;
-    Found x = look(self, &self->operand, given[0]), out = x;
+    const int any = self->ranks != 0;
+    Found x = look(self->kind, &self->operand, any, given[0]), out = x;
     if (x.address)
-        out = look(self, &self->result, given[1]);
+        out = look(self->kind, &self->result, any, given[1]);
     char argument[PARAMETERS] __attribute__((aligned(16)));
     uint64_t words[WORDS];
     Grid grid = self->grid;
@@ -358,6 +360,135 @@ static void drop(Repeat *self) {
     Py_DECREF(type);
 }
 
+/* -- launches that nobody lists -------------------------------------------------------------------------- */
+
+/* Where the argument of a kernel has the address of an array, or one so many bytes behind it. */
+typedef struct {
+    unsigned array;
+    Py_ssize_t place;
+    unsigned long long behind;
+} Place;
+
+/* A kernel, and arrays that look the same each time. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *kind; /* torch.Tensor */
+    Expected expected[ARRAYS];
+    Py_ssize_t arrays, places;
+    Place place[2 * ARRAYS];
+    Grid grid;
+    void *context; /* the CUDA context, which must be current */
+    Py_ssize_t parameters;
+    char argument[PARAMETERS];
+} Launch;
+
+/* go(stream, array, ...): None where an array looks otherwise, or another context is current, and nothing was done;
+ * else the driver's status. */
+static PyObject *go_again(Launch *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 1 + self->arrays) {
+        PyErr_SetString(PyExc_TypeError, "go(stream, array, ...)");
+        return NULL;
+    }
+    uint64_t stream = PyLong_AsUnsignedLongLong(given[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    uint64_t addresses[ARRAYS];
+    for (Py_ssize_t i = 0; i < self->arrays; i++) {
+        addresses[i] = look(self->kind, &self->expected[i], 0, given[1 + i]).address;
+        if (addresses[i] == 0) {
+            PyErr_Clear(); /* Python makes the launch then, and raises it again */
+            Py_RETURN_NONE;
+        }
+    }
+    void *context = NULL;
+    if (current_context(&context) != 0 || context != self->context)
+        Py_RETURN_NONE;
+    char argument[PARAMETERS] __attribute__((aligned(16)));
+    memcpy(argument, self->argument, (size_t)self->parameters);
+    for (Py_ssize_t i = 0; i < self->places; i++) {
+        uint64_t address = addresses[self->place[i].array] + self->place[i].behind;
+        memcpy(argument + self->place[i].place, &address, sizeof address);
+    }
+    void *parameters[1] = {argument};
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = launch_kernel(self->grid.function, self->grid.blocks, 1, 1, self->grid.threads, 1, 1, 0,
+                           (void *)(uintptr_t)stream, parameters, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
+static void drop_launch(Launch *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(self->kind);
+    for (Py_ssize_t i = 0; i < self->arrays; i++) {
+        Py_XDECREF(self->expected[i].dtype);
+        Py_XDECREF(self->expected[i].shape);
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Read what arrays look like, and where their addresses go: 0, or -1 with an error set. */
+static int read_arrays(Launch *self, PyObject *looks, PyObject *places) {
+    if (PyTuple_GET_SIZE(looks) > ARRAYS || PyTuple_GET_SIZE(places) > 2 * ARRAYS) {
+        PyErr_SetString(PyExc_ValueError, "too many arrays or places");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(looks); i++) {
+        Expected *expected = &self->expected[i];
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(looks, i), "OOl", &expected->dtype, &expected->shape, &expected->device))
+            return -1;
+        Py_INCREF(expected->dtype);
+        Py_INCREF(expected->shape);
+        self->arrays = i + 1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+        Place *place = &self->place[i];
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "InK", &place->array, &place->place, &place->behind))
+            return -1;
+        if (place->array >= self->arrays || place->place < 0 || place->place + 8 > self->parameters) {
+            PyErr_SetString(PyExc_ValueError, "a place of no array, or outside of the argument");
+            return -1;
+        }
+        self->places = i + 1;
+    }
+    return 0;
+}
+
+/* Launch(kind, ((dtype, shape, device), ...) of the arrays, ((array, place, behind), ...),
+ *        (function, context, blocks, threads, argument)) */
+static PyObject *make_launch(PyTypeObject *type, PyObject *arguments, PyObject *named) {
+    Launch *self = (Launch *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    unsigned long long function, context;
+    const char *argument;
+    PyObject *kind, *looks, *places;
+    if ((named != NULL && PyDict_GET_SIZE(named)) ||
+        !PyArg_ParseTuple(arguments, "OO!O!(KKIIy#)", &kind, &PyTuple_Type, &looks, &PyTuple_Type, &places, &function,
+                          &context, &self->grid.blocks, &self->grid.threads, &argument, &self->parameters)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a launch takes no names");
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->kind = Py_NewRef(kind);
+    self->grid.function = pointer(function);
+    self->context = pointer(context);
+    if (self->parameters > PARAMETERS)
+        PyErr_SetString(PyExc_ValueError, "too long an argument");
+    else
+        memcpy(self->argument, argument, (size_t)self->parameters);
+    if (PyErr_Occurred() || read_arrays(self, looks, places) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* -- the module ------------------------------------------------------------------------------------------ */
+
 static PyMethodDef methods[] = {
     {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
      "Make the call. None: it differs, and nothing was done. LISTED: it was only listed."},
@@ -373,6 +504,22 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec repeat_type = {"shardmath.cuda._launch.Repeat", sizeof(Repeat), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static PyMethodDef launch_methods[] = {
+    {"go", (PyCFunction)(void (*)(void))go_again, METH_FASTCALL,
+     "Make the launch. None: an array looks otherwise, and nothing was done."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot launch_slots[] = {
+    {Py_tp_doc, "A launch that can be repeated, on arrays that look the same."},
+    {Py_tp_new, make_launch},
+    {Py_tp_dealloc, drop_launch},
+    {Py_tp_methods, launch_methods},
+    {0, NULL},
+};
+
+static PyType_Spec launch_type = {"shardmath.cuda._launch.Launch", sizeof(Launch), 0, Py_TPFLAGS_DEFAULT, launch_slots};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_launch", "Calls that come again, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
@@ -406,9 +553,12 @@ PyMODINIT_FUNC PyInit__launch(void) {
     if (find_driver() < 0 || find_names() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&repeat_type);
-    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
-        PyModule_AddIntMacro(module, LISTED) < 0 || PyModule_AddIntConstant(module, "INTERFACE", 1) < 0)
+    PyObject *launch = PyType_FromSpec(&launch_type);
+    if (module == NULL || type == NULL || launch == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
+        PyModule_AddObjectRef(module, "Launch", launch) < 0 || PyModule_AddIntMacro(module, LISTED) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", 2) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
+    Py_XDECREF(launch);
     return module;
 }

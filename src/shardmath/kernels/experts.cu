@@ -7,18 +7,21 @@
 //     rank-major    (rank, expert) is chunk rank * experts + expert
 //     expert-major  (rank, expert) is chunk expert * kRanks + rank
 //
-// Three launches, one after the other:
+// One launch. Its blocks share the work by when they begin and end, wherever they run:
 //
-//     tell_counts     one block: this rank's counts to every rank, and a barrier. Then, from all ranks' counts, where
-//                     each of this rank's chunks goes, and what comes to this rank. All ranks see the same counts:
-//                     so where they do not fit, all see it, and none sends.
-//     send_rows       tiles of this rank's chunks, straight into the peers' memory. Blocks begin with different peers,
-//                     so that all links are busy, and take the tiles of the next when those of one are gone.
-//     finish_sending  one block: a barrier, after which all rows are there. Then what did not fit is reported; these
-//                     ranks' later exchanges and collectives do nothing, as their hosts raise errors at other calls.
+//     the first  tells every rank this rank's counts, and crosses a barrier. Then it knows all ranks' counts, and plans:
+//                where each of this rank's chunks goes, and what comes to this rank. All ranks see the same counts: so
+//                where they do not fit, all see it, and none sends.
+//     all        wait for the plan. Then they copy tiles of this rank's chunks straight into the peers' memory. Blocks
+//                begin with different peers, so that all links are busy, and take the tiles of the next when those of
+//                one are gone.
+//     the last   crosses a barrier when all others have ended: then all rows are there. It reports what did not fit;
+//                these ranks' later exchanges and collectives do nothing, as their hosts raise errors at other calls.
 //
-// Reuse. A peer writes this rank's table in `tell_counts`, after its last `finish_sending`, which waited for this
-// rank's: behind all that has read the table, and behind what used the result before.
+// Blocks wait for the first one only, which runs already. So they need not all be on the GPU at once.
+//
+// Reuse. A peer writes this rank's table after the last barrier of its last exchange, in which this rank's last block
+// took part: behind all that has read the table, and behind what used the result before.
 #include "symm.cuh"
 
 using namespace shardmath;
@@ -41,21 +44,26 @@ struct Chunk {
     u64 tile;              // the number of its first one, among those for this rank
 };
 
-// What `tell_counts` has found out for the launches behind it. `chunk` follows it, [rank][expert], and then room for
-// what does not fit in shared memory.
+// What the first block has found out for the others. Between launches `state`, `begun` and `ended` have all bits set, as
+// the memory has at first. `chunk` follows it, [rank][expert], and then room for what does not fit in shared memory.
 struct Plan {
-    u64 operation, place, expected, seen;  // why nothing is sent; an operation of 0: it is
-    u64 tiles[kRanks], taken[kRanks];      // for each rank: all, and those that blocks have taken
+    u64 state;                   // kUnknown: not known yet; 0: send; else an Operation, why nothing is sent
+    u64 begun, ended;            // blocks that have, less one
+    u64 place, expected, seen;   // of the Operation
+    u64 tiles[kRanks], taken[kRanks];  // for each rank: all, and those that blocks have taken
 };
+constexpr u64 kUnknown = ~0ull;
 
-// What the threads of `tell_counts` share. Prefix sums run over it, one step after the other.
-constexpr u64 kFew = 2048;
+// What the threads of a block share: the first one's sums by rank, and sizes; then the chunk that a tile belongs to.
+constexpr u64 kFew = 1024;
 struct Shared {
-    u64 word;
-    u64 sum[kRanks];  // rows for each rank
-    u64 end[kRanks];  // behind the last row that comes to each rank
+    u64 word;              // which one thread has found for all
+    u64 number;            // of the chunk
+    Chunk chunk;
+    u64 sum[kRanks];       // rows for each rank
+    u64 end[kRanks];       // behind the last row that comes to each rank
     u64 why[kRanks], expected[kRanks], seen[kRanks];  // what is wrong with each rank, an Operation
-    u64 group[kFew], tile[kFew];
+    u64 extent[kFew], group[kFew], tiles[kFew];
 };
 
 struct ExpertsArgument {
@@ -97,15 +105,18 @@ struct Exchange {
     }
 };
 
-struct Telling : Exchange {
+struct Planning : Exchange {
     Shared& shared;
-    u64* group;  // where the groups of chunks that come to a rank begin, [rank][major]
-    u64* tile;   // the number of the first tile of a chunk, among those for its rank, [rank][expert]
+    u64* extent;  // rows from the beginning of a group of chunks that come to a rank to the next, [rank][major]
+    u64* group;   // where the group begins
+    u64* tiles;   // of a chunk of this rank, [rank][expert]
 
-    __device__ Telling(const ExpertsArgument& a, Shared& shared) : Exchange{a}, shared(shared) {
+    __device__ Planning(const ExpertsArgument& a, Shared& shared) : Exchange{a}, shared(shared) {
         u64* const room = (u64*)(chunk() + chunks());
-        group = kRanks * majors() <= kFew ? shared.group : room;
-        tile = chunks() <= kFew ? shared.tile : room + kRanks * majors();
+        const u64 groups = kRanks * majors();
+        extent = groups <= kFew ? shared.extent : room;
+        group = groups <= kFew ? shared.group : room + groups;
+        tiles = chunks() <= kFew ? shared.tiles : room + 2 * groups;
     }
 
     __device__ bool within(u64 chunk) const {
@@ -138,26 +149,30 @@ struct Telling : Exchange {
         for (u64 peer = me; peer < kRanks; peer += all) head(peer, rank()) = {a.tag, a.rows, a.room, bad};
     }
 
-    // Where the groups that come to each rank begin, and all of them end.
+    // The rows of a group that comes to a rank.
+    __device__ u64 rows_of(int to, u64 major) const {
+        u64 sum = 0;
+        for (u64 k = 0; k < minors(); ++k) sum += coming(to, major, k);
+        return sum;
+    }
+
+    // Where the groups that come to each rank begin, and all of them end. Each thread adds up what is before its own:
+    // that takes no longer than one thread that adds up all.
     __device__ void place_groups() const {
-        const u64 me = thread_number(), all = thread_count();
-        for (u64 i = me; i < kRanks * majors(); i += all) {
-            u64 sum = 0;
-            for (u64 k = 0; k < minors(); ++k) sum += coming(i / majors(), i % majors(), k);
-            group[i] = sum;
+        const u64 me = thread_number(), all = thread_count(), groups = kRanks * majors();
+        for (u64 to = me; to < kRanks; to += all) shared.end[to] = 0;
+        for (u64 i = me; i < groups; i += all) {
+            const u64 rows = rows_of(i / majors(), i % majors());
+            const u64 steps = a.align ? (rows + a.align - 1) / a.align : rows;
+            extent[i] = a.align ? (steps ? steps : 1) * a.align : rows;
         }
         __syncthreads();
-        for (u64 to = me; to < kRanks; to += all) {
-            u64 start = 0, end = 0;
-            for (u64 major = 0; major < majors(); ++major) {
-                u64& place = group[to * majors() + major];
-                const u64 sum = place;
-                place = start;
-                if (sum) end = start + sum;
-                const u64 steps = a.align ? (sum + a.align - 1) / a.align : sum;
-                start += a.align ? (steps ? steps : 1) * a.align : sum;
-            }
-            shared.end[to] = end;
+        for (u64 i = me; i < groups; i += all) {
+            const u64 to = i / majors(), rows = rows_of(to, i % majors());
+            u64 start = 0;
+            for (u64 k = to * majors(); k < i; ++k) start += extent[k];
+            group[i] = start;
+            if (rows) atomicMax(&shared.end[to], start + rows);
         }
         __syncthreads();
     }
@@ -172,9 +187,10 @@ struct Telling : Exchange {
         shared.seen[of] = other ? told.tag : bad ? told.bad - 1 : end;
     }
 
-    // Whether all ranks make this exchange, and what each sends and takes is there. The same for all threads. Where more
-    // is wrong, another exchange counts before counts, these before room, and of ranks the first.
-    __device__ bool fits() const {
+    // Why nothing can be sent, an Operation; 0 where all ranks make this exchange, and what each sends and takes is
+    // there. The same for all threads. Where more is wrong, another exchange counts before counts, these before room,
+    // and of ranks the first.
+    __device__ u64 misfit() const {
         const u64 me = thread_number(), all = thread_count();
         for (u64 of = me; of < kRanks; of += all) inspect(of);
         __syncthreads();
@@ -182,16 +198,11 @@ struct Telling : Exchange {
             int first = 0;
             for (int r = 1; r < kRanks; ++r)
                 if (shared.why[r] > shared.why[first]) first = r;
-            refuse(shared.why[first], first, shared.expected[first], shared.seen[first]);
+            a.plan->place = first, a.plan->expected = shared.expected[first], a.plan->seen = shared.seen[first];
             shared.word = shared.why[first];
         }
         __syncthreads();
-        return shared.word == 0;
-    }
-
-    __device__ void refuse(u64 operation, u64 place, u64 expected, u64 seen) const {
-        Plan& plan = *a.plan;
-        plan.place = place, plan.expected = expected, plan.seen = seen, plan.operation = operation;
+        return shared.word;
     }
 
     __device__ u64 offset(int to, u64 major, u64 minor) const {
@@ -200,100 +211,132 @@ struct Telling : Exchange {
         return start;
     }
 
-    // Where one of this rank's chunks lies, in rows.
-    __device__ u64 start_of(u64 to, u64 expert) const {
-        if (a.starts) return (u64)a.starts[sent(to, expert)];
-        u64 start = 0;
-        for (u64 r = 0; r < to; ++r) start += shared.sum[r];
-        for (u64 e = 0; e < expert; ++e) start += (u64)a.counts[sent(to, e)];
-        return start;
-    }
-
     __device__ void place_chunks() const {
         const u64 me = thread_number(), all = thread_count();
         for (u64 i = me; i < chunks(); i += all)
-            tile[i] = ((u64)a.counts[sent(i / a.experts, i % a.experts)] * a.width + kTile - 1) / kTile;
-        __syncthreads();
-        for (u64 to = me; to < kRanks; to += all) {
-            u64 tiles = 0;
-            for (u64 e = 0; e < a.experts; ++e) {
-                u64& first = tile[to * a.experts + e];
-                const u64 count = first;
-                first = tiles;
-                tiles += count;
-            }
-            a.plan->tiles[to] = tiles;
-            a.plan->taken[to] = 0;
-        }
+            tiles[i] = ((u64)a.counts[sent(i / a.experts, i % a.experts)] * a.width + kTile - 1) / kTile;
         __syncthreads();
         for (u64 i = me; i < chunks(); i += all) {
-            const u64 to = i / a.experts, expert = i % a.experts;
+            const u64 to = i / a.experts, expert = i % a.experts, number = sent(to, expert);
+            u64 from = 0, tile = 0;
+            for (u64 k = 0; k < expert; ++k) tile += tiles[to * a.experts + k];
+            if (expert + 1 == a.experts) a.plan->tiles[to] = tile + tiles[i], a.plan->taken[to] = 0;
+            if (a.starts) {
+                from = (u64)a.starts[number];
+            } else {
+                for (u64 r = 0; r < to; ++r) from += shared.sum[r];
+                for (u64 k = 0; k < expert; ++k) from += (u64)a.counts[sent(to, k)];
+            }
             const u64 major = a.combines ? rank() : expert, minor = a.combines ? expert : rank();
-            const u64 from = start_of(to, expert), nbytes = (u64)a.counts[sent(to, expert)] * a.width;
-            chunk()[i] = {from * a.width, offset(to, major, minor) * a.width, nbytes, tile[i]};
+            const u64 nbytes = (u64)a.counts[number] * a.width;
+            chunk()[i] = {from * a.width, offset(to, major, minor) * a.width, nbytes, tile};
             a.told[i] = (i64)coming(rank(), i / minors(), i % minors());
             a.told[chunks() + i] = (i64)offset(rank(), i / minors(), i % minors());
         }
     }
+
+    // Make the plan, with the peers' first blocks; other blocks of this rank see it when its state is known.
+    __device__ void make() const {
+        u64 state = kCollective;  // a wait was in vain, in this launch or before
+        if (load_relaxed(&a.team.own().broken) == 0) {
+            send_counts();
+            if (barrier(a.team, a.channel, kCollective)) {
+                place_groups();
+                state = misfit();
+                if (state == 0) place_chunks();
+            }
+        }
+        __syncthreads();
+        if (thread_number() == 0) store_release(&a.plan->state, state);
+    }
 };
 
 struct Sending : Exchange {
-    // The chunk for a rank to which a tile belongs: the last that begins with it or before, which is not empty.
-    __device__ const Chunk& chunk_of(int to, u64 tile) const {
-        const Chunk* const first = chunk() + to * a.experts;
-        u64 low = 0, high = a.experts;
-        while (high - low > 1) {
-            const u64 middle = (low + high) / 2;
-            if (first[middle].tile <= tile)
-                low = middle;
-            else
-                high = middle;
-        }
-        return first[low];
+    Shared& shared;
+
+    __device__ Sending(const ExpertsArgument& a, Shared& shared) : Exchange{a}, shared(shared) {}
+
+    // A number of one thread, for all.
+    template <class Find>
+    __device__ u64 for_all(Find find) const {
+        if (thread_number() == 0) shared.word = find();
+        __syncthreads();
+        const u64 found = shared.word;
+        __syncthreads();  // all have read it before the next is found
+        return found;
     }
 
-    __device__ void send_tiles(int to, u64& claimed) const {
-        for (;;) {
-            if (thread_number() == 0) claimed = atomicAdd(&a.plan->taken[to], 1ull);
+    __device__ bool is_first() const {
+        return for_all([&] { return atomicAdd(&a.plan->begun, 1ull); }) == kUnknown;
+    }
+
+    // Whether all other blocks have ended; what they wrote is then seen by this one, and by whom it tells.
+    __device__ bool is_last() const {
+        __syncthreads();  // all threads have written what they will
+        const u64 before = for_all([&] {
+            fence();
+            const u64 number = atomicAdd(&a.plan->ended, 1ull) + 1;
+            fence();
+            return number;
+        });
+        return before + 1 == gridDim.x;
+    }
+
+    __device__ u64 await_plan() const {
+        return for_all([&] {
+            u64 state;
+            do state = load_acquire(&a.plan->state);
+            while (state == kUnknown);
+            return state;
+        });
+    }
+
+    // The chunk for a rank to which a tile belongs: the last that begins with it or before, which is not empty. Every
+    // thread looks at one place, as far from the next as it takes to see all; then again between two of these.
+    __device__ const Chunk& chunk_of(int to, u64 tile) const {
+        const Chunk* const first = chunk() + to * a.experts;
+        const u64 me = thread_number(), all = thread_count();
+        for (u64 low = 0, high = a.experts;;) {
+            const u64 step = (high - low + all - 1) / all, here = low + me * step, next = here + step;
+            if (here < high && first[here].tile <= tile && (next >= high || first[next].tile > tile))
+                shared.chunk = first[here], shared.number = here;
             __syncthreads();
-            const u64 tile = claimed;
-            __syncthreads();  // all have read it before the next is claimed
-            if (tile >= a.plan->tiles[to]) return;
+            if (step == 1) return shared.chunk;
+            low = shared.number, high = low + step < high ? low + step : high;
+            __syncthreads();
+        }
+    }
+
+    __device__ void send_tiles(int to) const {
+        const u64 tiles = a.plan->tiles[to];
+        for (;;) {
+            const u64 tile = for_all([&] { return atomicAdd(&a.plan->taken[to], 1ull); });
+            if (tile >= tiles) return;
             const Chunk& part = chunk_of(to, tile);
             const u64 at = (tile - part.tile) * kTile, left = part.nbytes - at;
             put(a.output[to] + part.to + at, a.input + part.from + at, left < kTile ? left : kTile);
         }
     }
+
+    // Behind all rows of all ranks, or where nothing was sent; and make the plan ready for the next launch.
+    __device__ void finish(u64 state) const {
+        const bool met = state != kCollective && barrier(a.team, a.channel, kCollective);
+        if (thread_number() != 0) return;
+        Plan& plan = *a.plan;
+        if (met && state != 0) {
+            store_relaxed(&a.team.own().broken, 1);
+            note(a.team, a.team.rank, (u32)state, (u32)plan.place, plan.expected, plan.seen);
+            report(a.team);
+        }
+        plan.state = plan.begun = plan.ended = kUnknown;
+    }
 };
 
-extern "C" __global__ void __launch_bounds__(1024) tell_counts(const __grid_constant__ ExpertsArgument a) {
+extern "C" __global__ void __launch_bounds__(256, 4) exchange_rows(const __grid_constant__ ExpertsArgument a) {
     __shared__ Shared shared;
-    const Telling telling(a, shared);
-    bool met = load_relaxed(&a.team.own().broken) == 0;
-    if (met) {
-        telling.send_counts();
-        met = barrier(a.team, a.channel, kCollective);
-    }
-    if (!met) {
-        if (thread_number() == 0) telling.refuse(kCollective, 0, 0, 0);
-        return;
-    }
-    telling.place_groups();
-    if (telling.fits()) telling.place_chunks();
-}
-
-extern "C" __global__ void __launch_bounds__(256) send_rows(const __grid_constant__ ExpertsArgument a) {
-    __shared__ u64 claimed;
-    if (a.plan->operation) return;
-    for (int i = 0; i < kRanks; ++i)
-        Sending{a}.send_tiles((a.team.rank + 1 + blockIdx.x + i) % kRanks, claimed);
-}
-
-extern "C" __global__ void __launch_bounds__(1024) finish_sending(const __grid_constant__ ExpertsArgument a) {
-    const Plan& plan = *a.plan;
-    if (plan.operation == kCollective || !barrier(a.team, a.channel, kCollective)) return;
-    if (plan.operation == 0 || thread_number() != 0) return;
-    store_relaxed(&a.team.own().broken, 1);
-    note(a.team, a.team.rank, (u32)plan.operation, (u32)plan.place, plan.expected, plan.seen);
-    report(a.team);
+    const Sending sending(a, shared);
+    if (sending.is_first()) Planning(a, shared).make();
+    const u64 state = sending.await_plan();
+    for (int i = 0; i < kRanks && state == 0; ++i) sending.send_tiles((a.team.rank + 1 + blockIdx.x + i) % kRanks);
+    if (sending.is_last()) sending.finish(state);
 }

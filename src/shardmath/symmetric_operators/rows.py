@@ -22,14 +22,12 @@ from typing import Any
 import torch
 
 from shardmath.base.immutable import Immutable
-from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives import all_to_all
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.handles.rendezvous import context_of_group, rendezvous
 
 Counts = Sequence[int]
-_KEPT = 64  # calls on GPUs that are known, each with the handle of its result
 
 
 class Shuffle(Immutable, words="{operation}: {ranks} ranks of {experts} experts"):
@@ -114,8 +112,11 @@ def _all_to_all_vdev(x: Any, out: Any, in_splits: Any, told: Any, group_name: st
     more rows than a rank's `x` has, and where a rank's `out` has no room.
     """
     context = context_of_group(group_name)
-    shuffle = Shuffle("all_to_all_vdev", context.size, 1)
-    _exchange(context, lambda: shuffle, x, out, in_splits, None, told)
+
+    def shuffle() -> Shuffle:
+        return Shuffle("all_to_all_vdev", context.size, 1)
+
+    _exchange(context, ("all_to_all_vdev", 0), shuffle, x, out, in_splits, told)
 
 
 def _all_to_all_vdev_2d(
@@ -131,15 +132,15 @@ def _all_to_all_vdev_2d(
     Raises on all ranks as `all_to_all_vdev`, and for another `major_align` on some.
     """
     context = context_of_group(group_name)
+    align = 1 if major_align is None else major_align
 
     def shuffle() -> Shuffle:
-        align = 1 if major_align is None else major_align
         if align < 1:
             raise ValueError(f"major_align is 1 or more, not {align}")
         experts = _experts(context, in_splits.numel())
         return Shuffle("all_to_all_vdev_2d", context.size, experts, align=align)
 
-    _exchange(context, shuffle, x, out, in_splits, None, told)
+    _exchange(context, ("all_to_all_vdev_2d", align), shuffle, x, out, in_splits, told)
 
 
 def _all_to_all_vdev_2d_offset(
@@ -163,8 +164,8 @@ def _all_to_all_vdev_2d_offset(
         experts = _experts(context, in_splits_offsets.shape[1])
         return Shuffle("all_to_all_vdev_2d_offset", context.size, experts, combines=True)
 
-    splits, starts = in_splits_offsets[:1].reshape(-1), in_splits_offsets[1:].reshape(-1)
-    _exchange(context, shuffle, x, out, splits, starts, told)
+    call = "all_to_all_vdev_2d_offset", 0
+    _exchange(context, call, shuffle, x, out, in_splits_offsets, told, with_starts=True)
 
 
 def _experts(context: DistributedContext, chunks: int) -> int:
@@ -176,28 +177,37 @@ def _experts(context: DistributedContext, chunks: int) -> int:
 
 def _exchange(
     context: DistributedContext,
+    call: tuple[str, int],
     make: Callable[[], Shuffle],
     x: Any,
     out: Any,
     splits: Any,
-    starts: Any,
     told: Any,
+    *,
+    with_starts: bool = False,
 ) -> None:
-    """Exchange the rows of `x`. `make` gives the order of chunks, and may raise."""
+    """Exchange the rows of `x`. `make` gives the order of chunks, and may raise; ranks of one size
+    that make the same `call`, with as many counts, have the same order.
+
+    Where `splits` come `with_starts`, the second of its two rows has these; else chunks lie one
+    after the other.
+    """
     if x.is_cuda:
-        _exchange_on_gpus(context, make, x, out, splits, starts, told)
+        _exchange_on_gpus(context, call, make, x, out, splits, told, with_starts)
         return
 
     def describe() -> Any:
-        counts = _integers(splits)
-        begins = _before(counts) if starts is None else _integers(starts)
-        return _described(make(), x, out, told, counts, begins)
+        shuffle, counts = make(), _integers(splits)
+        if with_starts:
+            half = len(counts) // 2
+            return _described(shuffle, x, out, told, counts[:half], counts[half:])
+        return _described(shuffle, x, out, told, counts, _before(counts))
 
     shuffle, table, begins = context.agree("all_to_all_vdev", describe, _checked)
     rank, ranks, experts = context.rank, range(shuffle.ranks), range(shuffle.experts)
     order = [shuffle.sent(dst, expert) for dst in ranks for expert in experts]
     rows, counts = x.detach(), table[rank]
-    if starts is None:
+    if not with_starts:
         packed = rows[: sum(counts)]
     else:
         chunks = [rows[begins[rank][n] :][: counts[n]] for n in order]
@@ -265,21 +275,24 @@ def _require_within(rank: int, spec: _Spec) -> None:
 
 def _exchange_on_gpus(
     context: DistributedContext,
+    call: tuple[str, int],
     make: Callable[[], Shuffle],
     x: Any,
     out: Any,
     splits: Any,
-    starts: Any,
     told: Any,
+    with_starts: bool,
 ) -> None:
-    """Exchange rows by kernels, which read the counts. Where the call is known, no host waits.
+    """Exchange rows by a kernel, which reads the counts. Where the call is known, no host waits.
 
     A call is known by its shapes, and by `out`, which has to be symmetric, as the ranks bring it to
     a rendezvous, and other memory than `x`, from which rows are still sent when others come.
     """
-    from shardmath.collectives.experts import Experts, RowExchange
+    from shardmath.collectives.experts import Experts, RowExchange, RowLaunch
 
-    tensors = [t for t in (x, out, splits, told, starts) if t is not None]
+    if with_starts:
+        splits = splits.contiguous()
+    tensors = x, out, splits, told
 
     def describe() -> Any:
         shuffle = make()
@@ -287,43 +300,36 @@ def _exchange_on_gpus(
             raise ValueError("the tensors of an exchange of rows are contiguous, on one GPU")
         if any(t.dtype != torch.int64 for t in tensors[2:]):
             raise ValueError("in_splits and out_splits_offsets are of int64")
-        nothing = [0] * splits.numel()
+        nothing = [0] * (splits[0].numel() if with_starts else splits.numel())
         return _described(shuffle, x, out, told, nothing, nothing)
 
-    def meet() -> tuple[Shuffle, Any]:
+    def meet() -> RowLaunch:
         shuffle, *_ = context.agree("all_to_all_vdev", describe, _checked)
-        return shuffle, rendezvous(out.detach(), context)
+        handle = rendezvous(out.detach(), context)
+        exchange = RowExchange(
+            targets=handle.array_ptrs,
+            width=prod(x.shape[1:]) * x.element_size(),
+            rows=len(x),
+            room=len(out),
+            experts=shuffle.experts,
+            align=shuffle.align,
+            combines=shuffle.combines,
+            starts=with_starts,
+        )
+        return kernels.prepare(exchange, keeps=handle)
 
-    calls: LRUCache[Any, tuple[Shuffle, Any]] = context.cache(
-        "exchanges of rows", lambda: LRUCache(_KEPT)
-    )
-    kinds = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
+    kernels = Experts.of(context)
     if context.team is not None and context.team.meets:
-        calls.clear()
-    shuffle, handle = calls.made((_made(make), out.data_ptr(), *kinds), meet)
-    exchange = RowExchange(
-        source=x.data_ptr(),
-        targets=handle.array_ptrs,
-        counts=splits.data_ptr(),
-        starts=0 if starts is None else starts.data_ptr(),
-        told=told.data_ptr(),
-        width=prod(x.shape[1:]) * x.element_size(),
-        rows=len(x),
-        room=len(out),
-        experts=shuffle.experts,
-        align=shuffle.align,
-        combines=shuffle.combines,
+        kernels.calls.clear()
+    key = (
+        *(call, x.shape, x.dtype, out.shape, out.dtype, out.data_ptr()),
+        *(splits.shape, splits.dtype, told.shape, told.dtype),
     )
-    with context.executing(shuffle.operation):
-        Experts.of(context).put(exchange, torch.cuda.current_stream(x.device).cuda_stream)
-
-
-def _made(make: Callable[[], Shuffle]) -> Shuffle | None:
-    """The order of chunks; None where it cannot be, which all ranks are told when they meet."""
-    try:
-        return make()
-    except ValueError:
-        return None
+    launch = kernels.calls.find(key)
+    if launch is None or not launch.takes(tensors):
+        launch = kernels.calls.keep(key, meet())
+    with context.executing(call[0]):
+        launch.put(x, splits, told)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

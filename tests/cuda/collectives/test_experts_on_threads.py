@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,17 +18,16 @@ from on_threads import SECONDS, aligned, compiled, source_of, with_constants
 
 from shardmath.collectives import experts, pushes
 from shardmath.collectives.experts import Experts, RowExchange
+from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.symmetric import structs
 from shardmath.symmetric_operators.rows import Shuffle
 
 THREADS, BLOCKS, TILE, FEW = 3, 4, 64, 16
-STEPS = ["tell_counts", "send_rows", "finish_sending"]
 WORST = 40  # experts of a rank
 
 RUN = """
-extern "C" void run(const ExpertsArgument* argument, int step, unsigned blocks) {
-    const auto kernel = step == 0 ? tell_counts : step == 1 ? send_rows : finish_sending;
-    run_grid(blocks, THREADS, kNoThread, [=] { kernel(*argument); });
+extern "C" void run(const ExpertsArgument* argument, unsigned blocks) {
+    run_grid(blocks, THREADS, kNoThread, [=] { exchange_rows(*argument); });
 }
 """
 
@@ -44,6 +41,13 @@ def kernel(request, tmp_path_factory):
     return size, compiled(folder, text, ("symm.cuh",), RUN, **sizes)
 
 
+class Ready(ReadyLaunch):
+    """A launch that is not for a GPU."""
+
+    def __init__(self, blocks, threads, argument):
+        super().__init__(0, None, argument, (blocks, threads))
+
+
 class Rank(Experts):
     """One rank's exchanges; `launches` are what is on its stream."""
 
@@ -53,10 +57,10 @@ class Rank(Experts):
         self.report = np.zeros(2 + 3 * size, np.uint64)
         self._capacity = size * WORST
         self.memory = aligned(8 * experts._words(size, self._capacity), 0xFF)
-        device = SimpleNamespace(processors=BLOCKS)
-        team = SimpleNamespace(rank=rank, size=size, device=device, require_usable=lambda: None)
-        team.kernel = lambda file, function: SimpleNamespace(launch=partial(self.launch, function))
-        order = SimpleNamespace(section=lambda stream: nullcontext())
+        device = SimpleNamespace(processors=BLOCKS // experts._BLOCKS_EACH)
+        team = SimpleNamespace(rank=rank, size=size, device=device)
+        team.kernel = lambda file, function: SimpleNamespace(ready=Ready)
+        order = SimpleNamespace(put=lambda launch, stream: self.launches.append(launch.parts))
         self._collectives = SimpleNamespace(team=team, order=order)
 
     def begin(self, ranks):
@@ -68,17 +72,12 @@ class Rank(Experts):
         team.packed = lambda: packed
         self._tables = [each.memory.ctypes.data for each in ranks]
 
-    def launch(self, function, stream, blocks, threads, argument):
-        """Put a kernel on the stream."""
-        blocks = min(blocks, BLOCKS) if function == "send_rows" else blocks
-        self.launches.append((argument.first, STEPS.index(function), blocks))
-
     def run(self, library):
         """All launches, one after the other."""
-        for argument, step, blocks in self.launches:
+        for _, blocks, _, argument in self.launches:
             place = aligned(len(argument))
             place[:] = np.frombuffer(argument, np.uint8)
-            library.run(ctypes.c_void_p(place.ctypes.data), step, blocks)
+            library.run(ctypes.c_void_p(place.ctypes.data), blocks)
 
 
 class Job:
@@ -109,24 +108,23 @@ class Job:
             pairs = zip(spaces, chunks[rank], strict=True)
             source = np.concatenate([rows for pair in pairs for rows in pair])
             counts = np.array(table[rank], np.int64)
-            starts = np.cumsum(counts + gap) - counts if gap or shuffle.combines else None
+            starts = np.cumsum(counts + gap) - counts
+            counts = np.stack([counts, starts])
             told = np.full((2, shuffle.chunks), -1, np.int64)
             exchange = RowExchange(
-                source=source.ctypes.data,
                 targets=[out.ctypes.data for out in outs],
-                counts=counts.ctypes.data,
-                starts=0 if starts is None else starts.ctypes.data,
-                told=told.ctypes.data,
                 width=width,
                 rows=len(source),
                 room=(outs[rank].size - 64) // width,
                 experts=shuffle.experts,
                 align=shuffle.align,
                 combines=shuffle.combines,
+                starts=bool(gap or shuffle.combines),
             )
-            self.ranks[rank].put(exchange, stream=0)
+            launch = self.ranks[rank].prepare(exchange)
+            launch.put_on(0, source.ctypes.data, counts.ctypes.data, told.ctypes.data)
             self.results.append((rank, shuffle, table, chunks, outs[rank], told))
-            self.results[-1] += (source, counts, starts)  # kept until all has run
+            self.results[-1] += (source, counts)  # kept until all has run
 
     def run(self):
         streams = [threading.Thread(target=r.run, args=[self.library]) for r in self.ranks]
@@ -153,7 +151,7 @@ class Job:
 
     def untouched(self):
         return all(
-            (out == 0xA5).all() and (told == -1).all() for *_, out, told, _, _, _ in self.results
+            (out == 0xA5).all() and (told == -1).all() for *_, out, told, _, _ in self.results
         )
 
 
@@ -195,8 +193,8 @@ def test_what_does_not_fit_is_found_by_all_and_nothing_is_written(kernel):
 
     job = Job(kernel)
     job.put([shuffle] * size, [[1] * shuffle.chunks] * size)
-    *_, counts, _ = job.results[-1]
-    counts[1] = -1
+    *_, counts = job.results[-1]
+    counts[0, 1] = -1
     job.run()
     assert reported(job) == [(structs.BAD_ROWS, last, 2 * size, 1)] * size and job.untouched()
 

@@ -68,6 +68,9 @@ class Calls:
         peers = (self.peer.ctypes.data,)
         self.asking = module.Repeat(*fixed, (*listed[:-1], peers), (0,) * 7, told)
         self.listed = module.LISTED
+        # One that nobody lists: the second array's address at 8, and from 16 on; the first's at 40.
+        looks, places = (look[:3], look[:3]), ((1, 8, 0), (1, 16, 4), (0, 40, 0))
+        self.launch = module.Launch(torch.Tensor, looks, places, kernel[:-1])
         self.x, self.out = self.tensor(), self.tensor()
 
     def tensor(self, count=COUNT, shift=0, **options):
@@ -96,6 +99,40 @@ def check_launched(_, folder):
     words = [int(word) for word in calls.words[: 3 + WINDOW]]
     told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[:, :3].tolist()
     return found, argument == wanted, [calls.integer(name) for name in names], words, told
+
+
+def check_unlisted(_, folder):
+    calls = Calls(folder)
+    x, out = calls.x, calls.out
+    calls.words[0] = 1  # its caller looks at reports
+    found = [calls.launch.go(STREAM, x, out)]
+    argument = bytes((ctypes.c_char * 104).in_dll(calls.driver, "argument"))
+    y, first, rest = out.data_ptr(), bytes(range(8)), bytes(range(48, 104))
+    wanted = first + struct.pack("QQ", y, y + 4) + bytes(range(24, 40))
+    kernel = [calls.integer(name) for name in ("launches", "blocks", "threads")]
+    stream = ctypes.c_void_p.in_dll(calls.driver, "stream").value
+    others = (calls.tensor(COUNT + 1), calls.tensor(dtype=calls.torch.int32), x[:0], [1.0])
+    left = [calls.launch.go(STREAM, x, other) for other in others]
+    left += [calls.launch.go(STREAM, other, out) for other in others]
+    calls.set("context", ctypes.c_void_p, 8)
+    left.append(calls.launch.go(STREAM, x, out))
+    calls.set("context", ctypes.c_void_p, CONTEXT)
+    after = calls.integer("launches")
+    calls.set("answer", ctypes.c_int, 1)
+    found.append(calls.launch.go(STREAM, x, out))
+    same = argument == wanted + struct.pack("Q", x.data_ptr()) + rest
+    return found, same, kernel, stream, left, after, int(calls.words[2])
+
+
+def test_a_launch_that_nobody_lists(tmp_path):
+    """It has the addresses of its arrays; where one looks otherwise, nothing is launched."""
+    with Pool(1) as ranks:
+        ((found, same, kernel, stream, left, after, listed),) = ranks.run(
+            check_unlisted, str(tmp_path)
+        )
+    assert found == [0, 1] and same and stream == STREAM
+    assert kernel == [1, BLOCKS, THREADS]
+    assert left == [None] * 9 and (after, listed) == (1, 0)
 
 
 def check_counted(_, folder):
