@@ -1,9 +1,9 @@
 """Rows to the experts of all ranks, and back, on GPUs: counts are read by kernels, never by hosts.
 
 The kernel of `kernels/experts.cu` pushes the rows straight into every rank's result, which is
-symmetric memory, between two barriers. It can be captured in CUDA graphs, and replayed with other
-counts. If rows do not fit, all ranks find the same: nothing is written, and the next call of each,
-or its wait, raises ValueError, which ends the context.
+symmetric memory. It can be captured in CUDA graphs, and replayed with other counts. If rows do not
+fit, all ranks find the same: nothing is written, and the next call of each, or its wait, raises
+ValueError, which ends the context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 
-_HEAD_WORDS = 4  # the struct Head of experts.cu
+_HEAD_WORDS = 4  # the struct Head of experts.cu, each in a packet
 _CHUNK_WORDS = 4  # and its Chunk
 _PLAN_WORDS = 6  # of its Plan, but for what it has of each rank
 _PLAN_ARRAYS = 2  # of the ranks
@@ -32,7 +32,7 @@ _PLAN_ARRAYS = 2  # of the ranks
 _THREADS, _BLOCKS_EACH = 256, 2
 _TILE_BYTES = 32 << 10
 _KEPT = 64  # calls that are known, each with the handle of its result
-_WORD = 8
+_WORD, _PACKET = 8, 16
 _NAME = "shardmath.cuda._launch"
 
 
@@ -91,7 +91,7 @@ class Experts:
         """
         team, chunks = self._collectives.team, self._collectives.team.size * exchange.experts
         if chunks > self._capacity:
-            nbytes = _WORD * _words(team.size, chunks)
+            nbytes = _table_bytes(team.size, chunks) + _WORD * _plan_words(team.size, chunks)
             self._tables = kernel_memory(self._context, "collectives: experts", nbytes)
             self._capacity = chunks
             self.calls.clear()
@@ -106,7 +106,7 @@ class Experts:
         """The struct `ExpertsArgument`: what is before its four addresses, these, and the rest."""
         team, given = self._collectives.team, exchange
         pitch = _HEAD_WORDS + self._capacity
-        plan = self._tables[team.rank] + _WORD * team.size * pitch
+        plan = self._tables[team.rank] + _table_bytes(team.size, self._capacity)
         words = [given.tag, given.width, given.rows, given.room, given.experts, given.align, pitch]
         head = team.packed() + struct.pack(f"II{len(words)}Q", CHANNEL, given.combines, *words)
         rest = [*given.targets, *self._tables, plan]
@@ -184,8 +184,13 @@ def _by_python(stream: int, x: Any, counts: Any, told: Any) -> None:
     """What stands for compiled code that was not built: it does nothing."""
 
 
-def _words(size: int, chunks: int) -> int:
-    """The words of a rank's tables and of its plan, for so many chunks of each rank."""
-    tables = size * (_HEAD_WORDS + chunks)
-    plan = _PLAN_WORDS + _PLAN_ARRAYS * size + _CHUNK_WORDS * chunks
-    return tables + plan + 2 * size * max(size, chunks // size) + chunks
+def _table_bytes(size: int, chunks: int) -> int:
+    """The bytes of a rank's table, for so many chunks of each rank."""
+    return _PACKET * size * (_HEAD_WORDS + chunks)
+
+
+def _plan_words(size: int, chunks: int) -> int:
+    """The words of the plan, and of what may not fit in shared memory."""
+    groups = size * max(size, chunks // size)
+    room = 2 * groups + chunks + size * (_HEAD_WORDS + chunks)
+    return _PLAN_WORDS + _PLAN_ARRAYS * size + _CHUNK_WORDS * chunks + room

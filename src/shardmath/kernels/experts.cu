@@ -9,9 +9,9 @@
 //
 // One launch. Its blocks share the work by when they begin and end, wherever they run:
 //
-//     the first  tells every rank this rank's counts, and crosses a barrier. Then it knows all ranks' counts, and plans:
-//                where each of this rank's chunks goes, and what comes to this rank. All ranks see the same counts: so
-//                where they do not fit, all see it, and none sends.
+//     the first  tells every rank this rank's counts, as packets that carry the number of the launch, and waits for those
+//                of all ranks. Then it plans where each of this rank's chunks goes, and what comes to this rank. All
+//                ranks see the same counts: so where they do not fit, all see it, and none sends.
 //     all        wait for the plan. Then they copy tiles of this rank's chunks straight into the peers' memory. Blocks
 //                begin with different peers, so that all links are busy, and take the tiles of the next when those of
 //                one are gone.
@@ -20,8 +20,9 @@
 //
 // Blocks wait for the first one only, which runs already. So they need not all be on the GPU at once.
 //
-// Reuse. A peer writes this rank's table after the last barrier of its last exchange, in which this rank's last block
-// took part: behind all that has read the table, and behind what used the result before.
+// Reuse. A peer writes this rank's table after the barrier of its last exchange, in which this rank's last block took
+// part: behind all that has read the table. It writes into the result once it has this rank's packets, which come from a
+// kernel behind all that used the result before.
 #include "symm.cuh"
 
 using namespace shardmath;
@@ -30,7 +31,7 @@ typedef long long i64;
 
 constexpr u64 kTile = 32 << 10;  // bytes that a block copies at once
 
-// What a rank says beside its counts.
+// What a rank says before its counts, each word in a packet.
 struct Head {
     u64 tag;   // which exchange this is: other ones have other chunks, or wider rows
     u64 rows;  // of the input
@@ -44,12 +45,14 @@ struct Chunk {
     u64 tile;              // the number of its first one, among those for this rank
 };
 
-// What the first block has found out for the others. Between launches `state`, `begun` and `ended` have all bits set, as
-// the memory has at first. `chunk` follows it, [rank][expert], and then room for what does not fit in shared memory.
+// What the first block has found out for the others. Between launches `state` and `ended` have all bits set, and so has
+// the lower half of `begun`, as all the memory has at first. `chunk` follows it, [rank][expert], and then room for what
+// does not fit in shared memory.
 struct Plan {
-    u64 state;                   // kUnknown: not known yet; 0: send; else an Operation, why nothing is sent
-    u64 begun, ended;            // blocks that have, less one
-    u64 place, expected, seen;   // of the Operation
+    u64 state;                         // kUnknown: not known yet; 0: send; else an Operation, why nothing is sent
+    u64 begun;                         // blocks that have begun, less one; the upper half counts launches
+    u64 ended;                         // blocks that have ended, less one
+    u64 place, expected, seen;         // of the Operation
     u64 tiles[kRanks], taken[kRanks];  // for each rank: all, and those that blocks have taken
 };
 constexpr u64 kUnknown = ~0ull;
@@ -63,20 +66,20 @@ struct Shared {
     u64 sum[kRanks];       // rows for each rank
     u64 end[kRanks];       // behind the last row that comes to each rank
     u64 why[kRanks], expected[kRanks], seen[kRanks];  // what is wrong with each rank, an Operation
-    u64 extent[kFew], group[kFew], tiles[kFew];
+    u64 told[kFew], extent[kFew], group[kFew], tiles[kFew];
 };
 
 struct ExpertsArgument {
     Team team;
     u32 channel, combines;
     u64 tag, width, rows, room;
-    u64 experts, align, pitch;  // pitch: words from a rank's row of a table to the next
+    u64 experts, align, pitch;  // pitch: packets from a rank's row of a table to the next
     const i64* counts;
     const i64* starts;  // of the chunks in the input, in rows; null: one after the other
     i64* told;          // counts of what comes, and behind them where it begins
     const char* input;
     char* output[kRanks];
-    u64* table[kRanks];  // every rank's
+    Packet* table[kRanks];  // every rank's
     Plan* plan;
 };
 
@@ -85,10 +88,6 @@ struct Exchange {
 
     __device__ int rank() const { return a.team.rank; }
     __device__ u64 chunks() const { return kRanks * a.experts; }
-    __device__ Head& head(int of, int from) const { return *(Head*)(a.table[of] + from * a.pitch); }
-    __device__ u64& entry(int of, int from, u64 chunk) const {
-        return a.table[of][from * a.pitch + kHead + chunk];
-    }
     __device__ Chunk* chunk() const { return (Chunk*)(a.plan + 1); }
 
     // Where its sender has the chunk for or from an expert of a rank.
@@ -99,14 +98,11 @@ struct Exchange {
     // What comes to a rank, in order: `majors` groups of `minors` chunks; a group is padded.
     __device__ u64 majors() const { return a.combines ? kRanks : a.experts; }
     __device__ u64 minors() const { return a.combines ? a.experts : kRanks; }
-    __device__ u64 coming(int to, u64 major, u64 minor) const {
-        const u64 src = a.combines ? major : minor, expert = a.combines ? minor : major;
-        return entry(rank(), src, sent(to, expert));
-    }
 };
 
 struct Planning : Exchange {
     Shared& shared;
+    u64* told;    // what all ranks say, [rank]: the words of its Head, and its counts
     u64* extent;  // rows from the beginning of a group of chunks that come to a rank to the next, [rank][major]
     u64* group;   // where the group begins
     u64* tiles;   // of a chunk of this rank, [rank][expert]
@@ -117,6 +113,16 @@ struct Planning : Exchange {
         extent = groups <= kFew ? shared.extent : room;
         group = groups <= kFew ? shared.group : room + groups;
         tiles = chunks() <= kFew ? shared.tiles : room + 2 * groups;
+        told = kRanks * words() <= kFew ? shared.told : room + 2 * groups + chunks();
+    }
+
+    __device__ u64 words() const { return kHead + chunks(); }
+    __device__ const Head& head(int of) const { return *(const Head*)(told + of * words()); }
+
+    // The rows of a chunk that comes to a rank.
+    __device__ u64 coming(int to, u64 major, u64 minor) const {
+        const u64 src = a.combines ? major : minor, expert = a.combines ? minor : major;
+        return told[src * words() + kHead + sent(to, expert)];
     }
 
     __device__ bool within(u64 chunk) const {
@@ -125,14 +131,18 @@ struct Planning : Exchange {
         return count == 0 || (start >= 0 && (u64)count <= a.rows && (u64)start <= a.rows - (u64)count);
     }
 
-    __device__ void send_counts() const {
+    __device__ void tell(int peer, u64 word, u64 value, u64 number) const {
+        store_packet(a.table[peer] + rank() * a.pitch + word, {value, number});
+    }
+
+    __device__ void send_counts(u64 number) const {
         const u64 me = thread_number(), all = thread_count();
         u64& bad = shared.word;
         if (me == 0) bad = 0;
         __syncthreads();
         for (u64 i = me; i < chunks(); i += all) {
             if (!within(i)) atomicMax(&bad, i + 1);
-            for (int peer = 0; peer < kRanks; ++peer) entry(peer, rank(), i) = (u64)a.counts[i];
+            for (int peer = 0; peer < kRanks; ++peer) tell(peer, kHead + i, (u64)a.counts[i], number);
         }
         for (u64 peer = me; peer < kRanks; peer += all) {
             u64 sum = 0;
@@ -146,7 +156,29 @@ struct Planning : Exchange {
             if (sum > a.rows) bad = chunks();
         }
         __syncthreads();
-        for (u64 peer = me; peer < kRanks; peer += all) head(peer, rank()) = {a.tag, a.rows, a.room, bad};
+        for (u64 peer = me; peer < kRanks; peer += all) {  // in the order of Head
+            tell(peer, 0, a.tag, number);
+            tell(peer, 1, a.rows, number);
+            tell(peer, 2, a.room, number);
+            tell(peer, 3, bad, number);
+        }
+    }
+
+    // Wait for what all ranks tell in this launch; false, and noted, where that takes too long.
+    __device__ bool receive_counts(u64 number) const {
+        bool come = true;
+        for (u64 i = thread_number(); come && i < kRanks * words(); i += thread_count()) {
+            const int src = i / words();
+            const Packet* const place = a.table[rank()] + src * a.pitch + i % words();
+            Packet seen = load_packet(place);
+            Deadline deadline;
+            for (bool last = false; seen.high != number && !last; seen = load_packet(place))
+                last = deadline.passed(a.team, src);
+            come = seen.high == number;
+            told[i] = seen.low;
+            if (!come) expire(a.team, src, kCollective, a.channel, number, seen.high);
+        }
+        return __syncthreads_and(come);
     }
 
     // The rows of a group that comes to a rank.
@@ -179,8 +211,8 @@ struct Planning : Exchange {
 
     // What is wrong with a rank, as all ranks see it.
     __device__ void inspect(int of) const {
-        const Head told = head(rank(), of);
-        const u64 tag = head(rank(), 0).tag, end = shared.end[of];
+        const Head& told = head(of);
+        const u64 tag = head(0).tag, end = shared.end[of];
         const bool other = told.tag != tag, bad = told.bad != 0, full = end > told.room;
         shared.why[of] = other ? kOtherRows : bad ? kBadRows : full ? kNoRoom : 0;
         shared.expected[of] = other ? tag : bad ? told.rows : told.room;
@@ -236,11 +268,11 @@ struct Planning : Exchange {
     }
 
     // Make the plan, with the peers' first blocks; other blocks of this rank see it when its state is known.
-    __device__ void make() const {
+    __device__ void make(u64 number) const {
         u64 state = kCollective;  // a wait was in vain, in this launch or before
         if (load_relaxed(&a.team.own().broken) == 0) {
-            send_counts();
-            if (barrier(a.team, a.channel, kCollective)) {
+            send_counts(number);
+            if (receive_counts(number)) {
                 place_groups();
                 state = misfit();
                 if (state == 0) place_chunks();
@@ -266,8 +298,9 @@ struct Sending : Exchange {
         return found;
     }
 
-    __device__ bool is_first() const {
-        return for_all([&] { return atomicAdd(&a.plan->begun, 1ull); }) == kUnknown;
+    // How many blocks have begun before this one, and 2^32 times the number of the launch, the same on all ranks.
+    __device__ u64 begin() const {
+        return for_all([&] { return atomicAdd(&a.plan->begun, 1ull) + 1; });
     }
 
     // Whether all other blocks have ended; what they wrote is then seen by this one, and by whom it tells.
@@ -319,7 +352,7 @@ struct Sending : Exchange {
     }
 
     // Behind all rows of all ranks, or where nothing was sent; and make the plan ready for the next launch.
-    __device__ void finish(u64 state) const {
+    __device__ void finish(u64 state, u64 number) const {
         const bool met = state != kCollective && barrier(a.team, a.channel, kCollective);
         if (thread_number() != 0) return;
         Plan& plan = *a.plan;
@@ -328,15 +361,17 @@ struct Sending : Exchange {
             note(a.team, a.team.rank, (u32)state, (u32)plan.place, plan.expected, plan.seen);
             report(a.team);
         }
-        plan.state = plan.begun = plan.ended = kUnknown;
+        plan.state = plan.ended = kUnknown;
+        plan.begun = number << 32 | 0xffffffff;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(256, 4) exchange_rows(const __grid_constant__ ExpertsArgument a) {
     __shared__ Shared shared;
     const Sending sending(a, shared);
-    if (sending.is_first()) Planning(a, shared).make();
+    const u64 begun = sending.begin(), number = begun >> 32;
+    if ((u32)begun == 0) Planning(a, shared).make(number);
     const u64 state = sending.await_plan();
     for (int i = 0; i < kRanks && state == 0; ++i) sending.send_tiles((a.team.rank + 1 + blockIdx.x + i) % kRanks);
-    if (sending.is_last()) sending.finish(state);
+    if (sending.is_last()) sending.finish(state, number);
 }

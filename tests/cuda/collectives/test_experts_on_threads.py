@@ -56,7 +56,9 @@ class Rank(Experts):
         self.pad = aligned(structs.pad_bytes(size, pushes.CHANNEL + 1))
         self.report = np.zeros(2 + 3 * size, np.uint64)
         self._capacity = size * WORST
-        self.memory = aligned(8 * experts._words(size, self._capacity), 0xFF)
+        words = experts._plan_words(size, self._capacity)
+        nbytes = experts._table_bytes(size, self._capacity) + 8 * words
+        self.memory = aligned(nbytes, 0xFF)
         device = SimpleNamespace(processors=BLOCKS // experts._BLOCKS_EACH)
         team = SimpleNamespace(rank=rank, size=size, device=device)
         team.kernel = lambda file, function: SimpleNamespace(ready=Ready)
