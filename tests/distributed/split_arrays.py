@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import shardmath
 from arrangements import distributions, part_of
 from draws import drawn
+from shardmath import machine
 from shardmath.arrays import library_named, library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distributed import DistributedArray, dense, parts
@@ -101,10 +103,12 @@ def array_of(context, part, library):
 
 def as_on_gpus(context, module, body, *arguments):
     """A body by names, in which matrices are decomposed as on GPUs: by the library of the parts,
-    where NumPy stands for CuPy.
+    where NumPy stands for CuPy, and in panels that are narrow enough for small matrices to have
+    several.
     """
     own = patch.object(dense, "workable", lambda part: part)
-    with own, patch.object(dense, "is_on_cores", lambda _: False):
+    narrow = patch.object(machine, "H200", replace(machine.H200, panel=48))
+    with own, narrow, patch.object(dense, "is_on_cores", lambda _: False):
         return getattr(importlib.import_module(module), body)(context, *arguments)
 
 

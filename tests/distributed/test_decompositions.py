@@ -75,7 +75,7 @@ def take_apart(context, cases):
         x, before = placed(context, a, split, library), a.copy()
         m, n = a.shape
         count = min(m, n)
-        for mode, rows in (("economic", count), ("complete", m)):
+        for mode, rows in (("complete", m), ("economic", count)):
             q, r = shardmath.linalg.qr(x, mode)
             q, r = whole(q, x, (m, rows)), whole(r, x, (rows, n))
             assert q.dtype == r.dtype == a.dtype
@@ -85,7 +85,7 @@ def take_apart(context, cases):
             diagonal = np.diagonal(r)
             assert not diagonal.imag.any()
             assert (diagonal.real >= 0).all()
-        np.testing.assert_array_equal(shardmath.linalg.qr(x, "r").numpy(), r[:count])
+        np.testing.assert_array_equal(shardmath.linalg.qr(x, "r").numpy(), r)
         expected = np.linalg.svd(a, compute_uv=False)
         largest = expected.max(initial=0)
         for full in (False, True):

@@ -28,7 +28,7 @@ from shardmath.distributed.layouts import distribution_of, unbound
 from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
-from shardmath.distributed.qr import QR, alike, factorised
+from shardmath.distributed.qr import alike, factorised
 from shardmath.distributed.reductions import squares as squares_of
 from shardmath.factorisations.operands import (
     not_finite,
@@ -99,18 +99,16 @@ def qr(a: Any, mode: str = "economic") -> Any:
         numpy_mode = {"economic": "reduced"}.get(_MODES[mode], _MODES[mode])
         made = of_stacks("qr", [a], lambda x: dense.qr(x, numpy_mode))
         return made[0] if len(made) == 1 else QRResult(*made)
-    rows, factors = factorised(a)
     chosen = _MODES[mode]
     complete = chosen == "complete"
-    (m, n), rank = a.shape, factors.rank
-    r = _whole(a, factors, factors.r(), n)
+    rows, factors = factorised(a, complete=complete)
+    (m, n), rank, r = a.shape, factors.rank, factors.r()
     if complete and m > rank:
         r = parts.module_of(r).concatenate([r, parts.full((m - rank, n), 0, r)])
     upper = replicated(a, r)
     if chosen == "r":
         return upper
-    q = factors.q(complete=complete)
-    return QRResult(_of_rows(a, q, rows, m if complete else rank), upper)
+    return QRResult(_of_rows(a, factors.q(), rows, m if complete else rank), upper)
 
 
 def orthonormal(a: Any) -> Any:
@@ -150,14 +148,14 @@ def svd(
     if a.shape[0] < a.shape[1]:
         made = svd(a.T.conj(), full_matrices, compute_uv)
         return SVDResult(made.Vh.conj().T, made.S, made.U.conj().T) if compute_uv else made
-    rows, factors = factorised(a)
-    r = _whole(a, factors, factors.r(), a.shape[1])
+    rows, factors = factorised(a, complete=full_matrices)
+    r = factors.r()
     of_r = alike("svd", a, lambda: dense.svd(r, False, compute_uv))
     if not compute_uv:
         return replicated(a, of_r[0])
     u, s, vh = of_r
     if full_matrices:
-        local = factors.q(complete=True)
+        local = factors.q()
         local[:, : len(s)] = local[:, : len(s)] @ u
     else:
         local = factors.times(u)
@@ -168,12 +166,6 @@ def svd(
 def svdvals(a: Any) -> Any:
     """The singular values of a matrix, descending, on every rank. Otherwise as `svd`."""
     return svd(a, compute_uv=False)
-
-
-def _whole(a: Any, factors: QR, share: Any, columns: int) -> Any:
-    """All rows of a matrix of `columns` columns, of which `share` has this rank's even share."""
-    layout = Layout.slab((factors.rank, columns), a.context.size, axis=0)
-    return _gathered(_of_part(a, share, layout))
 
 
 # -- least squares ---------------------------------------------------------------------------------
@@ -203,7 +195,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     least = np.finfo(kind).eps * max(m, n) if rcond is None else rcond
     wide = m < n
     rows, factors = factorised(a.T.conj() if wide else a)
-    r = _whole(a, factors, factors.r(), min(m, n))
+    r = factors.r()
     u, s, vh = alike("lstsq", a, lambda: dense.svd(r.conj().T if wide else r, False, True))
     kept = s > least * (s[0] if len(s) else 0)
     inverse = kept / (s + ~kept)
@@ -215,7 +207,6 @@ def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     else:
         held = Layout.product(b.shape, [rows.column(0)], size=a.context.size)
         top, below = factors.adjoint_times(dense.copied(part_in(b, held)))
-        top = _whole(a, factors, top, count)
         x = replicated(a, vh.conj().T @ (inverse[:, None] * (u.conj().T @ top)))
         if kept.all() and m > n:
             squares = all_reduce(squares_of(below).sum(axis=0), context=a.context)

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from shardmath.arrays import dtypes, library_of
 from shardmath.distributed import parts
 from shardmath.factorisations import cores
 from shardmath.local import lapack
+from shardmath.machine.h200 import PROCESSORS
+
+_TILE = 128  # rows and columns of the result that a multiprocessor makes at once
+_LEAST_ROWS = 1024  # of a block: shorter ones take longer to add than to multiply
 
 
 def workable(part: Any) -> Any:
@@ -47,7 +52,11 @@ def is_on_cores(x: Any) -> bool:
 
 def is_finite(x: Any) -> bool:
     """Whether no element is NaN or infinite."""
-    return cores.is_finite(x) if is_on_cores(x) else bool(parts.module_of(x).isfinite(x).all())
+    if is_on_cores(x):
+        return cores.is_finite(x)
+    finite = parts.module_of(x).isfinite
+    # A sum reads the elements once. It is not finite if one of them is not, or if it overflows.
+    return bool(finite(x.sum())) or bool(finite(x).all())
 
 
 def identity(order: int, like: Any) -> Any:
@@ -144,6 +153,40 @@ def cholesky(x: Any, *, upper: bool) -> Any:
     if not upper:
         return called("cholesky", x)
     return called("cholesky", x.swapaxes(-2, -1).conj()).swapaxes(-2, -1).conj()
+
+
+# -- products and quotients of tall matrices, on GPUs ---------------------------------------------
+
+
+def adjoint_product(x: Any, y: Any) -> Any:
+    """x^H @ y of matrices with many rows. Few columns are few tiles of the result, so blocks of
+    rows are multiplied at the same time, and the products added.
+    """
+    tiles = ceil(x.shape[1] / _TILE) * ceil(y.shape[1] / _TILE)
+    count = min(2 * PROCESSORS // max(1, tiles), len(x) // _LEAST_ROWS)
+    if count <= 1:
+        return x.conj().T @ y
+    height = len(x) // count
+    cut = count * height
+    one, two = (z[:cut].reshape(count, height, z.shape[1]) for z in (x, y))
+    made = (one.conj().swapaxes(-2, -1) @ two).sum(0)
+    if cut < len(x):
+        made += x[cut:].conj().T @ y[cut:]
+    return made
+
+
+def divided_by_triangle(x: Any, r: Any) -> Any:
+    """The y of y @ r = x, for an upper triangle r."""
+    if 0 in x.shape:
+        return x
+    lower, right = r.conj().T, x.conj().T
+    if parts.is_torchs(x):
+        made = parts.module_of(x).linalg.solve_triangular(lower, right, upper=False)
+    else:
+        package = "scipy.linalg" if library_of(x).name == "numpy" else "cupyx.scipy.linalg"
+        solve: Any = importlib.import_module(package).solve_triangular
+        made = solve(lower, right, lower=True, check_finite=False)
+    return made.conj().T
 
 
 # -- Householder reflectors ------------------------------------------------------------------------

@@ -10,8 +10,11 @@ each stage are then applied to the columns to the right of the panel.
              leaf ── R ┴ R ┘
 
 R may come from any rows, as long as Q uses the same: a panel takes rows of the rank that has the
-most left. So the rows may be split in any way, and no row changes its rank. On GPUs, which need no
-cache for long columns, the rows of a rank are one leaf.
+most left. So the rows may be split in any way, and no row changes its rank.
+
+GPUs make reflectors slowly, column by column. There, orthonormal columns come from products
+(`cholesky_qr`), and reflectors are for what these cannot do: columns that depend on each other, and
+the columns that complete Q. The rows of a GPU are one leaf: it needs no cache for long columns.
 
 Source: Demmel, Grigori, Hoemmen, Langou, "Communication-optimal parallel and sequential QR and LU
 factorizations", SIAM J. Sci. Comput. 34 (2012). Reflectors are those of LAPACK's geqrt, in the
@@ -28,9 +31,10 @@ import numpy as np
 
 from shardmath.arrays import library_of
 from shardmath.call.agreement import together
-from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast
+from shardmath.collectives import all_gather, all_reduce, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
+from shardmath.distributed.cholesky_qr import CholeskyQR, orthonormalised
 from shardmath.distributed.dense import reflected
 from shardmath.distributed.movement import part_in
 from shardmath.geometry import Layout
@@ -78,7 +82,7 @@ class Stage(NamedTuple):
 
 
 class QR:
-    """The factors of a matrix. All functions that return arrays are collective.
+    """The factors of a matrix, by reflectors. All functions that return arrays are collective.
 
     `a` is this rank's rows, an array of `dense.workable`, which are overwritten, and `rows` the
     number that each rank has. `phases` are those of R's diagonal as the reflectors leave it: the R
@@ -86,8 +90,11 @@ class QR:
     rank unique.
     """
 
-    def __init__(self, context: DistributedContext, rows: Sequence[int], a: Any) -> None:
+    def __init__(
+        self, context: DistributedContext, rows: Sequence[int], a: Any, *, complete: bool = False
+    ) -> None:
         self.context = context
+        self.complete = complete
         self.rows = tuple(rows)
         self.columns = a.shape[1]
         kind = "cpu" if dense.is_on_cores(a) else "cuda"
@@ -109,7 +116,7 @@ class QR:
                     self._apply(stage, a[:, end:], adjoint=True)
 
     def r(self) -> Any:
-        """This rank's rows of R, which is split evenly, as a slab of axis 0."""
+        """R, on every rank."""
         a = self._a
         for panel, rows in self._own():
             end = panel.first + panel.width
@@ -118,23 +125,23 @@ class QR:
             a[rows, panel.first : end] = dense.upper_triangle(a[rows, panel.first : end])
         return self._top(a)
 
-    def q(self, *, complete: bool = False) -> Any:
-        """This rank's rows of Q: of as many columns as R has rows, or, `complete`, of all."""
+    def q(self) -> Any:
+        """This rank's rows of Q, which has as many columns as R has rows, or is complete."""
         ends = [self.panels[-1].starts[rank] if self.panels else 0 for rank in self._ranks]
         if self.panels:
             ends[self.panels[-1].owner] += self.panels[-1].width
         rest = [count - end for count, end in zip(self.rows, ends, strict=True)]
-        width = self.rank + sum(rest) * complete
+        width = self.rank + sum(rest) * self.complete
         c = parts.full((len(self._a), width), 0, self._a)
         for panel, rows in self._own():
             end = panel.first + panel.width
             c[rows, panel.first : end] = parts.module_of(c).diag(self.phases[panel.first : end])
-        if complete:
+        if self.complete:
             own, before = self.context.rank, self.rank + sum(rest[: self.context.rank])
             c[ends[own] :, before : before + rest[own]] = dense.identity(rest[own], c)
         for number in reversed(range(len(self.panels))):
             first = self.panels[number].first  # the columns before are 0 in the rows of this panel
-            is_last = number == len(self.panels) - 1 and not complete
+            is_last = number == len(self.panels) - 1 and not self.complete
             for stage in reversed(self._stages[number]):
                 self._apply(stage, c[:, first:], adjoint=False, only_top=is_last)
         return c
@@ -154,8 +161,7 @@ class QR:
     def adjoint_times(self, c: Any) -> tuple[Any, Any]:
         """Q^H @ c of this rank's rows of c, which are overwritten.
 
-        Returns this rank's even share of its first rows, as many as R has, and this rank's rows
-        below these.
+        Returns its first rows, as many as R has, on every rank, and this rank's rows below these.
         """
         for stages in self._stages:
             for stage in stages:
@@ -223,35 +229,39 @@ class QR:
                 c[part] = x[end - (part.stop - part.start) : end]
 
     def _top(self, c: Any) -> Any:
-        """This rank's even share of the rows of c that R's rows are, in the order of R."""
-        size = self.context.size
-        ends = [*accumulate(_even(self.rank, size), initial=0)]
-        held = [
-            [panel.first + n for panel in self.panels if panel.owner == rank
-             for n in range(panel.width)]
-            for rank in self._ranks
-        ]  # fmt: skip
-        sent = c[: len(held[self.context.rank])]  # rows are given from the first on
-        if size == 1:
-            return parts.copied(sent)
-        cut = np.searchsorted(held[self.context.rank], ends)
-        counts = np.diff(cut).tolist()
-        received = all_to_all(sent, send_counts=counts, context=self.context)
-        low, high = ends[self.context.rank], ends[self.context.rank + 1]
-        places = [n - low for rank in self._ranks for n in held[rank] if low <= n < high]
-        return parts.taken(received, np.argsort(places), 0)
+        """The rows of c that R's rows are, in the order of R, on every rank."""
+        held = [panel.first + n for rank in self._ranks for panel in self.panels
+                if panel.owner == rank for n in range(panel.width)]  # fmt: skip
+        own = sum(panel.width for panel, _ in self._own())  # rows are given from the first on
+        gathered = all_gather(c[:own], context=self.context)
+        return parts.taken(gathered, np.argsort(held), 0)
 
 
-def factorised(a: Any) -> tuple[Layout, QR]:
+def factors_of(
+    context: DistributedContext, rows: Sequence[int], a: Any, *, complete: bool = False
+) -> QR | CholeskyQR:
+    """The factors of a matrix with `rows[r]` rows on rank r, of which `a` has this rank's.
+    Collective. With `complete`, Q has as many columns as rows.
+    """
+    if not (complete or dense.is_on_cores(a)):
+        factors = orthonormalised(context, a, sum(rows))
+        if factors is not None:
+            return factors
+    return QR(context, rows, dense.copied(a), complete=complete)
+
+
+def factorised(a: Any, *, complete: bool = False) -> tuple[Layout, QR | CholeskyQR]:
     """The factors of a matrix, and which rows of it each rank has factorised: its own where `a` is
-    split by whole rows, each on one rank, else those of a slab. Rows are copied first.
+    split by whole rows, each on one rank, else those of a slab. Collective. With `complete`, Q has
+    as many columns as rows.
     """
     rows = a.layout
     held = sum(part[0].length for part in rows.parts)
     if any(axis for axis in rows.partitioned_axes) or held != a.shape[0]:
         rows = Layout.slab(a.shape, a.context.size, axis=0)
-    part = dense.copied(part_in(a, rows))
-    return rows, QR(a.context, [along[0].length for along in rows.parts], part)
+    part = dense.workable(part_in(a, rows))
+    heights = [along[0].length for along in rows.parts]
+    return rows, factors_of(a.context, heights, part, complete=complete)
 
 
 def _same_everywhere(context: DistributedContext, results: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,11 +278,6 @@ def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[An
     ranks what one of them raises.
     """
     return _same_everywhere(a.context, together(a.context, name, compute))
-
-
-def _even(extent: int, size: int) -> list[int]:
-    """The number of indices that each rank has of a slab."""
-    return [extent // size + (rank < extent % size) for rank in range(size)]
 
 
 def tree(a: Any, start: int) -> tuple[list[Stage], Any]:

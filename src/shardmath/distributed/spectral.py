@@ -25,7 +25,7 @@ from shardmath.collectives import all_gather, all_reduce
 from shardmath.distributed import dense, parts
 from shardmath.distributed.movement import part_in, within
 from shardmath.distributed.products import matmul
-from shardmath.distributed.qr import QR, alike, factorised
+from shardmath.distributed.qr import alike, factorised, factors_of
 from shardmath.distributed.reductions import squares
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -117,8 +117,12 @@ class _Division:
         side = 1 if 2 * above <= order else -1
         projector = _with_diagonal(sign * (side / 2), 0.5)
         count = min(above, order - above)
-        start = _basis(matmul(projector, _random(a, count)))
-        basis = _basis(matmul(projector, start), complete=True)
+        numbers = _random(a, order)
+        start = _basis(matmul(projector, numbers[:, :count]))
+        # Whatever columns follow those of one space, the others of a square Q are of the other one.
+        near = _in_rows(a, matmul(projector, start)).local
+        joined = parts.module_of(near).concatenate([near, numbers.local[:, count:]], 1)
+        basis = _basis(a.with_part(joined))
         block = _hermitian(_in_rows(a, matmul(basis.conj().T, _in_rows(a, matmul(a, basis)))))
         left = _size(block[count:, :count])
         if left > 10 * _eps(a) * order**0.5 * self.size:
@@ -178,7 +182,7 @@ def _by_qr(x: Any, weight: float) -> Any:
     own = len(x.local)
     pair = [x.local * weight**0.5, _identity(x).local]
     heights = [2 * part[0].length for part in x.layout.parts]
-    q = QR(x.context, heights, parts.module_of(x.local).concatenate(pair)).q()
+    q = factors_of(x.context, heights, parts.module_of(x.local).concatenate(pair)).q()
     upper, lower = x.with_part(q[:own]), x.with_part(q[own:])
     return _in_rows(x, matmul(upper, lower.conj().T)) * weight**-0.5
 
@@ -258,11 +262,10 @@ def _size(x: Any) -> float:
     return math.sqrt(total)
 
 
-def _basis(x: Any, *, complete: bool = False) -> Any:
-    """Orthonormal columns that span those of `x`; with `complete`, more, which make a square."""
+def _basis(x: Any) -> Any:
+    """Orthonormal columns that span those of `x`."""
     _, factors = factorised(_in_rows(x, x))
-    q = factors.q(complete=complete)
-    return _in_rows(x, q, q.shape[1])
+    return _in_rows(x, factors.q(), factors.rank)
 
 
 def _random(a: Any, columns: int) -> Any:
