@@ -10,17 +10,18 @@ algorithms 4.4 and 5.1.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
-from shardmath.arrays import dtypes
+import numpy as np
+
 from shardmath.base.collective_call import collective_call
 from shardmath.distributed import parts
-from shardmath.distributed.decompositions import SVDResult, described, native_type, orthonormal, svd
-from shardmath.distributed.movement import within
+from shardmath.distributed.decompositions import SVDResult, described, orthonormal, svd
 from shardmath.distributed.products import matmul
-from shardmath.distributed.random_numbers import require_seed, standard_normal
+from shardmath.distributed.random_numbers import require_seed, stream
 from shardmath.factorisations.operands import require_matrix
-from shardmath.geometry import Slab
+from shardmath.geometry import Layout, Slab
 from shardmath.geometry.integers import integer
 
 
@@ -52,23 +53,29 @@ def svd_lowrank(
 
     words = (rank, oversampling, iterations, seed)
     (a,) = described("svd_lowrank", [a], words=words, fit=require_numbers)
-    (m, n), kind = a.shape, native_type(a)
-    count = min(rank + oversampling, m, n)
-    real = "float32" if kind.itemsize // (1 + (kind.kind == "c")) == 4 else "float64"
-    omega = within(
-        a.context,
-        lambda: standard_normal(
-            (n, count), seed=seed, distribution=Slab.X, dtype=real, package=parts.module_of(a.local)
-        ),
-    )
-    if dtypes.of(kind).kind == "c":
-        omega = omega.astype(kind)
-    q = orthonormal(matmul(a, omega))
+    count = min(rank + oversampling, *a.shape)
+    q = orthonormal(matmul(a, _random_columns(a, count, seed)))
     for _ in range(iterations):
         q = orthonormal(matmul(a, orthonormal(_adjoint_times(a, q))))
     right, s, left = svd(_adjoint_times(a, q))
     u = matmul(q, left.conj().T[:, :rank])
     return SVDResult(u, s[:rank], right[:, :rank].conj().T)
+
+
+def _random_columns(a: Any, count: int, seed: int) -> Any:
+    """A matrix of random columns to multiply A with, in slabs of rows and in the type of A.
+
+    Its numbers are uniform in (-1, 1), of 16 bits, four of a word: the host makes them, and normal
+    ones would take it as long as all products take the GPUs. The columns span as good a space: that
+    needs independent numbers of mean 0 without far outliers (sub-Gaussian ones).
+    """
+    layout = Layout.slab((a.shape[1], count), a.context.size, axis=0)
+    rows, words = layout.parts[a.context.rank][0], ceil(count / 4)
+    first = rows.start if rows.length else 0
+    bits = stream(seed, first * words, rows.length * words).astype("<u8", copy=False).view("<i2")
+    numbers = np.ascontiguousarray(bits.reshape(rows.length, 4 * words)[:, :count])
+    local = parts.cast(parts.converted(numbers, a.local), a.element_type)
+    return a.like((local + 0.5) * 2.0**-15, Slab(0), layout)
 
 
 def _adjoint_times(a: Any, q: Any) -> Any:
