@@ -16,6 +16,7 @@ import shardmath
 from shardmath.distributed import qr, spectral
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import CollectiveMismatch
+from shardmath.machine import CORES, H200
 
 DTYPES = ("float32", "float64", "complex64", "complex128")
 KINDS = ("random", "random", "deficient", "graded", "hilbert", "zero")
@@ -155,7 +156,8 @@ def spectra(order, dtype):
 def divided(context, order, dtype, library):
     """How far divided eigenvalues and eigenvectors are off, in units of the usual bound."""
     found = {}
-    shares = patch.multiple(spectral, ALONE=order // 2, LEAF=order // 2)
+    too_large = spectral.Predicted(alone=0.0, shared=0.0, fits=False)
+    shares = patch.multiple(spectral, prediction=lambda _: too_large, LEAF=order // 2)
     for name, a in spectra(order, dtype).items():
         with context, shares:
             x = shardmath.from_global(array_of(context, np.tril(a), library), Slab.Y)
@@ -181,6 +183,25 @@ def divided(context, order, dtype, library):
 def test_eigenvalues_that_are_divided(contexts, ranks, dtype, library):
     for found in contexts.run(divided, 13, dtype, library, ranks=ranks):
         assert {name: off for name, off in found.items() if not off < BOUND} == {}
+
+
+@pytest.mark.parametrize(
+    ("rates", "ranks", "order", "shares"),
+    [
+        (H200, 1, 60_000, False),  # nobody is there to share with
+        (H200, 2, 16_384, False),  # 3.2 s alone
+        (H200, 2, 40_000, True),  # 64 GB alone
+        (H200, 4, 16_384, False),
+        (H200, 8, 2_048, False),  # a block
+        (H200, 8, 16_384, True),
+        (CORES, 2, 16_384, False),
+        (CORES, 2, 20_000, True),  # 16 GB alone
+        (CORES, 8, 8_192, False),
+        (CORES, 32, 4_096, True),
+    ],
+)
+def test_ranks_share_eigenvalues_where_that_is_twice_as_fast(rates, ranks, order, shares):
+    assert spectral.predicted(order, ranks, "float64", 8, rates).shares is shares
 
 
 test_eigenvalues_of_any_hermitian_matrix = drawn_cases(
@@ -439,6 +460,10 @@ def explained(context):
     with context:
         x = shardmath.ones((6, 4), distribution=Slab.X, package=torch)
         assert "qr of 6 x 4" in shardmath.explain(shardmath.linalg.qr, x)
+        told = shardmath.explain(shardmath.linalg.eigh, x.T @ x)
+        assert "all of it to every rank; every rank decomposes it alone: predicted" in told
+        told = shardmath.explain(shardmath.linalg.eigvalsh, shardmath.ones((2, 3, 3)))
+        assert "whole matrices to each rank" in told
 
 
 def test_an_explanation_needs_no_other_rank(contexts):

@@ -222,9 +222,10 @@ def eigh(a: Any, UPLO: str = "L") -> EighResult:
     """The eigenvalues of a Hermitian matrix, ascending, and its eigenvectors. Collective.
 
     Only the triangle `UPLO`, "L" or "U", is read. Every rank gathers the matrix and decomposes it
-    by LAPACK's heevd; the ranks share the work if the order is above 16,384, and from 16 ranks on
-    if it is above 2,048 (`spectral`). Eigenvalues are on every rank, eigenvectors are split as A
-    is. Raises as `qr`, and LinAlgError where A is not square, or it does not converge.
+    by LAPACK's heevd; the ranks share the work where that is predicted to be faster, or where one
+    rank has no memory for it (`spectral`; `explain` says which). Eigenvalues are on every rank,
+    eigenvectors are split as A is. Raises as `qr`, and LinAlgError where A is not square, or it
+    does not converge.
     """
     values, vectors = _eigen("eigh", a, UPLO)
     return EighResult(values, vectors)
@@ -237,11 +238,18 @@ def eigvalsh(a: Any, UPLO: str = "L") -> Any:
 
 
 def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
-    (a,) = described(name, [a], words=(triangle,), modes=("L", "U"), fit=_require_square)
+    (a,) = described(
+        name, [a], words=(triangle,), modes=("L", "U"), fit=_require_square, how=_of_eigenvalues
+    )
     vectors = name == "eigh"
-    if a.ndim == 2 and spectral.shares(a):
+    if a.ndim == 2 and spectral.prediction(a).shares:
         return spectral.eigh(a, triangle, vectors=vectors)
     return _by_whole_matrices(name, a, lambda x: dense.eigh(x, triangle, vectors=vectors))
+
+
+def _of_eigenvalues(a: Any) -> str:
+    """How the eigenvalues of a matrix are computed."""
+    return f"all of it to every rank; {spectral.prediction(a)}"
 
 
 def _by_whole_matrices(
@@ -272,16 +280,17 @@ def described(
     words: tuple[Any, ...] = (),
     modes: Any = None,
     fit: Callable[..., None] | None = None,
+    how: Callable[[Any], str] | None = None,
 ) -> list[Any]:
     """The arrays of a call in one type that LAPACK has, after all ranks have agreed on the call.
     Collective.
 
     Raises on all ranks what one rank finds wrong with its arrays: see `qr`. `fit` raises what is
-    wrong with the shapes.
+    wrong with the shapes. `how` explains what is done with the first array, if it is no stack.
     """
     first = given[0]
-    end_explanation(lambda: f"{name} of {first.layout}: rows to their ranks, then LAPACK")
     arrays = of_one_type(given, inexact=True)
+    end_explanation(lambda: f"{name} of {first.layout}: {_explained(arrays[0], how)}")
 
     def describe() -> Any:
         if modes is not None and words[0] not in modes:
@@ -307,6 +316,17 @@ def described(
 
     first.context.agree(name, describe, check)
     return arrays
+
+
+def _explained(a: Any, how: Callable[[Any], str] | None) -> str:
+    """What is done with a matrix, or a stack."""
+    if a.ndim > 2:
+        return "whole matrices to each rank, whose library decomposes them"
+    if how is not None:
+        return how(a)
+    is_on_cores = dense.is_on_cores(dense.workable(a.local))
+    by = "reflectors, in a tree over the ranks" if is_on_cores else "products and Cholesky"
+    return f"rows to their ranks; QR by {by}"
 
 
 def _require_square(*shapes: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ the sign function, QDWH, is that of Nakatsukasa, Bai and Gygi, SIAM J. Matrix An
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,24 +30,69 @@ from shardmath.distributed.reductions import squares
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.geometry import Layout, Slab
+from shardmath.machine import Machine, Rates
 
-ALONE = 16_384  # orders above which no rank decomposes a matrix alone
-RANKS = 16  # from which on they share the work for smaller ones, too, but for
 LEAF = 2_048  # orders up to which every rank decomposes a block
 
 _ROWS = Slab(0)
 _BY_QR = 100  # weights above which a step is a QR factorisation: Cholesky would lose digits
 _STEPS = 12  # of the iteration, of which 6 or 7 are enough in double precision
 _LEVELS = 4  # more than halving a matrix would need
+_DIVISION = 50  # operations of a division, in units of n^3
 
 
-def shares(a: Any) -> bool:
-    """Whether the ranks share the work for a matrix: in all it takes nine times as long as LAPACK's
-    on one rank, which needs memory for five such matrices.
+class Predicted(NamedTuple):
+    """Seconds for the eigenvectors of a matrix: if every rank computes `alone`, and if all `shared`
+    the work; and whether a matrix `fits` into the memory of a rank that computes alone.
     """
-    order: int = a.shape[0]
-    size: int = a.context.size
-    return size > 1 and (order > ALONE or (order > LEAF and size >= RANKS))
+
+    alone: float
+    shared: float
+    fits: bool
+
+    @property
+    def shares(self) -> bool:
+        """Whether the ranks share the work: if that takes half as long, or there is no memory."""
+        return self.shared < self.alone / 2 or not self.fits
+
+    def __str__(self) -> str:
+        how = "the ranks share the work" if self.shares else "every rank decomposes it alone"
+        said = "" if self.fits else ", for which it has no memory"
+        return f"{how}: predicted {self.shared:.2g} s, and {self.alone:.2g} s alone{said}"
+
+
+def predicted(order: int, size: int, dtype: str, itemsize: int, rates: Rates) -> Predicted:
+    """The times for a matrix of that order on `size` ranks. Pure.
+
+    Alone: for each column that becomes tridiagonal the library reads what is left of the matrix,
+    n^3/3 elements in all, which takes most of the time, and starts anew; products have 4 n^3
+    operations. On an H200 that is 0.09, 0.49 and 3.4 s for n = 4096, 8192 and 16384, where cuSOLVER
+    takes 0.11, 0.56 and 3.2 s. It needs the memory of five such matrices.
+
+    Shared: a division has some 50 n^3 operations. Two steps of the sign function by QR have 10 n^3
+    each, three or four by Cholesky 4.3 n^3, bases and blocks 13 n^3. Not all of these reach the
+    rate of large products, so sharing has to promise twice the speed: two ranks on cores took 8.6 s
+    where 7.4 are predicted (n = 2048, blocks of 512).
+    """
+    rate = rates.product(dtype)
+
+    def alone(n: int) -> float:
+        return itemsize * n**3 / 3 / rates.memory + 4 * n**3 / rate + n * rates.latency
+
+    shared, n, count = 0.0, order, 1
+    while n > LEAF:
+        shared += count * (_DIVISION * n**3 / (size * rate) + n * rates.latency)
+        n, count = -(-n // 2), 2 * count
+    fits = 5 * itemsize * order**2 <= rates.room
+    may_share = size > 1 and order > LEAF
+    return Predicted(alone(order), shared + count * alone(n), fits or not may_share)
+
+
+def prediction(a: Any) -> Predicted:
+    """The times for a matrix on the processors that have it. Local."""
+    kind = "cpu" if dense.is_on_cores(dense.workable(a.local)) else "cuda"
+    rates, dtype = Machine(kind, a.context.hosts).rates, a.element_type
+    return predicted(a.shape[0], a.context.size, dtype.name, dtype.itemsize, rates)
 
 
 def eigh(a: Any, triangle: str, *, vectors: bool) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ H200 = Rates(
     gathering=2.7e-5,
     finishing=2e-5,
     panel=512,
+    room=6e10,
 )
 # The same on several hosts, with a network card of 400 Gb/s for each GPU.
 H200_MULTI_HOST = replace(H200, link=4.5e10, latency=4e-5, gathering=6e-5, finishing=5e-5)

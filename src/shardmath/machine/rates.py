@@ -21,7 +21,8 @@ class Rates(Immutable):
     at `packing` bytes per second, in addition to the time of its operations. A product with a
     vector copies nothing, nor does a GPU.
 
-    A factorisation of a large matrix has panels of `panel` columns.
+    A factorisation of a large matrix has panels of `panel` columns. What one rank computes alone
+    may take `room` bytes of its memory.
 
     `link` bytes per second come from peers, and the synchronisation of an exchange takes `latency`
     seconds. In addition to the time of its bytes, a product takes `gathering` seconds where
@@ -41,6 +42,7 @@ class Rates(Immutable):
     cache: int = 0
     packing: float = math.inf
     panel: int = 128
+    room: float = 1.2e10
 
     def product(self, dtype: str) -> float:
         """Operations per second of a large matrix product of such elements."""
