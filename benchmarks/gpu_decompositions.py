@@ -1,12 +1,14 @@
 """QR, singular values and eigenvalues on GPUs beside torch.linalg on one of them, in one run.
 
     python benchmarks/gpu_decompositions.py 2
-    python benchmarks/gpu_decompositions.py 2 --cases qr eigh --scale 0.25
+    python benchmarks/gpu_decompositions.py 2 --cases qr eigh --shapes 8192x8192 --scale 0.25
 
 Random matrices of float64, split by rows; torch has the whole matrix on rank 0's GPU, while the
 others wait. Eigenvalues are computed twice: by every rank alone, and by work that the ranks share.
-Seconds run from a call until its result is there, for the slowest rank: the median of several
-calls. `residual` is ||A v - product of the factors v|| / (||A v|| n eps) for random vectors v.
+`svd_lowrank` multiplies with as many random columns as torch's, whose argument counts those beyond
+the rank. Seconds run from a call until its result is there, for the slowest rank: the median of
+several calls. `residual` is ||A v - product of the factors v|| / (||A v|| n eps) for random vectors
+v, and of `svd_lowrank` ||U^T A v - S V^T v|| / (||S V^T v|| n eps).
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ SHAPES = {
     "svd_lowrank": [(1 << 17, 8192)],
     "eigh": [(4096, 4096), (8192, 8192), (16384, 16384)],
 }
-RANK = 64  # of svd_lowrank
+RANK, OVERSAMPLING = 64, 10  # of svd_lowrank
 
 
 def factors(name: str, linalg: Any, a: Any) -> tuple[Any, ...]:
-    """The factors whose product is `a`: Q, R; U, S, V^H; or the eigenvalues and eigenvectors."""
+    """The factors whose product is `a`: Q, R; U, S, V^T; or the eigenvalues and eigenvectors."""
     if name == "qr":
         return tuple(linalg.qr(a))
     if name == "svd":
@@ -45,21 +47,43 @@ def factors(name: str, linalg: Any, a: Any) -> tuple[Any, ...]:
     return tuple(linalg.eigh(a))
 
 
-def times(name: str, made: tuple[Any, ...], v: Any) -> Any:
-    """The product of factors with vectors."""
+def torchs(name: str, torch: Any, a: Any) -> tuple[Any, ...]:
+    """The same, by torch."""
+    if name != "svd_lowrank":
+        return factors(name, torch.linalg, a)
+    u, s, v = torch.svd_lowrank(a, RANK + OVERSAMPLING)
+    return u[:, :RANK], s[:RANK], v[:, :RANK].T
+
+
+def ours(name: str, a: Any) -> tuple[Any, ...]:
+    """The same, by this package."""
+    if name != "svd_lowrank":
+        return factors(name, shardmath.linalg, a)
+    return tuple(shardmath.linalg.svd_lowrank(a, RANK, OVERSAMPLING))
+
+
+def sides(name: str, a: Any, made: tuple[Any, ...], v: Any) -> tuple[Any, Any]:
+    """Two products with vectors that are equal but for rounding."""
     if name == "qr":
         q, r = made
-        return q @ (r @ v)
+        return a @ v, q @ (r @ v)
     if name == "eigh":
         values, vectors = made
-        return vectors @ (values[:, None] * (vectors.T @ v))
+        return a @ v, vectors @ (values[:, None] * (vectors.T @ v))
     u, s, vh = made
-    return u @ (s[:, None] * (vh @ v))
+    if name == "svd_lowrank":
+        return u.T @ (a @ v), s[:, None] * (vh @ v)
+    return a @ v, u @ (s[:, None] * (vh @ v))
+
+
+def residual(product: Any, expected: Any, n: int) -> float:
+    """How far a product is off, in units of n roundings."""
+    return float((product - expected).norm() / expected.norm()) / (n * EPS)
 
 
 def systems(
     ranks: Ranks, name: str, shape: tuple[int, int]
-) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]], Callable[[Any], float]]]:
+) -> Iterator[tuple[str, Callable[[], tuple[Any, ...] | None], Callable[[Any], float]]]:
     """Each system's name, its call, and how far its result is off."""
     torch, (m, n) = ranks.torch, shape
     generator = torch.Generator(ranks.device).manual_seed(m)
@@ -68,46 +92,37 @@ def systems(
     if name == "eigh":
         whole += whole.T.clone()
     v = torch.randn(n, 2, **words)
-    expected = whole @ v
-
-    def off(product: Any) -> float:
-        return float((product - expected).norm() / expected.norm()) / (n * EPS)
-
-    if name == "svd_lowrank":
-        peer = lambda: torch.svd_lowrank(whole, RANK)  # noqa: E731
-    else:
-        peer = lambda: factors(name, torch.linalg, whole)  # noqa: E731
-    own = peer if ranks.rank == 0 else lambda: None
-    yield TORCH, own, lambda made: off(times(name, made, v)) if name != "svd_lowrank" else 0.0
+    yield (
+        TORCH,
+        lambda: torchs(name, torch, whole) if ranks.rank == 0 else None,
+        lambda made: residual(*sides(name, whole, made, v), n),
+    )
     low, high = Slab.X.slices(ranks.rank, shape, size=ranks.size)[0].indices(m)[:2]
     a = shardmath.array(whole[low:high].clone(), Slab.X)
     vectors = shardmath.array(v, Replicated())
 
-    def ours() -> tuple[Any, ...]:
-        if name == "svd_lowrank":
-            return tuple(shardmath.linalg.svd_lowrank(a, RANK))
-        return factors(name, shardmath.linalg, a)
+    def off(made: Any) -> float:
+        both = (side.to(Replicated()).local for side in sides(name, a, made, vectors))
+        return residual(*both, n)
 
-    def off_ours(made: Any) -> float:
-        if name == "svd_lowrank":
-            return 0.0
-        return off(times(name, made, vectors).to(Replicated()).local)
-
-    yield ALONE, ours, off_ours
+    yield ALONE, lambda: ours(name, a), off
     if name == "eigh" and ranks.size > 1:
+        no_memory = spectral.Predicted(alone=0.0, shared=0.0, fits=False)
 
         def shared() -> tuple[Any, ...]:
-            with patch.object(spectral, "ALONE", spectral.LEAF):
-                return ours()
+            with patch.object(spectral, "prediction", lambda _: no_memory):
+                return ours(name, a)
 
-        yield SHARED, shared, off_ours
+        yield SHARED, shared, off
 
 
-def measure(ranks: Ranks, cases: list[str], scale: float) -> Iterator[dict[str, Any]]:
-    """A row for each case and system."""
+def measure(
+    ranks: Ranks, cases: list[str], shapes: list[tuple[int, int]], scale: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each case and system; of the shapes of a case those that are among `shapes`."""
     torch = ranks.torch
     for name in cases:
-        for shape in SHAPES[name]:
+        for shape in (shape for shape in SHAPES[name] if shape in shapes):
             m, n = (max(RANK, int(extent * scale)) for extent in shape)
             best: dict[str, float] = {}
             for system, call, off in systems(ranks, name, (m, n)):
@@ -138,13 +153,21 @@ def measure(ranks: Ranks, cases: list[str], scale: float) -> Iterator[dict[str, 
                 torch.cuda.empty_cache()
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """The shape that is written as 8192x4096."""
+    m, n = text.split("x")
+    return int(m), int(n)
+
+
 def main() -> None:
     """Measure, print a table, keep it in results."""
     parser = command(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(SHAPES), choices=SHAPES)
+    every = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+    parser.add_argument("--shapes", nargs="+", default=every, type=shape_of, help="as 8192x8192")
     parser.add_argument("--scale", type=float, default=1.0, help="of all extents")
     options = parser.parse_args()
-    run("gpu_decompositions", measure, options, options.cases, options.scale)
+    run("gpu_decompositions", measure, options, options.cases, options.shapes, options.scale)
 
 
 if __name__ == "__main__":
