@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("benchmarks", "linear-algebra"))]
 TABLE = re.compile(r"^<!-- (any of )?([\w, ]+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 FIGURE = re.compile(r"(?<![\w.^])(\d+(?:\.\d+)?)( x)?(?![\w.^])")
 NO_FIGURE = re.compile(r"[<>]= .*|\d+ x \d+")
