@@ -1,11 +1,12 @@
-"""The panels of a QR factorisation, and the tree of one rank: pure, and so tested without ranks."""
+"""What decompositions compute on one rank: panels of QR, its tree, reflectors, random numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from shardmath.distributed.dense import reflected
+from shardmath.distributed.dense import reflected, scattered
 from shardmath.distributed.qr import panels, tree
 
 ROWS = [
@@ -69,3 +70,18 @@ def test_a_tall_part_is_a_tree_of_leaves(rows):
     np.testing.assert_allclose(placed[5 : 5 + count], r, atol=1e-10)
     np.testing.assert_allclose(placed[5 + count :], 0, atol=1e-10)
     assert (len(stages) > 3) == (rows >= 6_000)
+
+
+def test_numbers_are_those_of_splitmix64():
+    """Its published words for the seed 1234567, in any type and library; and rows of them."""
+    words = np.array(
+        [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431],
+        np.uint64,
+    )
+    expected = words.astype(np.int64).reshape(2, 2) * 2.0**-63
+    for like in (np.zeros(1), torch.zeros(1, dtype=torch.float64), np.zeros(1, "complex128")):
+        made = scattered(range(2), 2, 1234567, like)
+        assert made.dtype == like.dtype
+        np.testing.assert_array_equal(np.asarray(made), expected)
+        np.testing.assert_array_equal(scattered(range(1, 2), 2, 1234567, like), expected[1:])
+    assert abs(scattered(range(500), 7, 1, np.zeros(1)).mean(axis=0)).max() < 0.1

@@ -119,7 +119,7 @@ def _orthonormal(context: DistributedContext, q: Any, first: int, end: int) -> A
         if found == _REFUSED:
             return None
         after = dense.divided_by_triangle(w, r)
-        lost = squares(w - after @ r).sum()
+        lost = squares(w - after @ r).sum() if found == _GOES_ON else 0.0
         w[...] = after
         above += coefficients @ triangle
         triangle = r @ triangle
@@ -133,7 +133,7 @@ def _is_near(coefficients: Any, gram: Any) -> bool:
     nothing but rounding.
     """
     off = gram - dense.identity(len(gram), gram)
-    return all(_number(squares(x).sum()) <= _NEAR**2 for x in (coefficients, off))
+    return _number(squares(coefficients).sum() + squares(off).sum()) <= _NEAR**2
 
 
 def _triangle(gram: Any) -> Any:

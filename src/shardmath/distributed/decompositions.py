@@ -141,7 +141,8 @@ def svd(
     it does not converge.
     """
     words = bool(full_matrices), bool(compute_uv), bool(hermitian)
-    (a,) = described("svd", [a], words=words, fit=_require_square if hermitian else None)
+    fit, how = (_require_square, _by_every_rank) if hermitian else (None, None)
+    (a,) = described("svd", [a], words=words, fit=fit, how=how)
     if hermitian or a.ndim > 2:
         made = _by_whole_matrices("svd", a, lambda x: dense.svd(x, *words))
         return SVDResult(*made) if compute_uv else made[0]
@@ -247,9 +248,14 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
     return _by_whole_matrices(name, a, lambda x: dense.eigh(x, triangle, vectors=vectors))
 
 
+def _by_every_rank(a: Any) -> str:
+    """How a matrix is decomposed that every rank gathers."""
+    return "all of it to every rank, which decomposes it alone"
+
+
 def _of_eigenvalues(a: Any) -> str:
     """How the eigenvalues of a matrix are computed."""
-    return f"all of it to every rank; {spectral.prediction(a)}"
+    return str(spectral.prediction(a))
 
 
 def _by_whole_matrices(

@@ -24,6 +24,7 @@ from shardmath.local import lapack
 from shardmath.machine.h200 import PROCESSORS
 
 _TILE = 128  # rows and columns of the result that a multiprocessor makes at once
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: from one word to the next
 _LEAST_ROWS = 1024  # of a block: shorter ones take longer to add than to multiply
 
 
@@ -61,8 +62,30 @@ def is_finite(x: Any) -> bool:
 
 def identity(order: int, like: Any) -> Any:
     """The identity matrix of an order, in the type of `like`, where that is."""
-    kind = dtypes.to_numpy(library_of(like).spec(like).dtype)
-    return parts.converted(np.eye(order, dtype=kind), like)
+    return parts.module_of(like).diag(parts.full((order,), 1, like))
+
+
+def scattered(rows: range, columns: int, seed: int, like: Any) -> Any:
+    """Numbers from -1 to 1 as if drawn at random, in the type of `like` and where that is: these
+    rows of a matrix of so many columns, which follows from `seed` and the number of columns alone.
+
+    They are made by the parts' library, as a host would take longer than GPUs to multiply with
+    them: element i in C order is word i of SplitMix64 (Steele, Lea, Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), taken as a signed number.
+    """
+    first, along = np.arange(rows.start, rows.stop) * columns, np.arange(1, columns + 1)
+    words = parts.converted(first, like)[:, None] + parts.converted(along, like)
+    words = words * _signed(_GOLDEN) + _signed(seed ^ (seed >> 64) * _GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # Shifts repeat the sign, which the mask removes.
+        words = (words ^ (words >> shift) & (1 << 64 - shift) - 1) * _signed(factor)
+    kind = dtypes.of(library_of(like).spec(like).dtype)
+    return parts.cast(words, kind) * 2.0**-63
+
+
+def _signed(word: int) -> int:
+    """The last 64 bits, as a signed number."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def phases(diagonal: Any) -> Any:

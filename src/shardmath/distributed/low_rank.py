@@ -10,16 +10,13 @@ algorithms 4.4 and 5.1.
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any
 
-import numpy as np
-
 from shardmath.base.collective_call import collective_call
-from shardmath.distributed import parts
+from shardmath.distributed import dense
 from shardmath.distributed.decompositions import SVDResult, described, orthonormal, svd
 from shardmath.distributed.products import matmul
-from shardmath.distributed.random_numbers import require_seed, stream
+from shardmath.distributed.random_numbers import require_seed
 from shardmath.factorisations.operands import require_matrix
 from shardmath.geometry import Layout, Slab
 from shardmath.geometry.integers import integer
@@ -65,17 +62,13 @@ def svd_lowrank(
 def _random_columns(a: Any, count: int, seed: int) -> Any:
     """A matrix of random columns to multiply A with, in slabs of rows and in the type of A.
 
-    Its numbers are uniform in (-1, 1), of 16 bits, four of a word: the host makes them, and normal
-    ones would take it as long as all products take the GPUs. The columns span as good a space: that
-    needs independent numbers of mean 0 without far outliers (sub-Gaussian ones).
+    Its numbers are uniform and not normal, which makes them cheap: it is enough that they are
+    independent, of mean 0 and bounded for the columns of A Omega to span as good a space.
     """
     layout = Layout.slab((a.shape[1], count), a.context.size, axis=0)
-    rows, words = layout.parts[a.context.rank][0], ceil(count / 4)
-    first = rows.start if rows.length else 0
-    bits = stream(seed, first * words, rows.length * words).astype("<u8", copy=False).view("<i2")
-    numbers = np.ascontiguousarray(bits.reshape(rows.length, 4 * words)[:, :count])
-    local = parts.cast(parts.converted(numbers, a.local), a.element_type)
-    return a.like((local + 0.5) * 2.0**-15, Slab(0), layout)
+    own = layout.parts[a.context.rank][0]
+    rows = range(own.start, own.start + own.length)
+    return a.like(dense.scattered(rows, count, seed, a.local), Slab(0), layout)
 
 
 def _adjoint_times(a: Any, q: Any) -> Any:

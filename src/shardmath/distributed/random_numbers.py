@@ -72,7 +72,7 @@ def _of_words(
         raise ValueError(f"random numbers are float64 or float32, not {kind}")
     context, library, layout = placed(shape, distribution, package)
     runs_ = runs(layout.spans(context.rank), layout.global_shape)
-    words = [stream(seed, first * each, count * each) for first, count in runs_]
+    words = [_run(seed, first * each, count * each) for first, count in runs_]
     numbers = convert(np.concatenate([np.zeros(0, np.uint64), *words]))
     if kind == np.float32 and each == 1:  # no number may be rounded to 1
         numbers = np.floor(numbers * 2**24) * 2.0**-24
@@ -97,8 +97,8 @@ def _normal(words: HostArray) -> HostArray:
     return np.asarray(radius * np.cos(2 * np.pi * _uniform(words[1::2])))
 
 
-def stream(seed: int, first: int, count: int) -> HostArray:
-    """`count` words of 64 random bits, from word `first` of the stream of a seed on."""
+def _run(seed: int, first: int, count: int) -> HostArray:
+    """`count` words of the stream from word `first` on."""
     block, skipped = divmod(first, _WORDS)
     generator = np.random.Philox(key=seed)
     generator.advance(block)

@@ -56,7 +56,7 @@ class Predicted(NamedTuple):
         return self.shared < self.alone / 2 or not self.fits
 
     def __str__(self) -> str:
-        how = "the ranks share the work" if self.shares else "every rank decomposes it alone"
+        how = "the ranks share the work" if self.shares else "every rank decomposes all of it alone"
         said = "" if self.fits else ", for which it has no memory"
         return f"{how}: predicted {self.shared:.2g} s, and {self.alone:.2g} s alone{said}"
 
@@ -162,7 +162,7 @@ class _Division:
         side = 1 if 2 * above <= order else -1
         projector = _with_diagonal(sign * (side / 2), 0.5)
         count = min(above, order - above)
-        numbers = _random(a, order)
+        numbers = _random(a)
         start = _basis(matmul(projector, numbers[:, :count]))
         # Whatever columns follow those of one space, the others of a square Q are of the other one.
         near = _in_rows(a, matmul(projector, start)).local
@@ -313,11 +313,11 @@ def _basis(x: Any) -> Any:
     return _in_rows(x, factors.q(), factors.rank)
 
 
-def _random(a: Any, columns: int) -> Any:
-    """A matrix of that many random columns, in the type of `a`: the same in every run."""
-    generator = np.random.default_rng([a.shape[0], a.context.rank])
-    numbers = generator.standard_normal((len(a.local), columns))
-    return _in_rows(a, parts.cast(parts.converted(numbers, a.local), a.element_type), columns)
+def _random(a: Any) -> Any:
+    """A matrix of random numbers, split as `a`: the same in every run."""
+    first = a.layout.parts[a.context.rank][0].start
+    rows = range(first, first + len(a.local))
+    return a.with_part(dense.scattered(rows, a.shape[1], a.shape[0], a.local))
 
 
 def _eps(a: Any) -> float:
