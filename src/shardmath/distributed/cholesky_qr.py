@@ -74,9 +74,11 @@ class CholeskyQR:
 
 def orthonormalised(context: DistributedContext, a: Any, order: int) -> CholeskyQR | None:
     """The factors of a matrix of `order` rows, of which `a` is this rank's; None, on all ranks,
-    where its columns depend on each other too nearly. Collective.
+    where its columns depend on each other too nearly, or there are none. Collective.
     """
     count = min(order, a.shape[1])
+    if not count:
+        return None
     q, r = dense.copied(a[:, :count]), parts.full((count, a.shape[1]), 0, a)
     for panel in slices(count, Machine("cuda", context.hosts).rates.panel):
         found = _orthonormal(context, q, panel.start, panel.stop)
