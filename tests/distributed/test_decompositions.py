@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from numpy.linalg import LinAlgError
-from split_arrays import array_of, drawn_cases, placed, splits
+from split_arrays import array_of, as_on_gpus, drawn_cases, placed, splits
 
 import shardmath
 from shardmath.distributed import qr, spectral
@@ -177,11 +177,16 @@ def divided(context, order, dtype, library):
     return found
 
 
+def divided_as_on_gpus(context, *arguments):
+    return as_on_gpus(context, divided.__module__, divided.__name__, *arguments)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "library"), [(2, "float64", "numpy"), (3, "complex64", "torch")]
+    ("body", "ranks", "dtype", "library"),
+    [(divided, 2, "float64", "numpy"), (divided_as_on_gpus, 2, "complex64", "torch")],
 )
-def test_eigenvalues_that_are_divided(contexts, ranks, dtype, library):
-    for found in contexts.run(divided, 13, dtype, library, ranks=ranks):
+def test_eigenvalues_that_are_divided(contexts, body, ranks, dtype, library):
+    for found in contexts.run(body, 13, dtype, library, ranks=ranks):
         assert {name: off for name, off in found.items() if not off < BOUND} == {}
 
 
