@@ -8,7 +8,6 @@ out between that exchange and the first byte.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
@@ -45,6 +44,7 @@ from shardmath.program.notes import (
     numbers_bytes,
     pack_numbers,
     pack_parts,
+    unpack_parts,
 )
 from shardmath.program.offers import (
     LENT,
@@ -71,7 +71,6 @@ _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # places of new results, for each such call
 _KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
 _COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
-_HEAD = struct.Struct("<I")  # the length of a note, where a payload follows it
 
 Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
 
@@ -411,12 +410,12 @@ class Cores:
         def prepare() -> bytes:
             turn.made.clear()
             self.prepare(turn, plan)
-            return _HEAD.pack(len(turn.note)) + turn.note + turn.payload
+            return pack_parts((turn.note, turn.payload))
 
         texts = self._context.gather(f"{self._names.operation}, memory", prepare)
-        ends = [_HEAD.size + _HEAD.unpack_from(text)[0] for text in texts]
-        turn.payloads = [text[end:] for text, end in zip(texts, ends, strict=True)]
-        return [text[_HEAD.size : end] for text, end in zip(texts, ends, strict=True)]
+        pairs = [unpack_parts(text) for text in texts]
+        turn.payloads = [payload for _, payload in pairs]
+        return [note for note, _ in pairs]
 
     def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
         """The calls that perform the program, each time that it runs between the same arrays.
