@@ -260,11 +260,15 @@ class _Pipeline(Immutable):
             board.barrier(board.operation)
 
     def part(self, rank: int, number: int) -> tuple[int, int, int]:
-        """Where block `number` begins, and the range in it that `rank` reduces."""
-        start = number * self.block
-        extent = min(self.block, self.operand.size - start)
-        part = _part(self.block, len(self.peers))
-        return start, min(rank * part, extent), min((rank + 1) * part, extent)
+        """Where block `number` begins, and the range in it that `rank` sees to."""
+        start, ranks = number * self.block, self.sharers(rank)
+        extent, index = min(self.block, self.operand.size - start), rank - ranks.start
+        part = _part(self.block, len(ranks))
+        return start, min(index * part, extent), min((index + 1) * part, extent)
+
+    def sharers(self, rank: int) -> range:
+        """The ranks among which `rank` shares each block."""
+        return range(len(self.peers))
 
     def reduce(self, number: int) -> None:
         """Reduce this rank's part of a block into results on the heap, and into its slot."""
@@ -337,13 +341,9 @@ class _HostChain(_Pipeline):
             if 0 <= time - results - 1 < count:
                 self.fetch(time - results - 1)
 
-    def part(self, rank: int, number: int) -> tuple[int, int, int]:
-        """Where block `number` begins, and the range of it that `rank` sees to on its host."""
-        [ranks] = [ranks for ranks in self.layout.hosts if rank in ranks]
-        start, index = number * self.block, rank - ranks.start
-        extent = min(self.block, self.operand.size - start)
-        part = _part(self.block, len(ranks))
-        return start, min(index * part, extent), min((index + 1) * part, extent)
+    def sharers(self, rank: int) -> range:
+        """The ranks of the same host."""
+        return next(ranks for ranks in self.layout.hosts if rank in ranks)
 
     def reduce(self, number: int) -> None:
         """Go on with what the hosts before have combined, into partial sums or the result."""
