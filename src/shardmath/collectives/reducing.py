@@ -5,7 +5,7 @@ Each is one step that combines what all ranks have; see `program.two_shots` for 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,7 +16,6 @@ from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, in_background, perform
 from shardmath.collectives.forms import Form, OnGPUs, OwnCount
 from shardmath.collectives.operand import (
-    OutputSpec,
     Shape,
     as_axis,
     as_counts,
@@ -212,21 +211,16 @@ def _arguments_of_reduce_scatter(
 
 
 def _plan_reduce_scatter(specs: list[Any]) -> _Combined:
+    return _scattered(specs, lambda parts: require_equal("counts", parts))
+
+
+def _scattered(specs: list[Any], counts_of: Callable[[Sequence[Any]], Shape]) -> _Combined:
+    """The plan, where `counts_of` makes all ranks' counts of the last words of the specs."""
     libraries, dtypes, shapes, outs, ops, axes, parts = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
-    axis = require_equal("axis", axes)
-    counts = require_equal("counts", parts)
-    return _scattered(reduction, libraries, shapes, outs, axis, counts)
-
-
-def _scattered(
-    reduction: Reduction,
-    libraries: Sequence[str],
-    shapes: Sequence[Shape],
-    outs: Sequence[OutputSpec],
-    axis: int,
-    counts: Shape,
-) -> _Combined:
+    axis, counts = require_equal("axis", axes), counts_of(parts)
+    if sum(counts) != shapes[0][axis]:
+        raise ValueError(f"the ranks receive {list(counts)} indices of {shapes[0][axis]}")
     columns: list[list[Spans] | None] = [None] * len(shapes[0])
     columns[axis] = [Spans.interval(*ends) for ends in pairwise(bounds(counts))]
     needed = Layout.product(shapes[0], columns, size=len(shapes))
@@ -267,25 +261,14 @@ def reduce_scatter_by_own(x: Any, *, op: str, axis: int, own: int) -> Any:
     return perform(require_context(), REDUCE_SCATTER_BY_OWN, (op, axis, own), x, None)
 
 
-def _arguments_by_own(
-    spec: ArraySpec, size: int, op: Any, axis: int, own: int
-) -> tuple[Hashable, ...]:
-    return Reduction.of(op, spec.dtype).op, as_axis(axis, spec.ndim), own
-
-
-def _plan_by_own(specs: list[Any]) -> _Combined:
-    libraries, dtypes, shapes, outs, ops, axes, counts = zip(*specs, strict=True)
-    reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
-    axis = require_equal("axis", axes)
-    if sum(counts) != shapes[0][axis]:
-        raise ValueError(f"the ranks receive {list(counts)} indices of {shapes[0][axis]}")
-    return _scattered(reduction, libraries, shapes, outs, axis, counts)
-
-
 REDUCE_SCATTER_BY_OWN = Collective(
     "reduce_scatter by own counts",
-    _arguments_by_own,
-    _plan_by_own,
+    lambda spec, size, op, axis, own: (
+        Reduction.of(op, spec.dtype).op,
+        as_axis(axis, spec.ndim),
+        own,
+    ),
+    lambda specs: _scattered(specs, tuple),
     _steps,
     OnGPUs(OwnCount(), _scatter_on_gpus),
 )
