@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.arrays.base import host_array
+from shardmath.arrays.spec import byte_span
 from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
 from shardmath.errors import DataRace
@@ -90,9 +91,7 @@ class Extent(Immutable):
         """
         if 0 in shape:
             return None
-        steps = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
-        low = start + sum(step for step in steps if step < 0)
-        high = start + sum(step for step in steps if step > 0) + itemsize
+        low, high = (start + end for end in byte_span(shape, strides, itemsize))
         axes: list[tuple[int, int]] = []
         for n, stride in [*zip(shape, strides, strict=True), (itemsize, 1)]:
             if n == 1:

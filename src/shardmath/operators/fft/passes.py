@@ -91,11 +91,6 @@ class _Pass(Immutable):
     result: Layout
     dtype: str
 
-    @property
-    def stays(self) -> bool:
-        """Whether nothing moves."""
-        return self.transfer.src.same_as(self.transfer.dst)
-
     def step(self, problem: Problem, source: str, target: str) -> Step:
         """The step from buffer `source` to buffer `target`."""
         if not self.axes:
@@ -136,9 +131,9 @@ def _memories(passes: Sequence[_Pass]) -> list[str]:
     """The buffer that each pass writes, one of two; "" for the result."""
     memories: list[str] = []
     for number, one in enumerate(passes):
-        if all(later.stays and keeps_shape(later.kind) for later in passes[number + 1 :]):
+        if all(later.transfer.stays and keeps_shape(later.kind) for later in passes[number + 1 :]):
             memories.append("")
-        elif number and one.stays and keeps_shape(one.kind):
+        elif number and one.transfer.stays and keeps_shape(one.kind):
             memories.append(memories[-1])
         else:
             memories.append("passes 1" if memories and memories[-1] == "passes 0" else "passes 0")

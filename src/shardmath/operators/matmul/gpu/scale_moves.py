@@ -42,7 +42,7 @@ class ScaleMoves(Immutable):
     @property
     def stay(self) -> bool:
         """Whether each rank needs just what it was given."""
-        return self.given == self.blocks and self.transfer.src.same_as(self.transfer.dst)
+        return self.given == self.blocks and self.transfer.stays
 
 
 @lru_cache(maxsize=64)
