@@ -150,22 +150,19 @@ class GPUProgram:
     # -- moves -------------------------------------------------------------------------------------
 
     def _transfer(self, step: Move | Copy | Pack | Unpack, memories: Memories) -> Launch | None:
-        ends = self.ends(step, memories)
-        if len(ends.sources) <= _MOST_SOURCES:
-            return _ready(self._boxes_made(step, ends), ends.sources, ends.targets)
-        launches = [
-            _ready(
-                self._boxes_made(step, ends, first),
-                ends.sources[first : first + _MOST_SOURCES],
-                ends.targets,
-            )
-            for first in range(0, len(ends.sources), _MOST_SOURCES)
-        ]
+        ends, launches = self.ends(step, memories), []
+        for first in range(0, len(ends.sources), _MOST_SOURCES):
+            sources = ends.sources[first : first + _MOST_SOURCES]
+            tables = self._boxes_made(step, ends, first)
+            launch = tables.ready(sources, ends.targets)
+            if launch is not None:
+                launches.append(_CopyLaunch(launch, tables))
+        if len(launches) <= 1:
+            return launches[0] if launches else None
 
         def run(stream: int) -> None:
             for launch in launches:
-                if launch is not None:
-                    launch(stream)
+                launch(stream)
 
         return run
 
@@ -308,8 +305,3 @@ class _CopyLaunch:
 
     def __call__(self, stream: int) -> None:
         self.launch.put(stream)
-
-
-def _ready(copies: BoxCopies, sources: Sequence[int], targets: Sequence[int]) -> Launch | None:
-    launch = copies.ready(sources, targets)
-    return None if launch is None else _CopyLaunch(launch, copies)
