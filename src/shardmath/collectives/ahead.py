@@ -34,12 +34,6 @@ _PLANS = 64  # plans of calls with parts that the peers have listed
 _TAG_BYTES = 6
 
 
-def _tag_of(*what: bytes) -> int:
-    """A number of 48 bits that stands for a call; it is the same on all ranks, and never 0."""
-    digest = blake2b(b"\0".join(what), digest_size=_TAG_BYTES).digest()
-    return int.from_bytes(digest, "little") or 1
-
-
 class KnownCall(NamedTuple):
     """A call that all ranks know: the part that they share (`common`), and its plan.
 
@@ -142,15 +136,16 @@ class Ahead:
             context.repeats.forget()
 
     def tag(self, operation: str, common: Spec) -> int:
-        """The tag of a call, whether it is known yet or not."""
-        return _tag_of(operation.encode(), wire.encode(common))
+        """The tag of a call, known or not: 48 bits, the same on all ranks, and never 0."""
+        text = operation.encode() + b"\0" + wire.encode(common)
+        return int.from_bytes(blake2b(text, digest_size=_TAG_BYTES).digest(), "little") or 1
 
     def go(self, known: KnownCall, words: Shape) -> None:
         """List a known call, with `words` as this rank's own part. Does not wait."""
         if self._size > 1:
             self._board.run_ahead(known.operation, known.tag, words)
 
-    def others(self, known: KnownCall, own: Shape) -> Sequence[Shape]:
+    def others(self, own: Shape) -> Sequence[Shape]:
         """Each rank's own part of the known call that this rank makes. Waits for their hosts."""
         return [own] if self._size == 1 else self._board.listed_words(len(own))
 
@@ -159,7 +154,7 @@ class Ahead:
         form = known.form
         if not form.counted or form.alone(spec) is not None:
             return None
-        return self.others(known, form.words(spec))
+        return self.others(form.words(spec))
 
     def plan(self, known: KnownCall, spec: Spec) -> Any:
         """The plan of the known call that this rank makes, or its own part if that is enough."""
@@ -169,7 +164,7 @@ class Ahead:
         alone = form.alone(spec)
         if alone is not None:
             return alone
-        others = self.others(known, form.words(spec))
+        others = self.others(form.words(spec))
         key = known.tag, spec, tuple(others)
         plan = self._plans.find(key)
         if plan is None:

@@ -183,7 +183,7 @@ class GPUCalls(Driver):
         def end(context: Context, x: Any, out: Any) -> tuple[Any, bool]:
             ahead = Ahead.of(context)
             with context.executing(known.operation):
-                plan, same = ahead.plan(known, own), ahead.others(known, listed) == others
+                plan, same = ahead.plan(known, own), ahead.others(listed) == others
                 return performer.put(DeviceOperand(context, x, out, tag=tag), plan), same
 
         library = operand.library
