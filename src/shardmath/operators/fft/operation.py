@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardmath.arrays import ArraySpec, dtypes
@@ -50,9 +50,7 @@ class FourierTransform:
         way = self._direction_of(kind, direction)
         return describe(operand, distribution, axes, norm, kind, way, options, arrays["out"])
 
-    def check(self, specs: Sequence[Description]) -> Problem:
-        """See `problem.check`."""
-        return check(specs)
+    check = staticmethod(check)
 
     def operands(self, problem: Problem) -> Mapping[str, Layout]:
         """See Operation."""

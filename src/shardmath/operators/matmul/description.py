@@ -134,9 +134,12 @@ def arguments_of(
 
 
 def describe(
-    arrays: Mapping[str, ArraySpec | None], words: Words, options: MatmulOptions
+    arrays: Mapping[str, ArraySpec | None], said: tuple[Any, ...], options: MatmulOptions
 ) -> Description:
-    """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
+    """The call in plain data; `said` are its Words. Raises ValueError or TypeError for what is
+    wrong on this rank.
+    """
+    words = Words(*said)
     if words.error is not None:
         raise words.error
     options_of(MatmulPlanPreferences, words.preferences, "preferences").check()

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from shardmath.arrays import ArraySpec
 from shardmath.context.context import Context
 from shardmath.geometry import Layout
 from shardmath.local.epilog import INPUTS
 from shardmath.machine import CORES, Machine
-from shardmath.operators.matmul.description import OUTPUTS, Words, describe
+from shardmath.operators.matmul.description import OUTPUTS, describe
 from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.operators.matmul.problem import Problem, check
 from shardmath.operators.matmul.program import output, product_program
@@ -45,18 +44,8 @@ class _Matmul:
     )
     options = MatmulOptions
 
-    def describe(
-        self,
-        arrays: Mapping[str, ArraySpec | None],
-        words: tuple[Any, ...],
-        options: MatmulOptions,
-    ) -> Any:
-        """See Operation, and `description.describe`."""
-        return describe(arrays, Words(*words), options)
-
-    def check(self, specs: Sequence[Any]) -> Problem:
-        """See Operation."""
-        return check(specs)
+    describe = staticmethod(describe)
+    check = staticmethod(check)
 
     def operands(self, problem: Problem) -> Mapping[str, Layout]:
         """See Operation. The layouts of transposed operands are those of op(A) and op(B)."""
