@@ -6,7 +6,7 @@ A rank plan follows from the strategy alone. It is kept with the plan, for all e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -92,12 +92,15 @@ class RankPlan(OnHosts, Immutable):
     """The part of `rank` in `strategy`, on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     Moves read what peers share: their arrays or, where ranks are on several hosts, the parcels that
-    they pack.
+    they pack. `cache` has results for the next executions, on the host and on the device, and
+    `algorithms` are those of cuBLASLt that timing has chosen for this rank's products.
     """
 
     strategy: Strategy
     rank: int
     hosts: tuple[int, ...]
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    algorithms: Algorithms = field(default_factory=Algorithms, repr=False, compare=False)
 
     @property
     def machine(self) -> Machine:
@@ -209,16 +212,6 @@ class RankPlan(OnHosts, Immutable):
     def multiplies_elements(self) -> bool:
         """Whether cuBLASLt multiplies eight-bit elements, with their scales."""
         return self.strategy.problem.dtype in FLOAT8
-
-    @cached_property
-    def cache(self) -> dict[Any, Any]:
-        """Results kept for the next executions, on the host and on the device."""
-        return {}
-
-    @cached_property
-    def algorithms(self) -> Algorithms:
-        """The algorithms of cuBLASLt that timing has chosen for this rank's products."""
-        return Algorithms()
 
     @cached_property
     def pattern(self) -> Pattern | None:
