@@ -39,19 +39,30 @@ class Piece(Immutable):
     other: int
 
 
-class Source(Immutable):
-    """How one rank reads one operand, whose k axis is `axis`. Pure.
-
-    There are either `pieces`, which cover k in order, or `moves` to gather, `panel` indices of k at
-    a time.
-    """
+class AlongK(Immutable):
+    """The part of an operand that a rank needs, whose k axis is `axis`. `moves` bring it. Pure."""
 
     axis: int
-    extent: int  # of k, in the needed part
+    extent: int  # of k
     width: int  # of the other axis
-    pieces: tuple[Piece, ...]
     moves: tuple[Move, ...]
-    panel: int
+
+    def shape(self, lo: int, hi: int) -> tuple[int, int]:
+        """The shape of a panel with indices lo to hi of k."""
+        return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
+
+    def gather_moves(self, lo: int, hi: int) -> list[Move]:
+        """The moves that fill that panel."""
+        return [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
+
+
+class Source(AlongK):
+    """How one rank reads an operand on cores. There are either `pieces`, which cover k in order, or
+    moves to gather, `panel` indices of k at a time.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    panel: int = 0
 
     @classmethod
     def plan(cls, transfer: Transfer, rank: int, *, axis: int, panel_elements: int) -> Source:
@@ -59,20 +70,20 @@ class Source(Immutable):
         shape = transfer.result_shape(rank)
         extent, width = shape[axis], shape[1 - axis]
         if not extent or not width:
-            return cls(axis, extent, width, (), (), 0)
+            return cls(axis, extent, width, ())
         moves = transfer.into(rank)
         pieces = _pieces(moves, axis, width)
         if len(pieces) == 1 or (pieces and extent >= _THIN * len(pieces)):
-            return cls(axis, extent, width, pieces, (), 0)
+            return cls(axis, extent, width, (), pieces)
         panel = min(extent, max(_THIN, panel_elements // width))
-        return cls(axis, extent, width, (), moves, panel)
+        return cls(axis, extent, width, moves, panel=panel)
 
     @classmethod
     def own(cls, shape: tuple[int, int], rank: int, *, axis: int) -> Source:
         """How `rank` reads a matrix of its own, of this shape, as it lies."""
         extent, width = shape[axis], shape[1 - axis]
         pieces = (Piece(0, extent, rank, 0, 0),) if extent and width else ()
-        return cls(axis, extent, width, pieces, (), 0)
+        return cls(axis, extent, width, (), pieces)
 
     @property
     def bounds(self) -> set[int]:
@@ -80,10 +91,6 @@ class Source(Immutable):
         if self.pieces:
             return {piece.hi for piece in self.pieces}
         return {self.extent, *range(self.panel, self.extent, self.panel)} if self.panel else set()
-
-    def gather_moves(self, lo: int, hi: int) -> list[Move]:
-        """The moves that fill a buffer with indices lo to hi of k."""
-        return [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
 
 
 class Factor:
@@ -109,10 +116,8 @@ class Factor:
         first = self.matrix(0, ends[0])
         if len(ends) == 1:
             return first
-        across = first.shape[1 - self.source.axis]
-        shape = (ends[-1], across) if self.source.axis == 0 else (across, ends[-1])
         order: Literal["C", "F"] = "F" if abs(first.strides[0]) < abs(first.strides[1]) else "C"
-        made = np.empty(shape, first.dtype, order)
+        made = np.empty(self.source.shape(0, ends[-1]), first.dtype, order)
         for lo, hi in zip([0, *ends], ends, strict=False):
             part = self._cut(lo, hi, slice(None))
             raw_view(made)[part] = raw_view(self.matrix(lo, hi))
@@ -147,9 +152,7 @@ class Factor:
             self._filled, self._panel = (0, 0), self._panel[:0, :0].copy()
 
     def _room(self, extent: int) -> HostArray:
-        width = self.source.width
-        shape = (extent, width) if self.source.axis == 0 else (width, extent)
-        return np.empty(shape, self.dtype)
+        return np.empty(self.source.shape(0, extent), self.dtype)
 
     def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
         start = piece.k + lo - piece.lo

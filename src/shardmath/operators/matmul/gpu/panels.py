@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Move
+from shardmath.program.factors import AlongK
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
@@ -25,17 +26,11 @@ _ROOM = 2 << 30  # bytes of panels, of both operands together
 _SLOTS = 3  # panels that take turns in memory, where all together would need more than _ROOM
 
 
-class OperandPlan(Immutable):
-    """One rank's reading of one operand, whose k axis is `axis`.
-
-    `moves` bring all of it. If it is one dense box of this rank's own array, nothing moves, and
-    `place` is where that box starts along each axis.
+class OperandPlan(AlongK):
+    """One rank's reading of one operand on its GPU. If it is one dense box of this rank's own
+    array, nothing moves, and `place` is where that box starts along each axis.
     """
 
-    axis: int
-    extent: int  # of k
-    width: int  # of the other axis
-    moves: tuple[Move, ...]
     place: tuple[int, int] | None
 
     @classmethod
@@ -56,19 +51,11 @@ class OperandPlan(Immutable):
         """Whether it comes in panels."""
         return self.place is None and self.extent > 0 and self.width > 0
 
-    def shape(self, lo: int, hi: int) -> tuple[int, int]:
-        """The shape of the panel with indices lo to hi of k."""
-        return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
-
     def transposed(self) -> OperandPlan:
         """The reading of the transposed operand."""
         moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in self.moves)
         place = None if self.place is None else (self.place[1], self.place[0])
         return OperandPlan(1 - self.axis, self.extent, self.width, moves, place)
-
-    def gather_moves(self, lo: int, hi: int) -> list[Move]:
-        """The moves that fill that panel."""
-        return [part for move in self.moves for part in move.clipped(self.axis, lo, hi)]
 
     @property
     def remote(self) -> float:
