@@ -16,10 +16,8 @@ from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
 from shardmath.operators.arguments import check_stream
 from shardmath.operators.fft.operation import FFT_OF_ANY_KIND, OPERATIONS
-from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.options import FFTDirection, Options
 from shardmath.program.performing import Arguments, Known, Plan, Turn
-
-Options = FFTOptions | dict[str, Any] | None
 
 
 @differentiable

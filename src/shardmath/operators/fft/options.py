@@ -68,6 +68,9 @@ class FFTOptions:
         return tuple(getattr(self, name) for name in COMPARED)
 
 
+Options = FFTOptions | dict[str, Any] | None  # as users give them
+
+
 def direction_of(direction: Any) -> FFTDirection:
     """A direction given as an FFTDirection, -1, 1, "forward" or "inverse".
 

@@ -14,10 +14,8 @@ from shardmath.base.collective_call import differentiable
 from shardmath.call.driver import call
 from shardmath.local.fft import Norm
 from shardmath.operators.fft.operation import OPERATIONS
-from shardmath.operators.fft.options import FFTOptions
+from shardmath.operators.fft.options import Options
 from shardmath.program.performing import Arguments
-
-Options = FFTOptions | dict[str, Any] | None
 
 
 class AlongOne(Protocol):
