@@ -94,9 +94,8 @@ class Lane:
         """
         held = self._buffers.get(name)
         if held is None or held.block.nbytes < nbytes:
-            if held is not None:
-                self._drop(self._buffers.pop(name))
             del held
+            self.drop(name)
             self.version += 1
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
@@ -123,9 +122,8 @@ class Lane:
             return self.buffer(name, nbytes).block.address
         held = self._allocations.get(name)
         if held is None or held.nbytes < nbytes:
-            if held is not None:
-                self._drop(self._allocations.pop(name))
             del held
+            self.drop(name)
             self.version += 1
             self._allocations[name] = Allocation(self.team.device, nbytes)
         return self._allocations[name].address
@@ -201,7 +199,10 @@ class Lane:
             held = self._buffers.pop(name, None) or self._allocations.pop(name, None)
             if held is not None:
                 self.version += 1
-                self._drop(held)
+                if self._order.captured:
+                    self._kept.append(held)
+                else:
+                    self._order.wait()
             del held
 
     @classmethod
@@ -210,9 +211,3 @@ class Lane:
         for number in range(LANES):
             lane = cls.numbered(context, number)
             lane.drop(*lane.memory())
-
-    def _drop(self, held: Buffer | Allocation) -> None:
-        if self._order.captured:
-            self._kept.append(held)
-        else:
-            self._order.wait()
