@@ -30,13 +30,17 @@ def number(name: str, value: Any) -> Number:
     """`value` as a Python number, None for None. Raises ValueError if it is not a number."""
     if value is None:
         return None
-    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
     try:
         if not isinstance(value, (str, bytes)):
-            return complex(value) if is_complex else float(value)
+            return complex(value) if is_complex(value) else float(value)
     except (TypeError, ValueError, OverflowError):
         pass
     raise ValueError(f"{name} is a number, not {value!r}")
+
+
+def is_complex(value: Any) -> bool:
+    """Whether a number, or an array of one, is complex by its type."""
+    return isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
 
 
 def real(numbers: Numbers, name: str) -> float:

@@ -32,6 +32,7 @@ from shardmath.operators.matmul.scaling import (
     read_scales,
     readings,
 )
+from shardmath.program.notes import is_complex
 from shardmath.program.performing import Arguments
 
 MATRICES = ("a", "b", "c")
@@ -123,7 +124,7 @@ def arguments_of(
         epilog,
         names,
         kinds,
-        (alpha is not None and _is_complex(alpha), beta is not None and _is_complex(beta)),
+        (alpha is not None and is_complex(alpha), beta is not None and is_complex(beta)),
         beta is not None,
         error,
         preferences,
@@ -261,8 +262,8 @@ def _check_scalars(
     real = dtypes.of(dtype).kind != "c"
     if real and (conjugate[0] or conjugate[1]):
         raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
-    for name, is_complex in zip(("alpha", "beta"), words.complex_scalars, strict=True):
-        if real and is_complex:
+    for name, wrong in zip(("alpha", "beta"), words.complex_scalars, strict=True):
+        if real and wrong:
             raise ValueError(f"{name} is complex, and the operands are {dtype}")
 
 
@@ -318,10 +319,6 @@ def _inputs(
     if unnamed:
         raise TypeError(f"the names of epilog_inputs are strings, not {unnamed[0]!r}")
     return tuple((name, arrays[name] if name in INPUTS else None) for name in sorted(names))
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
 
 
 def _is_inplace(options: Any) -> bool:
