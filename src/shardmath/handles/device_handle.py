@@ -26,7 +26,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Extent, kernel_of_source
 from shardmath.handles.allocation import Owner
 from shardmath.handles.handle import SymmetricMemory
-from shardmath.handles.rendezvous_state import DeviceTables
+from shardmath.handles.rendezvous_state import SLOT_BYTES, DeviceTables
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         It is good for as long as this handle lives. Its waits end after `timeout_ms`, or after
         SHARDMATH_TIMEOUT when that is 0. Raises UseAfterFree when this rank's array was freed.
         """
-        self._context.require_open()
-        self._require_array()
-        packed = self._packed(self._seconds(timeout_ms))
+        packed = self._packed(timeout_ms)
         return np.frombuffer(packed, np.dtype([("words", "<u8", (len(packed) // 8,))])).copy()
 
     def device_argument(self, timeout_ms: int = 0) -> Any:
@@ -157,11 +155,8 @@ class DeviceSymmetricMemory(SymmetricMemory):
         For kernels that take `const SymmetricMemory*`, and for Triton. It keeps the handle alive.
         Raises as `kernel_argument`.
         """
-        self._context.require_open()
-        self._require_array()
-        timeout = self._seconds(timeout_ms)
-        packed = self._packed(timeout)
-        address = self._tables.argument(self._context.heap, self._team, packed, timeout)
+        packed = self._packed(timeout_ms)
+        address = self._tables.argument(self._context.heap, self._team, packed, timeout_ms)
         memory = DeviceBytes(address, len(packed), self._team.device.name)
         return self._library.on_device(Owner(memory, self), "int64", [len(packed) // 8], [1])
 
@@ -176,7 +171,11 @@ class DeviceSymmetricMemory(SymmetricMemory):
         options = (*(f"-D{text}" for text in self._team.defines), *options)
         return HandleKernel(self, source, function, options, shared=shared)
 
-    def _packed(self, timeout: float | None) -> bytes:
+    def _packed(self, timeout_ms: int) -> bytes:
+        """The struct SymmetricMemory. Raises as `kernel_argument`."""
+        self._context.require_open()
+        self._require_array()
+        timeout = self._seconds(timeout_ms)
         if 0 in self._team.pads:
             raise NotImplementedError(
                 "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, "
@@ -199,23 +198,15 @@ class DeviceSymmetricMemory(SymmetricMemory):
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
         self._team.ordered_barrier(self._stream(), channel=channel, timeout=timeout)
 
-    @collective_call
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Signal `dst_rank` from the current stream, once it has consumed the last signal."""
-        peer = self._peer(dst_rank, "dst_rank")
-        timeout = self._begun("put_signal", channel, timeout_ms)
-        slot = int(self._state.pad_table[peer]) + self._slot(channel, self.rank)
+    def _flip_slot(self, peer: int, value: int, channel: int, timeout_ms: int) -> None:
+        """See SymmetricMemory. The current stream waits, and sets the slot."""
+        operation = "put_signal" if value else "wait_signal"
+        function = "raise_flag" if value else "lower_flag"
+        src, dst = (self.rank, peer) if value else (peer, self.rank)
+        timeout = self._begun(operation, channel, timeout_ms)
+        place = int(self._state.pad_table[dst]) + SLOT_BYTES * (channel * self.world_size + src)
         stream = self._stream()
-        self._team.flag("raise_flag", dst_rank, stream, slot=slot, channel=channel, timeout=timeout)
-
-    @collective_call
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Make the current stream wait for a signal of `src_rank`, and consume it."""
-        peer = self._peer(src_rank, "src_rank")
-        timeout = self._begun("wait_signal", channel, timeout_ms)
-        slot = int(self._state.pad_table[self.rank]) + self._slot(channel, peer)
-        stream = self._stream()
-        self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
+        self._team.flag(function, peer, stream, slot=place, channel=channel, timeout=timeout)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """See SymmetricMemory: the array is on this rank's GPU; the stream is the current one."""
@@ -237,9 +228,6 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """
         self._context.require_open()
         self._team.check()
-
-    def _slot(self, channel: int, src: int) -> int:
-        return 4 * (channel * self.world_size + src)
 
     def _stream(self) -> int:
         return self._library.stream(self._team.device.ordinal)

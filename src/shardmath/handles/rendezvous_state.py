@@ -181,13 +181,13 @@ class DeviceTables:
         self._kept: list[Buffer] = []
         self.buffers = self._on_device(heap, team, buffers.tobytes())
         self.pads = self._on_device(heap, team, pads.tobytes())
-        self.arguments: dict[float | None, int] = {}  # the struct SymmetricMemory, by its timeout
+        self.arguments: dict[int, int] = {}  # the struct SymmetricMemory, by its timeout in ms
 
-    def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
+    def argument(self, heap: Heap, team: Team, packed: bytes, timeout_ms: int) -> int:
         """The address of the struct `packed`, which is written there the first time."""
-        if timeout not in self.arguments:
-            self.arguments[timeout] = self._on_device(heap, team, packed)
-        return self.arguments[timeout]
+        if timeout_ms not in self.arguments:
+            self.arguments[timeout_ms] = self._on_device(heap, team, packed)
+        return self.arguments[timeout_ms]
 
     def _on_device(self, heap: Heap, team: Team, data: bytes) -> int:
         from shardmath.cuda.driver import call
