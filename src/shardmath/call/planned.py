@@ -97,10 +97,13 @@ class Planned:
         self._plan = self._driver.expect(spec, plan)
         self._driver.log(self._options, plan)
 
-    def _described(self, arguments: Arguments) -> Turn:
+    def _described(
+        self, arguments: Arguments, spec_of: Callable[[Arguments], HashedSpec] | None = None
+    ) -> Turn:
+        """A call that is described and not performed, by `spec_of` or as all calls are."""
         check_stream(arguments.stream)
         self._driver.numbers(arguments)
-        spec = self._driver.spec(arguments)
+        spec = (spec_of or self._driver.spec)(arguments)
         self._driver.performer.inspect(arguments)
         return Turn(arguments, Known(spec, None, lasting=False))
 

@@ -14,10 +14,9 @@ from shardmath.context.agreement import require_equal
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
-from shardmath.operators.arguments import check_stream
 from shardmath.operators.fft.operation import FFT_OF_ANY_KIND, OPERATIONS
 from shardmath.operators.fft.options import FFTDirection, Options
-from shardmath.program.performing import Arguments, Known, Plan, Turn
+from shardmath.program.performing import Arguments, Plan, Turn
 
 
 @differentiable
@@ -222,10 +221,7 @@ class FFT(Planned, Generic[Array]):
             self._require_alive()
             self._require_given("operand", operand)
             arguments = Arguments((operand,), (None,), words, self._options, stream)
-            check_stream(stream)
-            spec = self._execution_spec(arguments)
-            self._driver.performer.inspect(arguments)
-            return Turn(arguments, Known(spec, None, lasting=False))
+            return self._described(arguments, self._execution_spec)
 
         _, agreement, _ = agree(
             self.context, f"{self.noun}.reset_operand", described, self._similar_plan
