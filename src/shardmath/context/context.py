@@ -570,7 +570,7 @@ class DistributedContext(Context):
                 made = context._successor()
                 break
             except RankFailure as error:
-                if context._is_void():
+                if context._void_error() is not None:
                     chain.pop()
                     chain[-1]._drop_successor()
                 elif context.board.asked_again():
@@ -641,9 +641,6 @@ class DistributedContext(Context):
         one replaces, and so knows nothing of this one; else None.
         """
         return None if self._replaces is None else self._replaces._asked_again_error()
-
-    def _is_void(self) -> bool:
-        return self._void_error() is not None
 
     def _drop_successor(self) -> None:
         """End what `_successor` has made, which some ranks do not have."""
