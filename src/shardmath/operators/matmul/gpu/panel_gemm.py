@@ -97,9 +97,8 @@ class PanelGemm:
             return "the kernels are for GPUs of capability 9.0"
         if out.column_stride != 1 or out.row_stride < out.columns:
             return "the kernels write row by row, or column by column"
-        if (
-            self._lane.team.shares_device
-        ):  # copies within a GPU need processors that the kernel holds
+        if self._lane.team.shares_device:
+            # Copies within a GPU need processors that the kernel holds.
             return "a peer is on the same GPU"
         seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
         short = seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH

@@ -156,7 +156,7 @@ class ProductLowering(ProgramBuilder):
         if writes_d and epilog.changes_d:  # in the product, where there is an algorithm
             with self.apart() as steps:
                 first, rest = split(epilog, self.out.dtype)
-                self._multiply_into("d", first, ends=True)
+                self._multiply_into("d", ends=True, epilog=first)
                 if rest is not MatmulEpilog.DEFAULT:
                     self.emit(AddUp(("d",), "d", epilog=rest, aux=self._aux(rest)))
             plan = EpilogProduct(tuple(steps))
@@ -213,9 +213,7 @@ class ProductLowering(ProgramBuilder):
             bias=(self.matrix(bias).address, self.matrix(bias).row_stride) if bias else None,
             aux=self.matrix(aux) if aux else None,
         )
-        wider = (
-            self.problem.result != self.problem.dtype
-        )  # no algorithm has been seen for it with a bias
+        wider = self.problem.result != self.problem.dtype  # no algorithm was seen that adds a bias
         return fused is not None and not wider and len(self.intervals) == 1
 
     def _aux(self, epilog: MatmulEpilog) -> Name:
@@ -228,16 +226,9 @@ class ProductLowering(ProgramBuilder):
     def _bias(self) -> Name:
         return "bias" if "bias" in self.arrays else ""
 
-    def _multiply_into(
-        self,
-        target: Name,
-        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
-        *,
-        ends: bool,
-        **how: Any,
-    ) -> None:
+    def _multiply_into(self, target: Name, *, ends: bool, **how: Any) -> None:
         """Multiply one interval of k after the other, and add the products. With `ends` the sum is
-        D.
+        D. `how` goes to `_gemm`.
         """
         overlaps = len(self.intervals) > 1
         scales = self._scales()
@@ -263,7 +254,7 @@ class ProductLowering(ProgramBuilder):
             if overlaps:
                 self.follow("", beside, f"come {number}")
             addend = target if number else self.addend if ends else ""
-            self._gemm(names, target, addend, epilog, ends=ends, scales=scales[number], **how)
+            self._gemm(names, target, addend, ends=ends, scales=scales[number], **how)
             if overlaps:
                 self.emit(Record(f"used {number}"))
 
@@ -272,9 +263,9 @@ class ProductLowering(ProgramBuilder):
         factors: tuple[Name, Name],
         target: Name,
         addend: Name,
-        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
         *,
         ends: bool,
+        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
         **how: Any,
     ) -> None:
         """Multiply two factors into the target, and add the `addend`: the target itself, or C."""

@@ -327,7 +327,6 @@ class SentLinesLowering(ScaledLowering):
     def _multiply_into(
         self,
         target: Name,
-        epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
         *,
         ends: bool,
         quantized: tuple[Name, Name] | None = None,

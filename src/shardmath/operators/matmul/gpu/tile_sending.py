@@ -48,9 +48,8 @@ _ROUND = 1024  # bytes to which the parts of a plan's memory are rounded up
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
 _REDUCE_THREADS = 512  # threads of a block that adds up what is left
-_BLOCKS_OF_TILE = (
-    TILE_ROWS * TILE_COLUMNS // 8 // _REDUCE_THREADS
-)  # where each thread adds 8 elements
+_ADDED = 8  # elements, by each thread
+_BLOCKS_OF_TILE = TILE_ROWS * TILE_COLUMNS // _ADDED // _REDUCE_THREADS
 
 
 class SlotLayout:
