@@ -35,7 +35,7 @@ from shardmath.collectives.operand import (
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.errors import CollectiveMismatch
-from shardmath.program.steps import READ, REUSE, LocalArray, Move, Program, Step
+from shardmath.program.steps import LocalArray, Program, moved
 from shardmath.redistribution import Sections
 
 if TYPE_CHECKING:
@@ -76,11 +76,8 @@ def _fitting(
 
 
 def _steps(plan: _Moved, rank: int) -> Program:
-    """One move. Peers take part in it only if something changes its rank."""
-    steps: tuple[Step, ...] = (Move(plan.transfer, "x", "out"),)
-    if plan.transfer.crosses:
-        steps = (READ, *steps, REUSE)
     result = LocalArray(plan.transfer.result_shape(rank), plan.dtype)
+    steps = moved(plan.transfer, "x", "out")
     return Program(steps, results={"out": result}, library=plan.library)
 
 

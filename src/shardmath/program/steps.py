@@ -75,6 +75,12 @@ class Move(Step, words="move {source} to {target}: {transfer.kind}"):
     target: str
 
 
+def moved(transfer: Transfer, source: str, target: str) -> tuple[Step, ...]:
+    """The steps of a move. Ranks synchronise only if an element changes its rank."""
+    move = Move(transfer, source, target)
+    return (READ, move, REUSE) if transfer.crosses else (move,)
+
+
 class Multiply(Step, words="multiply {left} by {right} into {target}"):
     """The matrix product of two of this rank's buffers, summed in the type of `target`.
 

@@ -17,15 +17,7 @@ from shardmath.operators.arguments import check_common
 from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.program.performing import Names
-from shardmath.program.steps import (
-    READ,
-    REUSE,
-    LocalArray,
-    Move,
-    Program,
-    SplitArray,
-    Step,
-)
+from shardmath.program.steps import LocalArray, Program, SplitArray, moved
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.plan import Transfer
 
@@ -137,12 +129,8 @@ class Redistribution:
         return {"operand": transfer.src} if isinstance(transfer, TransferPlan) else {}
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
-        """One move. Ranks synchronise only if an element changes its rank."""
-        transfer = problem.transfer
-        steps: tuple[Step, ...] = (Move(transfer, "operand", "out"),)
-        if transfer.crosses:
-            steps = (READ, *steps, REUSE)
-        out = self.result(problem, rank)
+        """One move."""
+        out, steps = self.result(problem, rank), moved(problem.transfer, "operand", "out")
         return Program(steps, results={"out": out}, blocking=problem.blocking)
 
     def result(self, problem: Problem, rank: int) -> SplitArray | LocalArray:
