@@ -40,7 +40,9 @@ class Piece(Immutable):
 
 
 class AlongK(Immutable):
-    """The part of an operand that a rank needs, whose k axis is `axis`. `moves` bring it. Pure."""
+    """The part of an operand that a rank needs. Its k axis is `axis`, and `moves` bring what is
+    gathered of it. Pure.
+    """
 
     axis: int
     extent: int  # of k
