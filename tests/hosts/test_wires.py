@@ -11,6 +11,7 @@ import pytest
 from shardmath.base import wire
 from shardmath.errors import BootstrapError
 from shardmath.group import handshake
+from shardmath.group.base import GatheringGroup
 from shardmath.group.liveness import PeerWatch
 from shardmath.transport.far import connect_far
 from shardmath.transport.wires import _FRAME, Wires
@@ -27,11 +28,10 @@ class Pair:
         return _Rank(self, rank)
 
 
-class _Rank:
-    nranks = 2
-
+class _Rank(GatheringGroup):
     def __init__(self, pair, rank):
-        self.pair, self.rank, self.turn = pair, rank, 0
+        super().__init__(rank, 2)
+        self.pair, self.turn = pair, 0
 
     def allgather_bytes(self, data):
         pair = self.pair

@@ -24,8 +24,17 @@ def caller_place() -> tuple[str, int]:
 
 def caller_line() -> str:
     """The innermost line of the user's own, as `file.py:31`."""
-    file, number = caller_place()
+    return file_line(*caller_place())
+
+
+def file_line(file: str, number: int) -> str:
+    """A line of a file, as `file.py:31`."""
     return f"{Path(file).name}:{number}"
+
+
+def who(rank: int) -> str:
+    """This rank, its process and the user's line, as `rank 2 (pid 4711 on node7), file.py:31`."""
+    return f"rank {rank} ({process_name()}), {caller_line()}"
 
 
 def process_name() -> str:

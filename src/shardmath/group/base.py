@@ -65,10 +65,17 @@ class ProcessGroup(ABC):
 
         Raises TypeError when `obj` is not plain data (see `shardmath.base.wire`).
         """
+        objects: list[T] = self.allgather_values(obj)
+        return functools.reduce(op, objects)
+
+    def allgather_values(self, obj: Any) -> list[Any]:
+        """The ranks' objects, in the order of the ranks. Collective; they may differ in kind.
+
+        Raises TypeError when `obj` is not plain data (see `shardmath.base.wire`).
+        """
         from shardmath.base import wire
 
-        objects: list[T] = [*map(wire.decode, self.allgather_bytes(wire.encode(obj)))]
-        return functools.reduce(op, objects)
+        return [wire.decode(data) for data in self.allgather_bytes(wire.encode(obj))]
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ."""
@@ -142,11 +149,8 @@ class GatheringGroup(ProcessGroup):
 
     def _gather_arrays(self, array: Array, *, contribute: bool) -> list[Array]:
         """Every rank's array; None for the ranks that do not contribute theirs."""
-        from shardmath.base import wire
-
         form = (array.dtype.name, array.shape)
-        data = wire.encode((form, array if contribute else None))
-        parts: list[Any] = [wire.decode(part) for part in self.allgather_bytes(data)]
+        parts = self.allgather_values((form, array if contribute else None))
         for rank, (other, _) in enumerate(parts):
             if other != parts[0][0]:
                 raise CollectiveMismatch(

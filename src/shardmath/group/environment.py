@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardmath.base import config
-from shardmath.base.caller import caller_line, caller_place, process_name
+from shardmath.base.caller import caller_line, caller_place, process_name, who
 from shardmath.base.config import Settings
 from shardmath.base.immutable import Immutable
 from shardmath.errors import BackendUnavailable, BootstrapError
@@ -272,7 +272,7 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise BootstrapError(
-            f"rank {facts.rank} ({process_name()}), {caller_line()}: torch.distributed did not "
+            f"{who(facts.rank)}: torch.distributed did not "
             f"bring {facts.size} ranks together ({error}): does every rank "
             f"call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, {timeout:g} s, sets how long "
             "they are waited for"

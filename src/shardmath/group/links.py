@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from shardmath.base import config
-from shardmath.base.caller import caller_line, process_name
+from shardmath.base.caller import who
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
 
@@ -117,11 +117,13 @@ class Link:
                     ) from error
                 data = b""
             if not data:
-                raise RankFailure(
-                    f"{_who(self.rank)}: rank {self.peer} ended while this rank waited for it",
-                    (self.peer,),
-                )
+                raise self.ended()
             self._incoming += data
+
+    def ended(self) -> RankFailure:
+        """The error where the peer's end is closed."""
+        message = f"{who(self.rank)}: rank {self.peer} ended while this rank waited for it"
+        return RankFailure(message, (self.peer,))
 
     def shut(self) -> None:
         """End the stream for both sides and every duplicate; what was sent can still be read."""
@@ -195,7 +197,7 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
             raise ended[0]
         if ended:
             ranks = sorted({rank for error in ended for rank in error.ranks})
-            raise RankFailure(f"{_who(links[0].rank)}: {rank_names(ranks)} ended", ranks)
+            raise RankFailure(f"{who(links[0].rank)}: {rank_names(ranks)} ended", ranks)
     return received
 
 
@@ -221,10 +223,7 @@ def receive_sockets(link: Link, count: int, *, deadline: float) -> list[socket.s
             link.socket, 1, min(_PER_MESSAGE, count - len(received)), socket.MSG_CMSG_CLOEXEC
         )
         if not descriptors:
-            raise RankFailure(
-                f"{_who(link.rank)}: rank {link.peer} ended while this rank waited for it",
-                (link.peer,),
-            )
+            raise link.ended()
         received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
     return received
 
@@ -283,11 +282,6 @@ def _pushed(link: Link) -> bool:
         return True
 
 
-def _who(rank: int) -> str:
-    """This rank, its process and the user's line; peers' processes are not known yet."""
-    return f"rank {rank} ({process_name()}), {caller_line()}"
-
-
 def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
     """The links on which something happened; none at the deadline."""
     poller = select.poll()
@@ -302,6 +296,6 @@ def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
 def _late(links: Sequence[Link], verb: str) -> BootstrapError:
     names = rank_names(sorted(link.peer for link in links))
     return BootstrapError(
-        f"{_who(links[0].rank)}: {names} did not {verb} before the deadline: does every rank call "
+        f"{who(links[0].rank)}: {names} did not {verb} before the deadline: does every rank call "
         "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit"
     )

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from shardmath.base.caller import caller_line, process_name
+from shardmath.base.caller import who
 from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
@@ -72,7 +72,7 @@ class MPIProcessGroup(GatheringGroup):
                 continue
             if time.monotonic() >= deadline:
                 raise BootstrapError(
-                    f"rank {self.rank} ({process_name()}), {caller_line()}: a {what} of "
+                    f"{who(self.rank)}: a {what} of "
                     f"{self.nranks} ranks over MPI did not complete in {self._timeout:g} s: does "
                     "every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the "
                     "limit"

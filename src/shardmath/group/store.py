@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmath.base.caller import caller_line, process_name
+from shardmath.base.caller import who
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
 
@@ -40,7 +40,7 @@ class StoreProcessGroup(GatheringGroup):
                 gathered.append(bytes(self._store.get(f"{prefix}/{rank}")))
         except Exception as error:
             raise BootstrapError(
-                f"rank {self._rank} ({process_name()}), {caller_line()}: waited in the store for "
+                f"{who(self._rank)}: waited in the store for "
                 f"rank {len(gathered)} of group {self._name!r}: {error}"
             ) from None
         return gathered

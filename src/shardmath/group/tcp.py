@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from shardmath.base.caller import caller_line, process_name
+from shardmath.base.caller import process_name, who
 from shardmath.base.config import PREFIX, Settings, config_folder
 from shardmath.errors import BootstrapError
 from shardmath.group.handshake import KEY_BYTES, new_key
@@ -54,7 +54,7 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
     """
     timeout, key = settings.startup_timeout, _key(rank, settings)
     names = [f"rank {r}" for r in range(size)]
-    names[rank] += f" ({process_name()}), {caller_line()}:"
+    names[rank] = f"{who(rank)}:"
     with ExitStack() as stack:
         if rank == 0:
             listeners, calls, awaited = _listeners(hub, stack), {}, range(1, size)
@@ -135,7 +135,7 @@ def _listeners(hub: Endpoint, undo: ExitStack) -> list[socket.socket]:
         found.append(listener)
     if not found:
         raise BootstrapError(
-            f"rank 0 ({process_name()}), {caller_line()}: cannot listen at {hub[0]}:{hub[1]}, "
+            f"{who(0)}: cannot listen at {hub[0]}:{hub[1]}, "
             f"where the other ranks look for it: {problem}; set MASTER_ADDR and MASTER_PORT to an "
             "address and a free port of this host"
         )
@@ -148,7 +148,7 @@ def _places(rank: int, hub: Endpoint, timeout: float) -> list[Place]:
     while not (found := _addresses(hub)):
         if time.monotonic() >= deadline:
             raise BootstrapError(
-                f"rank {rank} ({process_name()}), {caller_line()}: waited {timeout:g} s, and the "
+                f"{who(rank)}: waited {timeout:g} s, and the "
                 f"name of rank 0's host, {hub[0]}, does not resolve: set MASTER_ADDR to an "
                 "address of that host"
             )

@@ -96,10 +96,7 @@ class TorchProcessGroup(GatheringGroup):
         torch numbers a group's ranks by their number in the job: a `key` that asks for another
         order raises ValueError. All ranks of the job must be in this group.
         """
-        from shardmath.base import wire
-
-        cards = [wire.decode(card) for card in self.allgather_bytes(wire.encode((color, key)))]
-        parts = parts_of(cards)
+        parts = parts_of(self.allgather_values((color, key)))
         if any(part != sorted(part) for part in parts):
             raise ValueError("torch.distributed keeps ranks in their order: leave out key")
         # torch asks every rank to take part in the making of every group.

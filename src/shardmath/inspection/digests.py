@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmath.arrays.detect import library_of
-from shardmath.base.caller import caller_place
+from shardmath.base.caller import caller_place, file_line
 from shardmath.base.recorder import operands_of, this_process
 
 R = TypeVar("R")
@@ -78,7 +78,7 @@ class _Digests:
 
     def _note(self, name: str, operands: str, given: str, made: str) -> None:
         file, number = caller_place()
-        line = f"{Path(file).name}:{number}"
+        line = file_line(file, number)
         self._number += 1
         if self._file is not None:
             self._file.write(json.dumps([name, line, given, made]) + "\n")

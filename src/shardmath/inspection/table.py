@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from shardmath.base.caller import file_line
 from shardmath.base.recorder import RAISED, Operation
 from shardmath.inspection.stacks import Frame
 
@@ -63,7 +63,7 @@ def table(ranks: Sequence[Seen], now: int) -> str:
 def _row(each: Seen, now: int) -> tuple[str, ...]:
     if each.elsewhere:
         return str(each.rank), str(each.pid), "", each.elsewhere, "", ""
-    at = _line(each.stack[0].file, each.stack[0].line) if each.stack else ""
+    at = file_line(each.stack[0].file, each.stack[0].line) if each.stack else ""
     last = each.last
     if last is None:
         return str(each.rank), str(each.pid), "", each.state or "none so far", "", at
@@ -76,7 +76,7 @@ def _row(each: Seen, now: int) -> tuple[str, ...]:
         what, since = f"{how}: {what}", last.ended
     else:
         since = last.begun
-        at = _line(last.file, last.line)
+        at = file_line(last.file, last.line)
     return str(each.rank), str(each.pid), str(last.number), what, _seconds(now - since), at
 
 
@@ -85,10 +85,6 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
         text.rjust(width) if column in _RIGHT else text.ljust(width)
         for column, (text, width) in enumerate(zip(row, widths, strict=True))
     ]
-
-
-def _line(file: str, line: int) -> str:
-    return f"{Path(file).name}:{line}"
 
 
 def _seconds(nanoseconds: int) -> str:

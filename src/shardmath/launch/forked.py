@@ -1,7 +1,7 @@
-"""A rank of `spawn`, forked off: it calls the function, reports how that went, and ends.
+"""The ranks of `spawn`, forked off: each calls the function, reports how that went, and ends.
 
-It never returns into its parent's code, and leaves alone what is the parent's: its exit hooks, its
-notebook, its streams.
+A rank never returns into its parent's code, and leaves alone the parent's exit hooks, its notebook
+and its streams.
 """
 
 from __future__ import annotations
@@ -12,18 +12,48 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
+from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, from_exception
-from shardmath.launch.job import FAILURE, RESULT
+from shardmath.launch.job import FAILURE, RESULT, Job
 from shardmath.launch.output import Prefixer
-from shardmath.launch.ranks import Place
+from shardmath.launch.ranks import Place, fork_ranks, share_cores
 
 
-def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+def fork_job(
+    size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    first: int = 0,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """The job of `size` ranks that call the function, numbered from `first` on. They are forks of
+    this process, with these variables beside those that share its cores.
+
+    Raises RuntimeError where this process has used CUDA, OSError where it cannot be forked.
+    """
+    _refuse_cuda()
+    started = fork_ranks(size, variables={**share_cores(size), **(variables or {})})
+    if isinstance(started, Place):
+        _be_rank(replace(started, rank=started.rank + first), function, args)
+    for rank in started:
+        rank.number += first
+    return Job(started, _text_prefixer(1), _text_prefixer(2), needs_results=True)
+
+
+def late(timeout: float | None, ranks: Sequence[int]) -> OpTimeout:
+    """The error where these ranks have not finished in time."""
+    names = ", ".join(map(str, ranks))
+    return OpTimeout(f"spawn: {timeout} s have passed; not finished: ranks {names}", ranks)
+
+
+def _be_rank(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Be a rank: call the function, report how it went, end this process."""
     atexit._clear()  # the parent's exit hooks are the parent's
     _leave_notebook()
@@ -69,7 +99,7 @@ def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> 
     return None
 
 
-def refuse_cuda() -> None:
+def _refuse_cuda() -> None:
     """Raise RuntimeError where this process has used CUDA."""
     torch: Any = sys.modules.get("torch")
     if _holds_cuda() or (torch is not None and torch.cuda.is_initialized()):
@@ -89,9 +119,10 @@ def _holds_cuda() -> bool:
     return False
 
 
-def text_prefixer(descriptor: int) -> Prefixer:
-    """A Prefixer that writes ranks' lines to this process's standard output (1) or error (2)."""
-    """Lines to this process's Python stream, which in a notebook is not the descriptor."""
+def _text_prefixer(descriptor: int) -> Prefixer:
+    """What writes the ranks' lines to this process's standard output (1) or error (2): to Python's
+    stream, which in a notebook is not the descriptor.
+    """
 
     def write(data: bytes) -> None:
         stream = sys.stdout if descriptor == 1 else sys.stderr

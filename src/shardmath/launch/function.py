@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardmath.errors import OpTimeout
 from shardmath.geometry.integers import index
 from shardmath.launch.failure import rebuild
-from shardmath.launch.forked import refuse_cuda, run_after_fork, text_prefixer
-from shardmath.launch.job import Job
-from shardmath.launch.ranks import Place, fork_ranks, share_cores
+from shardmath.launch.forked import fork_job, late
 
 
 def spawn(
@@ -64,17 +61,10 @@ def spawn(
         from shardmath.launch.tasks import spawn_on
 
         return [wire.decode(result) for result in spawn_on(on, function, n, args, timeout)]
-    refuse_cuda()
     deadline = None if timeout is None else time.monotonic() + timeout
-    started = fork_ranks(n, variables=share_cores(n))
-    if isinstance(started, Place):
-        run_after_fork(started, function, args)
-    job = Job(started, text_prefixer(1), text_prefixer(2), needs_results=True)
+    job = fork_job(n, function, args)
     if not job.watch(deadline=deadline):
-        late = [rank for rank in range(n) if rank not in job.results]
-        names = ", ".join(map(str, late))
-        raise OpTimeout(f"spawn: {timeout} s have passed; not finished: ranks {names}", late)
-    failure = job.first_failure
-    if failure is not None:
-        raise rebuild(failure)
+        raise late(timeout, [rank for rank in range(n) if rank not in job.results])
+    if job.first_failure is not None:
+        raise rebuild(job.first_failure)
     return [wire.decode(job.results[rank]) for rank in range(n)]

@@ -15,18 +15,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from shardmath.base import config
 from shardmath.base.immutable import Immutable
-from shardmath.errors import OpTimeout
 from shardmath.group.handshake import new_key
 from shardmath.launch.failure import Failure, rebuild
-from shardmath.launch.forked import refuse_cuda, run_after_fork, text_prefixer
-from shardmath.launch.job import Job
-from shardmath.launch.ranks import Place, fork_ranks, share_cores
+from shardmath.launch.forked import fork_job, late
 
 Report = tuple[bytes, bytes]  # a result, or else a failure; neither of a rank that took too long
 
@@ -68,15 +64,10 @@ def spawn_on(
     failures = [Failure.decode(failure) for _, failure in reports if failure]
     if failures:
         raise rebuild(min(failures, key=lambda failure: failure.order))
-    late = [rank for rank, report in enumerate(reports) if not any(report)]
-    if late:
-        raise _late(timeout, late)
+    unfinished = [rank for rank, report in enumerate(reports) if not any(report)]
+    if unfinished:
+        raise late(timeout, unfinished)
     return [result for result, _ in reports]
-
-
-def _late(timeout: float | None, late: Sequence[int]) -> OpTimeout:
-    names = ", ".join(map(str, late))
-    return OpTimeout(f"spawn: {timeout} s have passed; not finished: ranks {names}", late)
 
 
 # -- on a worker -----------------------------------------------------------------------------------
@@ -84,7 +75,6 @@ def _late(timeout: float | None, late: Sequence[int]) -> OpTimeout:
 
 def _be_rank(job: _Job, rank: int) -> Report:
     """A task: one rank, to its end."""
-    refuse_cuda()
     variables = {
         f"{config.PREFIX}RANK": str(rank),
         f"{config.PREFIX}SIZE": str(job.size),
@@ -92,11 +82,7 @@ def _be_rank(job: _Job, rank: int) -> Report:
         f"{config.PREFIX}KEY": job.key,
     }
     deadline = None if job.timeout is None else time.monotonic() + job.timeout
-    started = fork_ranks(1, variables={**share_cores(1), **variables})
-    if isinstance(started, Place):
-        run_after_fork(replace(started, rank=rank), job.function, job.args)
-    started[0].number = rank
-    watched = Job(started, text_prefixer(1), text_prefixer(2), needs_results=True)
+    watched = fork_job(1, job.function, job.args, first=rank, variables=variables)
     watched.watch(deadline=deadline)
     failure = watched.first_failure
     return watched.results.get(rank, b""), b"" if failure is None else failure.encode()
@@ -134,8 +120,8 @@ def _dask(client: Any, n: int) -> tuple[str, Callable[..., Sequence[Report]]]:
         try:
             reports = client.submit(_all, *futures, pure=False).result(timeout=most)
         except TimeoutError:
-            late = [rank for rank, future in enumerate(futures) if not future.done()]
-            raise _late(job.timeout, late) from None
+            unfinished = [rank for rank, future in enumerate(futures) if not future.done()]
+            raise late(job.timeout, unfinished) from None
         finally:
             client.cancel(futures)
         return list(reports)
@@ -171,11 +157,11 @@ def _ray(ray: Any, n: int) -> tuple[str, Callable[..., Sequence[Report]]]:
     def perform(job: _Job, most: float | None) -> Sequence[Report]:
         # Rank 0 where the port is free, the others wherever Ray has room.
         tasks = [begun(_be_rank, job, rank, node="" if rank else node) for rank in range(n)]
-        done, late = ray.wait(tasks, num_returns=n, timeout=most)
-        if late:
-            for task in late:
+        done, running = ray.wait(tasks, num_returns=n, timeout=most)
+        if running:
+            for task in running:
                 ray.cancel(task, force=True)
-            raise _late(job.timeout, [rank for rank, task in enumerate(tasks) if task not in done])
+            raise late(job.timeout, [rank for rank, task in enumerate(tasks) if task not in done])
         return list(ray.get(tasks))
 
     return hub, perform

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardmath.base.caller import file_line
 from shardmath.base.config import Settings
 from shardmath.base.recorder import RAISED, Operation, operations, this_process
 from shardmath.inspection.job import new_record, start_in
@@ -180,7 +181,7 @@ def events(ranks: Sequence[Done]) -> dict[str, Any]:
             said = {
                 "number": each.number,
                 "operands": each.operands,
-                "line": _line(each),
+                "line": file_line(each.file, each.line),
                 **({"stream": hex(each.stream)} if each.stream else {}),
                 **({"left by": "an exception"} if each.state == RAISED else {}),
                 **({} if each.ended else {"ended": "no"}),
@@ -205,7 +206,7 @@ def summaries(ranks: Sequence[Done]) -> list[Summary]:
         for each in done.operations:
             if not each.ended:
                 continue
-            key = each.name, each.operands, _line(each)
+            key = each.name, each.operands, file_line(each.file, each.line)
             last = waiting.get((rank, each.number))
             waited = 0.0 if last is None else 1e-9 * (last[1] - each.begun)
             seconds = 1e-9 * (each.ended - each.begun)
@@ -247,10 +248,6 @@ def _metadata(rank: int, what: str, **said: Any) -> dict[str, Any]:
 
 def _latest(done: Iterable[Operation]) -> int:
     return max(max(each.begun, each.ended) for each in done)
-
-
-def _line(each: Operation) -> str:
-    return f"{Path(each.file).name}:{each.line}"
 
 
 # -- files, and words ------------------------------------------------------------------------------

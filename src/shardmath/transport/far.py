@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from shardmath.base import wire
 from shardmath.base.config import environment
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup, rank_names
@@ -200,7 +199,7 @@ def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
 
 def _gathered(group: ProcessGroup, card: object, watch: PeerWatch) -> list[Any]:
     try:
-        return [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
+        return group.allgather_values(card)
     except RankFailure as error:
         # A rank that ended because another died is not the cause.
         dead = sorted(watch.wait(GRACE) | set(error.ranks))

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from shardmath.base import wire
 from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.handshake import new_key
@@ -139,7 +138,7 @@ class Mesh:
             own = host_identity()
             facts = socket.gethostname(), space, self._pretended, self._record
             card = (own, os.getpid(), name, key, *facts)
-            cards = [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
+            cards = group.allgather_values(card)
             self._identities = [str(c[0]) for c in cards]
             self.host_of = hosts_of(self._identities, [int(c[6]) for c in cards])
             here = [r for r in range(self.size) if self._identities[r] == own]

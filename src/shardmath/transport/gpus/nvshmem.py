@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardmath.base import wire
 from shardmath.base.config import Settings, environment, export
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
@@ -108,12 +107,7 @@ class NVSHMEMTransport(Transport):
         members = tuple(zip(mesh.hosts, mesh.pids, strict=True))
         running = _running[0] if _running else None
         free = self._free_heap(running)
-        cards = [
-            wire.decode(data)
-            for data in group.allgather_bytes(
-                wire.encode((running is not None and running.members != members, free))
-            )
-        ]
+        cards = group.allgather_values((running is not None and running.members != members, free))
         if any(other for other, _ in cards):
             raise BackendUnavailable(
                 "NVSHMEM runs already with other ranks in one of the processes, and cannot be "
