@@ -8,7 +8,6 @@ many times as long as they do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from shardmath.autograd.table import TABLE
 from shardmath.base import current
 from shardmath.base.untraced import is_compiling, may_have_tangents, without_tangent
 from shardmath.call.agreement import raise_on_all_ranks
-from shardmath.context.context import DistributedContext
 from shardmath.traced import shapes
 from shardmath.traced.words import CURRENT, context_of, read_words, words_of
 
@@ -84,9 +82,8 @@ class _Function(torch.autograd.Function):
     def forward(made: Any, call: Call, *xs: Any) -> Any:
         if made is None:
             return _performed(call, xs)
-        keys, backward, forward = (
-            made  # torch records nothing here, but outer levels of torch.func do
-        )
+        keys, backward, forward = made
+        # torch records nothing here, but outer levels of torch.func do.
         with torch.set_grad_enabled(backward), _set_fwd_grad_enabled(forward):
             return _dispatched(keys, call, xs)
 
@@ -149,21 +146,12 @@ def _performed(call: Call, xs: Sequence[Any]) -> Any:
     return made if made.is_contiguous() else made.contiguous()
 
 
-def _perform(name: str, xs: list[Any], *words: Any) -> Any:
-    """The result of an operator that torch calls."""
-    return _performed(Call(name, *words), xs)
-
-
-def _entered(context: DistributedContext) -> AbstractContextManager[Any]:
-    return nullcontext() if current.get() is context else context
-
-
 def _fake(
     name: str, xs: list[Any], text: str, counts: Any, shape: Any, number: int, recorded: str
 ) -> Any:
     """What torch's compiler traces in place of the result: its shape and its type. Local."""
     operator, words = TABLE[name], read_words(text)
-    with _entered(context_of(number)):
+    with current.within(context_of(number)):
         extents = operator.shape(xs, words, counts) if shape is None else shape
         made = [_unknown(name) if extent is None else extent for extent in extents]
         return xs[0].new_empty(made, dtype=operator.dtype(xs, words))
@@ -258,12 +246,15 @@ _SCHEMA = (
 def _register(name: str) -> Any:
     """The operator of that name, as torch's compiler and transforms see it."""
 
+    def performed(xs: list[Any], *words: Any) -> Any:
+        return _performed(Call(name, *words), xs)
+
     def batched(info: Any, dims: Any, xs: list[Any], *words: Any) -> tuple[Any, int]:
         return _batched(info, dims[0], Call(name, *words), xs)
 
     qualified = f"shardmath::{name}"
     _LIBRARY.define(f"{name}{_SCHEMA}")
-    _LIBRARY.impl(name, partial(_perform, name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, performed, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, partial(_differentiated, name), "Autograd", with_keyset=True)
     torch.library.register_fake(qualified, partial(_fake, name), lib=_LIBRARY)
     torch.library.register_vmap(qualified, batched, lib=_LIBRARY)

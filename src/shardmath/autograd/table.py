@@ -19,7 +19,7 @@ from shardmath.collectives.moving import all_to_all_by_received
 from shardmath.collectives.operand import slab_counts
 from shardmath.collectives.reducing import reduce_scatter_by_own
 from shardmath.context.context import require_context
-from shardmath.geometry import Box, Distribution
+from shardmath.geometry import Distribution
 from shardmath.operators import fft as transforms
 from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.fft.options import FFTOptions
@@ -59,34 +59,32 @@ class Operator(Immutable, eq=False):
     is_local: bool = False
 
 
-def _perform_redistribute(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return redistribute(xs[0], words["source"], words["target"])
-
-
-def _perform_fft(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return getattr(transforms, name)(xs[0], **_arguments_of_fft(name, words))
+def _perform_transform(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
+    function = f"{name}n" if "type" in words else name
+    return getattr(transforms, function)(xs[0], **_arguments_of_transform(name, words))
 
 
 @lru_cache(maxsize=1024)
-def _arguments_of_fft(name: str, words: Words) -> dict[str, Any]:
+def _arguments_of_transform(name: str, words: Words) -> dict[str, Any]:
     """The arguments of a transform: objects by which a call that comes again is recognised."""
-    options = FFTOptions(last_axis_parity=words["parity"]) if name == "irfft" else None
     pair, axes = (words["source"], words["target"]), tuple(words["axes"])
-    return {"distribution": pair, "axes": axes, "norm": words["norm"], "options": options}
+    given = {"distribution": pair, "axes": axes, "norm": words["norm"]}
+    if "type" in words:  # cosines or sines
+        return given | {"type": words["type"], "orthogonalize": words["orthogonalize"]}
+    options = FFTOptions(last_axis_parity=words["parity"]) if name == "irfft" else None
+    return given | {"options": options}
 
 
 _ADJOINT = {
     "fft": "ifft",
-    "ifft": "fft",
-    "rfft": "rfft_adjoint",
-    "rfft_adjoint": "rfft",
-    "irfft": "irfft_adjoint",
-    "irfft_adjoint": "irfft",
+    **{name: f"{name}_adjoint" for name in ("rfft", "irfft", "dct", "dst")},
 }
+_ADJOINT |= {adjoint: name for name, adjoint in _ADJOINT.items()}
 
 
-def _adjoint_fft(name: str, words: Words) -> tuple[str, Words]:
-    return _ADJOINT[name], dict(_turned(words), norm=SWAPPED[words["norm"]])
+def _adjoint_of_transform(name: str, words: Words) -> tuple[str, Words]:
+    norm = words["norm"] if "type" in words else SWAPPED[words["norm"]]
+    return _ADJOINT[name], dict(_turned(words), norm=norm)
 
 
 def _turned(words: Words) -> Words:
@@ -114,38 +112,13 @@ def _words_of_adjoint(words: Words, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return pair, axes, words["norm"], tuple(map(int, shape))
 
 
-def _indices(distribution: Distribution, shape: Sequence[int], axis: int) -> Any:
-    """The global indices of this rank's part along an axis, in a shape that goes with the part."""
-    context = require_context()
-    if isinstance(distribution, Box):
-        ranges = [(distribution.lower[axis], distribution.upper[axis])]
-    else:
-        ranges = distribution.index_ranges(context.rank, shape, size=context.size)[axis]
-    indices = torch.cat([torch.arange(*ends) for ends in ranges] or [torch.arange(0)])
-    return indices.reshape([-1 if n == axis else 1 for n in range(len(shape))])
-
-
-def _perform_trigonometric(kind: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return getattr(transforms, f"{kind}n")(
-        xs[0],
-        words["type"],
-        axes=tuple(words["axes"]),
-        norm=words["norm"],
-        orthogonalize=words["orthogonalize"],
-        distribution=(words["source"], words["target"]),
-    )
-
-
-def _adjoint_trigonometric(kind: str, words: Words) -> tuple[str, Words]:
-    name = kind.removesuffix("_adjoint") if kind.endswith("_adjoint") else f"{kind}_adjoint"
-    return name, _turned(words)
-
-
-def _global_shape(distribution: Distribution, part: Any) -> tuple[int, ...]:
-    """The global shape of an array of which ranks have such parts. Collective if not bound."""
+def _global_shape(distribution: Distribution, part: Sequence[Any]) -> tuple[int, ...]:
+    """The global shape of an array of which ranks have parts of such shapes. Collective if not
+    bound.
+    """
     if distribution.binding is not None:
         return distribution.binding.global_shape
-    shape = tuple(int(n) for n in getattr(part, "shape", part))
+    shape = tuple(map(int, part))
 
     def check(specs: list[Any]) -> tuple[int, ...]:
         encoded, shapes = zip(*specs, strict=True)
@@ -205,10 +178,6 @@ def _scaled_copies(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
 def _same(name: str) -> Callable[[Words], tuple[str, Words]]:
     """The adjoint of that name, with the same words."""
     return lambda words: (name, words)
-
-
-def _perform_matmul(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return multiply(words, *xs)
 
 
 @collective_call
@@ -306,9 +275,11 @@ def _matmul_gradients(
 @collective_call
 def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
     """For each row of this rank's part, of shape `counts`, the sum over all ranks that have it."""
-    distribution = words["distribution"]
+    distribution, context = words["distribution"], require_context()
     whole = _global_shape(distribution, counts)
-    own = _indices(distribution, whole, 0).reshape(-1).to(xs[0].device)
+    ranges = distribution.index_ranges(context.rank, whole, size=context.size)[0]
+    own = torch.cat([torch.arange(*ends) for ends in ranges] or [torch.arange(0)])
+    own = own.to(xs[0].device)
     rows, values = collectives.all_gather(own), collectives.all_gather(xs[0])
     return values.new_zeros(whole[0]).index_add(0, rows, values)[own]
 
@@ -335,53 +306,33 @@ def _perform_all_gather(xs: Tensors, words: Words, counts: Any, shape: Any) -> A
     return made / require_context().size if words["op"] == "mean" else made
 
 
-def _perform_broadcast(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return collectives.broadcast(xs[0], root=words["root"])
-
-
-def _perform_all_reduce(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    return collectives.all_reduce(xs[0], op=words["op"])
-
-
 def _linear(name: str) -> Callable[[Words], tuple[str, Words] | None]:
     """The adjoint of a sum or a mean, with the same words; of other reductions there is none."""
     return lambda words: (name, words) if words["op"] in ("sum", "mean") else None
 
 
-def _gradients_of_all_reduce(
+def _gradients_of_reduction(
     xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
 ) -> list[Any]:
+    """The gradient of a min, max or product; what was scattered is gathered first."""
     x, made = xs
-    all_of_it = call("copies", [grad], words_of(op="sum"))
-    return [all_of_it * _slopes(x, made, words, call).conj()]
+    if "axis" in words:
+        text = words_of(axis=words["axis"], op="sum")
+        made, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
+    else:
+        grad = call("copies", [grad], words_of(op="sum"))
+    return [grad * _slopes(x, made, words, call).conj()]
 
 
-def _tangent_of_all_reduce(
+def _tangent_of_reduction(
     xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
 ) -> Any:
     x, made = xs
-    own = tangents[0] * _slopes(x, made, words, call)
-    return call("all_reduce", [own], words_of(op="sum"))
-
-
-def _gradients_of_reduce_scatter(
-    xs: Tensors, words: Words, grad: Any, wanted: Sequence[bool], call: Call
-) -> list[Any]:
-    """The gradient of a min, max or product that is scattered: the parts are gathered first."""
-    x, made = xs
-    text = words_of(axis=words["axis"], op="sum")
-    whole, grad = (call("all_gather", [y], text, shape=list(x.shape)) for y in (made, grad))
-    return [grad * _slopes(x, whole, words, call).conj()]
-
-
-def _tangent_of_reduce_scatter(
-    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
-) -> Any:
-    x, made = xs
-    text = words_of(axis=words["axis"], op="sum")
-    whole = call("all_gather", [made], text, shape=list(x.shape))
-    own = tangents[0] * _slopes(x, whole, words, call)
-    return call("reduce_scatter", [own], text, counts)
+    name, text = "all_reduce", words_of(op="sum")
+    if "axis" in words:
+        name, text = "reduce_scatter", words_of(axis=words["axis"], op="sum")
+        made = call("all_gather", [made], text, shape=list(x.shape))
+    return call(name, [tangents[0] * _slopes(x, made, words, call)], text, counts)
 
 
 def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
@@ -400,43 +351,23 @@ def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
 
 
 def _transform(name: str, dtype: Any = None) -> Operator:
-    made = {} if dtype is None else {"dtype": dtype}
-    perform: Call = partial(_perform_fft, name)
+    perform: Call = partial(_perform_transform, name)
     if name.endswith("adjoint"):  # a caller passes the shape of its result
         perform = _performed_adjoint(name)
-    return Operator(
-        perform, partial(shapes.of_transform, name), partial(_adjoint_fft, name), **made
-    )
-
-
-def _trigonometric(kind: str) -> dict[str, Operator]:
-    of_shape = partial(shapes.of_transform, "fft")
-    return {
-        kind: Operator(
-            partial(_perform_trigonometric, kind),
-            of_shape,
-            partial(_adjoint_trigonometric, kind),
-            dtype=_single,
-        ),
-        f"{kind}_adjoint": Operator(
-            _performed_adjoint(f"{kind}_adjoint"),
-            of_shape,
-            partial(_adjoint_trigonometric, f"{kind}_adjoint"),
-            dtype=_single,
-        ),
-    }
+    shape, adjoint = partial(shapes.of_transform, name), partial(_adjoint_of_transform, name)
+    return Operator(perform, shape, adjoint, **({} if dtype is None else {"dtype": dtype}))
 
 
 TABLE = {
     "matmul": Operator(
-        _perform_matmul,
+        lambda xs, words, counts, shape: multiply(words, *xs),
         shapes.of_product,
         gradients=_matmul_gradients,
         tangent=_tangent_of_matmul,
         dtype=_dtype_of_matmul,
     ),
     "redistribute": Operator(
-        _perform_redistribute,
+        lambda xs, words, counts, shape: redistribute(xs[0], words["source"], words["target"]),
         shapes.of_redistribution,
         lambda words: ("redistribute", _turned(words)),
     ),
@@ -446,8 +377,7 @@ TABLE = {
     "rfft_adjoint": _transform("rfft_adjoint", _real),
     "irfft": _transform("irfft", _real),
     "irfft_adjoint": _transform("irfft_adjoint", _complex),
-    **_trigonometric("dct"),
-    **_trigonometric("dst"),
+    **{name: _transform(name, _single) for name in ("dct", "dct_adjoint", "dst", "dst_adjoint")},
     "all_gather": Operator(
         _perform_all_gather,
         lambda xs, words, counts: shapes.with_extent(xs, words, None),
@@ -457,19 +387,23 @@ TABLE = {
         _perform_reduce_scatter,
         shapes.of_scattering,
         _linear("all_gather"),
-        _gradients_of_reduce_scatter,
-        _tangent_of_reduce_scatter,
+        _gradients_of_reduction,
+        _tangent_of_reduction,
     ),
     "all_to_all": Operator(_perform_all_to_all, shapes.of_exchange, _same("all_to_all_adjoint")),
     "all_to_all_adjoint": Operator(_perform_all_to_all_adjoint, shapes.alike, _same("all_to_all")),
-    "broadcast": Operator(_perform_broadcast, shapes.alike, _same("reduce")),
+    "broadcast": Operator(
+        lambda xs, words, counts, shape: collectives.broadcast(xs[0], root=words["root"]),
+        shapes.alike,
+        _same("reduce"),
+    ),
     "reduce": Operator(_perform_reduce, shapes.alike, _same("broadcast")),
     "all_reduce": Operator(
-        _perform_all_reduce,
+        lambda xs, words, counts, shape: collectives.all_reduce(xs[0], op=words["op"]),
         shapes.alike,
         _linear("copies"),
-        _gradients_of_all_reduce,
-        _tangent_of_all_reduce,
+        _gradients_of_reduction,
+        _tangent_of_reduction,
     ),
     "shared_rows": Operator(
         lambda xs, words, counts, shape: xs[0].clone(),

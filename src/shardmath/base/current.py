@@ -6,8 +6,9 @@ leaves it out. The value is per thread and per task.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class CurrentContext(Protocol):
@@ -32,6 +33,11 @@ def get() -> CurrentContext | None:
     """The innermost `with` context, else the default one, else None."""
     stack = _stack.get()
     return stack[-1] if stack else _default[0]
+
+
+def within(context: Any) -> AbstractContextManager[Any]:
+    """A manager of a `with` block in which `context` is current, if it is not so already."""
+    return nullcontext() if get() is context else context
 
 
 def places() -> tuple[object, object]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -132,7 +131,7 @@ class _Callback:
         args, words = self._structure.unflatten(leaves)
         _this_thread.calls = True
         try:
-            with nullcontext() if current.get() is context else context:
+            with current.within(context):
                 if self._is_even:
                     context.agree(
                         f"{self._call.__name__} in a program of JAX",
@@ -164,7 +163,7 @@ def _result(
     if rule is None:
         raise NotImplementedError(f"{name} is not there in programs that JAX compiles: call it "
                                   "outside of jax.jit")  # fmt: skip
-    with nullcontext() if current.get() is context else context:
+    with current.within(context):
         extents, dtype = rule(name, given)
         is_even = None in extents and name in ("all_gather", "all_to_all")
         if is_even:
