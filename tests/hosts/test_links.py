@@ -155,7 +155,7 @@ def test_a_host_is_reached_where_the_ranks_meet(monkeypatch):
 
     monkeypatch.setattr(far.socket, "socket", Probe)
     monkeypatch.setattr(
-        far, "_resolved", lambda host, port: met.get(host) or [(int(socket.AF_INET), (host, port))]
+        far, "resolved", lambda host, port: met.get(host) or [(int(socket.AF_INET), (host, port))]
     )
     assert far._outward() == [(int(socket.AF_INET), ("10.77.0.2", 0))]
 

@@ -319,7 +319,7 @@ def resolving(monkeypatch, name, *addresses):
     real = socket.getaddrinfo
 
     def found(host, port, **options):
-        if host != name:
+        if host not in (name, name.encode()):
             return real(host, port, **options)
         return [each for one in addresses for each in real(one, port, **options)]
 

@@ -158,9 +158,8 @@ class _Meeting:
         self._nonces: set[bytes] = set()
         self._listeners: list[socket.socket] = []
         self._accepts_from: float | None = 0.0  # when; None while it does
-        self._problem: BootstrapError | None = (
-            None  # why this rank gives up, once it has met others
-        )
+        # Why this rank gives up, once it has met others.
+        self._problem: BootstrapError | None = None
         self._left: dict[int, float] = {}  # until when those may be back that have hung up
         self._selector = self.stack.enter_context(selectors.DefaultSelector())
         self.stack.callback(self._close_all)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardmath.base.caller import process_name, who
 from shardmath.base.config import PREFIX, Settings, config_folder
@@ -159,15 +159,20 @@ def _places(rank: int, hub: Endpoint, timeout: float) -> list[Place]:
     ]
 
 
-def _addresses(hub: Endpoint) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
+def _addresses(hub: Endpoint) -> list[tuple[int, Any]]:
     """The addresses that a name resolves to; none if it does not resolve yet."""
-    host, port = hub
-    try:
-        # Of text, Python would make an internationalised name, by a module that is slow to import.
-        name = host.encode() if host.isascii() else host
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
+    with suppress(OSError):
+        return resolved(*hub)
+    return []
+
+
+def resolved(host: str, port: int) -> list[tuple[int, Any]]:
+    """The addresses of a host, each behind its family, as sockets take them. Raises OSError where
+    the name does not resolve.
+    """
+    # Of text, Python would make an internationalised name, by a module that is slow to import.
+    name = host.encode() if host.isascii() else host
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 

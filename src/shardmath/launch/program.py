@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardmath.base.immutable import Immutable
-from shardmath.launch.failure import Failure, from_exception
+from shardmath.launch.failure import from_exception
 from shardmath.launch.job import FAILURE, Job
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import Place, fork_ranks, share_cores
@@ -101,7 +101,7 @@ def _watch(job: Job) -> int:
         return 128 + job.interrupt
     failure = job.first_failure
     if failure is not None:
-        _say(_last_words(failure))
+        _say(f"{failure}\n{failure.text}".rstrip())
     return 0 if failure is None else failure.status
 
 
@@ -120,10 +120,6 @@ def _be_rank(place: Place, program: Program) -> int:
         return 0
     place.report(FAILURE, failure.encode())
     return failure.status
-
-
-def _last_words(failure: Failure) -> str:
-    return f"{failure}\n{failure.text.rstrip()}" if failure.text else str(failure)
 
 
 def _say(text: str) -> None:

@@ -113,7 +113,9 @@ def fork_ranks(
             ) from error
         raise
     finally:
-        _close(sockets)  # in a rank, its own are detached by now
+        for ends in sockets:  # in a rank, its own are detached by now
+            for sock in ends:
+                sock.close()
     return started
 
 
@@ -231,12 +233,6 @@ def _settle(number: int, sockets: list[list[socket.socket]], report: int) -> Pla
     inherited = current.forget()
     gc.freeze()  # the starter's garbage is not this rank's to collect
     return Place(number, len(sockets), report, inherited)
-
-
-def _close(sockets: list[list[socket.socket]]) -> None:
-    for ends in sockets:
-        for sock in ends:
-            sock.close()
 
 
 @contextlib.contextmanager

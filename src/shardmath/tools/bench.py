@@ -47,10 +47,6 @@ def missing(name: str) -> list[str]:
     return sorted(each for each in packages if find_spec(each) is None)
 
 
-def _needs_gpus(name: str) -> bool:
-    return "on_gpus" in _imported(name)
-
-
 def _imported(name: str) -> set[str]:
     """The packages that a benchmark imports at its top, its neighbours among them."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
@@ -78,7 +74,7 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
         words = " ".join(lacks)
         print(f"shardmath bench: {name} needs {words}: pip install {words}", file=sys.stderr)
         return 1
-    if _needs_gpus(name) and not [*DEVICES.glob("nvidia[0-9]*")]:
+    if "on_gpus" in _imported(name) and not [*DEVICES.glob("nvidia[0-9]*")]:
         print(f"shardmath bench: {name} needs GPUs, and there is none here", file=sys.stderr)
         return 1
     output.mkdir(parents=True, exist_ok=True)

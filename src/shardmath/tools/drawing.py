@@ -17,6 +17,7 @@ _COLOURS = (
 )
 _WIDTH, _MARGIN, _LINE, _TEXT = 1200, 12, 34, 13  # pixels
 _TICKS = 10  # at most
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 
 
 class Bar(NamedTuple):
@@ -30,6 +31,11 @@ class Bar(NamedTuple):
     name: str
 
 
+def unit_for(seconds: float) -> str:
+    """The largest of `UNITS` of which so long a time has one at least, or else the smallest."""
+    return next((unit for unit, one in UNITS.items() if seconds >= one), "ns")
+
+
 def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
     """A picture of bars along a common time axis, with one colour for each name."""
     names = sorted({bar.name for bar in bars if bar.name})
@@ -41,9 +47,9 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
     image, draw = _canvas(foot + 2 * _LINE + (_TEXT + 6) * ((len(legend) + 3) // 4))
     left = _MARGIN + max((_width(draw, name) for name in lines), default=0) + _MARGIN
     scale = (_WIDTH - left - _MARGIN) / span
-    unit, per_second = _unit(span)
-    for tick in _ticks(per_second * span):
-        x = left + tick / per_second * scale
+    unit = unit_for(span)
+    for tick in _ticks(span / UNITS[unit]):
+        x = left + tick * UNITS[unit] * scale
         draw.line((x, _MARGIN, x, foot), fill=_GRID)
         words = f"{tick:g} {unit}"
         draw.text((min(x, _WIDTH - _MARGIN - _width(draw, words)), foot + 4), words, fill=_INK)
@@ -104,14 +110,6 @@ def save_beside(path: Path, draw: Callable[[], Any], command: str) -> list[str]:
         print(f"shardmath {command}: no picture: {error}", file=sys.stderr)
         return [str(path)]
     return [str(path), str(picture)]
-
-
-def _unit(seconds: float) -> tuple[str, float]:
-    """A suitable unit for so long a time, and how many of it make a second."""
-    return next(
-        ((name, many) for name, many in (("s", 1.0), ("ms", 1e3)) if seconds * many >= 1),
-        ("us", 1e6),
-    )
 
 
 def _ticks(most: float) -> list[float]:

@@ -29,14 +29,13 @@ from shardmath.base.config import Settings
 from shardmath.base.recorder import RAISED, Operation, operations, this_process
 from shardmath.inspection.job import new_record, start_in
 from shardmath.launch.program import Program, run
-from shardmath.tools.drawing import Bar, save_beside, timeline
+from shardmath.tools.drawing import UNITS, Bar, save_beside, timeline, unit_for
 from shardmath.tools.tables import show
 
 KEPT = 1 << 17  # operations of each rank
 _THREADS = 1000  # numbers for the threads of a rank
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python has no name for it before 3.14
 _PREDICTED = re.compile(r"predicted:? ([\d.]+(?:e[+-]?\d+)?) (ns|us|ms|s)\b")
-_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class Done(NamedTuple):
@@ -224,7 +223,7 @@ def summaries(ranks: Sequence[Done]) -> list[Summary]:
 def seconds_predicted(text: str) -> float | None:
     """The seconds that a plan's `explain()` predicts, None if it does not."""
     found = _PREDICTED.search(text)
-    return None if found is None else float(found[1]) * _UNITS[found[2]]
+    return None if found is None else float(found[1]) * UNITS[found[2]]
 
 
 def bars(ranks: Sequence[Done]) -> list[Bar]:
@@ -274,5 +273,5 @@ def _row(each: Summary) -> tuple[str, ...]:
 
 def in_units(seconds: float) -> str:
     """Three digits in a suitable unit."""
-    unit = next((unit for unit in ("s", "ms", "us") if seconds >= _UNITS[unit]), "ns")
-    return f"{seconds / _UNITS[unit]:.3g} {unit}"
+    unit = unit_for(seconds)
+    return f"{seconds / UNITS[unit]:.3g} {unit}"

@@ -23,14 +23,13 @@ from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.group.liveness import GRACE, PeerWatch
 from shardmath.group.meeting import BACKLOG, Call, Place, meet
+from shardmath.group.tcp import Endpoint, hub_of, resolved
 
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
 _SIOCGIFADDR, _REQUEST = 0x8915, struct.Struct("16s24x")  # as in <linux/sockios.h> and <net/if.h>
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
-
-Endpoint = tuple[str, int]  # host and port
 
 
 def connect_far(
@@ -70,7 +69,11 @@ def connect_far(
             advice=_ADVICE,
         )
     for connection in made.values():
-        _tune(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            with suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
 
 
@@ -117,7 +120,7 @@ def _bound(
 def _own(name: str) -> list[tuple[int, Any]]:
     """The addresses of `name`, without those that lead back to the caller unless `name` is one."""
     with suppress(OSError):
-        addresses = _resolved(name, 0)
+        addresses = resolved(name, 0)
         return [a for a in addresses if a[1][0] == name or not _leads_back(a[1][0])]
     return []
 
@@ -128,14 +131,12 @@ def _outward() -> list[tuple[int, Any]]:
     Else those of its default route and of its own name; on a host with neither, whose name means
     loopback, those of its network devices; without any, loopback.
     """
-    from shardmath.group.tcp import hub_of
-
     addresses: list[tuple[int, Any]] = []
     with suppress(OSError):  # of which a BootstrapError is one: nobody says where they meet
-        for family, where in _resolved(*hub_of(environment())):
+        for family, where in resolved(*hub_of(environment())):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
-                addresses += _resolved(probe.getsockname()[0], 0)
+                addresses += resolved(probe.getsockname()[0], 0)
     towards = [each for each in dict.fromkeys(addresses) if not _leads_back(each[1][0])]
     if towards:
         return towards
@@ -143,9 +144,9 @@ def _outward() -> list[tuple[int, Any]]:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 9))
             if not addresses:
-                addresses += _resolved(probe.getsockname()[0], 0)
+                addresses += resolved(probe.getsockname()[0], 0)
     with suppress(OSError):
-        addresses += _resolved(socket.gethostname(), 0)
+        addresses += resolved(socket.gethostname(), 0)
     outward = [address for address in addresses if not _leads_back(address[1][0])]
     loopback = [(int(socket.AF_INET), ("127.0.0.1", 0))]
     return list(dict.fromkeys(outward)) or _of_devices() or loopback
@@ -158,7 +159,7 @@ def _of_devices() -> list[tuple[int, Any]]:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
                 told = fcntl.ioctl(any_socket, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
-                found += _resolved(socket.inet_ntoa(told[20:24]), 0)
+                found += resolved(socket.inet_ntoa(told[20:24]), 0)
     return [address for address in found if not _leads_back(address[1][0])]
 
 
@@ -176,18 +177,13 @@ def _endpoint(listener: socket.socket) -> Endpoint:
     return host, int(port)
 
 
-def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
-    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in answers))
-
-
 def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
     """How to call a peer that listens at `endpoints` and has given out `key`."""
     places: list[Place] = []
     reasons: list[str] = []
     for host, port in endpoints:
         try:
-            addresses = _resolved(host, port)
+            addresses = resolved(host, port)
         except OSError as error:
             reasons.append(f"{host}: {error.strerror}")
             continue
@@ -204,11 +200,3 @@ def _gathered(group: ProcessGroup, card: object, watch: PeerWatch) -> list[Any]:
         # A rank that ended because another died is not the cause.
         dead = sorted(watch.wait(GRACE) | set(error.ranks))
         raise RankFailure(f"{error}; ended have {rank_names(dead)}", dead) from None
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

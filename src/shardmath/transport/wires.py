@@ -85,7 +85,7 @@ class Wires:
         self, connections: Mapping[int, socket.socket], watch: PeerWatch, heartbeat: float = 2.0
     ) -> None:
         self.channels: dict[tuple[bytes, int], Deliver] = {}
-        self.progress_hooks: list[Callable[[], None]] = []
+        self.progress_hooks: list[Callable[[], object]] = []
         self._watch = watch
         self._connections = {r: exposed("words", each) for r, each in connections.items()}
         self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}

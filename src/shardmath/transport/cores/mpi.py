@@ -65,7 +65,7 @@ class MPITransport(MultiHostTransport):
         self._window = self._mpi.Win.Create_dynamic(comm=self._comm)
         self._window.Lock_all(self._mpi.MODE_NOCHECK)
         if self._mesh.wires is not None:
-            self._mesh.wires.progress_hooks.append(self._progress)
+            self._mesh.wires.progress_hooks.append(self._comm.Iprobe)  # lets MPI serve peers
 
     def reserve(self, nbytes: int) -> Segment:
         segment = super().reserve(nbytes)
@@ -104,10 +104,6 @@ class MPITransport(MultiHostTransport):
             target = (place + offset + start, len(piece), byte)
             request = getattr(self._window, verb)([piece, byte], rank, target)
             self._wait(request.Test, rank, doing)
-
-    def _progress(self) -> None:
-        """Let the library serve peers."""
-        self._comm.Iprobe()
 
     def _detach(self, index: int) -> None:
         if index in self._attached:
