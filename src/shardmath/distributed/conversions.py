@@ -141,23 +141,12 @@ def _placed(x: Any, mesh: Any) -> Any:
         return x
     if not isinstance(x.distribution, Slab | Box) or _placements(x.layout, x.context, mesh):
         return to_dtensor(x, mesh)
-    split = _split_axes(x.layout)
     for placements in _choices(x.ndim, mesh):
         layout = _layout(x.context, x.shape, mesh, placements)
         distribution = distribution_of(layout, x.context.rank)
-        if distribution is not None and _split_axes(layout) == split:
+        if distribution is not None and layout.partitioned_axes == x.layout.partitioned_axes:
             return to_dtensor(x.to(distribution), mesh)
     return to_dtensor(x, mesh)
-
-
-def _split_axes(layout: Layout) -> set[int]:
-    """The axes of which no rank has all indices."""
-    extents = layout.global_shape
-    return {
-        axis
-        for axis, extent in enumerate(extents)
-        if any(layout.local_shape(rank)[axis] < extent for rank in range(layout.size))
-    }
 
 
 def from_jax(x: Any, package: ModuleType | None = None) -> DistributedArray:

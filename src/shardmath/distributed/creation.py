@@ -28,9 +28,9 @@ from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
-from shardmath.distributed.layouts import indices, placed_part, selector, unbound
+from shardmath.distributed.layouts import indices, placed_part, selector
 from shardmath.distributed.movement import agreed_layout, rearranged, require_root
-from shardmath.geometry import Distribution, Layout, Replicated
+from shardmath.geometry import Distribution, Layout, Replicated, unbound
 from shardmath.geometry.integers import index, integers
 from shardmath.operators.layouts import bind_layout, infer_layout
 

@@ -24,7 +24,7 @@ from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import dense, parts, spectral
 from shardmath.distributed.elementwise import all_distributed
-from shardmath.distributed.layouts import distribution_of, unbound
+from shardmath.distributed.layouts import distribution_of
 from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
 from shardmath.distributed.products import stack_columns
@@ -37,7 +37,7 @@ from shardmath.factorisations.operands import (
     require_square,
     require_type,
 )
-from shardmath.geometry import Layout, Slab
+from shardmath.geometry import Layout, Slab, unbound
 from shardmath.local import lapack
 
 

@@ -25,7 +25,6 @@ from shardmath.distributed.layouts import (
     layout_of,
     places,
     selector,
-    unbound,
 )
 from shardmath.distributed.movement import (
     brought,
@@ -36,7 +35,7 @@ from shardmath.distributed.movement import (
     stays,
 )
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Spans
+from shardmath.geometry import Distribution, Layout, Spans, unbound
 
 Shape = tuple[int, ...]
 D = TypeVar("D", bound=Distributed)

@@ -20,11 +20,10 @@ from shardmath.context.context import DistributedContext, require_context
 from shardmath.distributed import checkpoints, hdf5, npy, parts, zarr_files
 from shardmath.distributed.creation import device_of, require_distribution
 from shardmath.distributed.distributed_array import DistributedArray
-from shardmath.distributed.layouts import unbound
 from shardmath.distributed.movement import rearranged
 from shardmath.distributed.selections import layout_of_slices, read_slices
 from shardmath.distributed.shared_file import LOAD, SAVE, layout_in_file, read_part
-from shardmath.geometry import Distribution, Layout
+from shardmath.geometry import Distribution, Layout, unbound
 from shardmath.operators.layouts import bind_layout, result_order
 
 _ONE = ""  # the name of a single array

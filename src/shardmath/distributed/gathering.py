@@ -24,9 +24,9 @@ from shardmath.collectives import all_to_all
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import distribution_of_axes, indices, layout_of, unbound
+from shardmath.distributed.layouts import distribution_of_axes, indices, layout_of
 from shardmath.distributed.movement import in_slabs, permit, settled
-from shardmath.geometry import Layout, Slab, Spans
+from shardmath.geometry import Layout, Slab, Spans, unbound
 
 _SHOWN = 4  # indices that an error shows
 

@@ -27,11 +27,6 @@ from shardmath.distributed.shared_file import SAVE, appearing, extra, write_part
 _TYPE = "dtype"  # of the attribute
 
 
-def _h5py() -> Any:
-    """The module h5py. Raises BackendUnavailable where it is not installed."""
-    return extra("h5py", "hdf5")
-
-
 def save_arrays(
     context: DistributedContext,
     path: Path,
@@ -41,7 +36,7 @@ def save_arrays(
     """Save arrays, and values as attributes, the same on all ranks. Collective."""
 
     def create(file: Path) -> None:
-        h5py = _h5py()
+        h5py = extra("h5py")
         with h5py.File(file, "x") as made:
             for name, value in values.items():
                 made.attrs[name] = h5py.Empty("f") if value is None else value
@@ -58,7 +53,7 @@ def save_arrays(
 
 def _add_dataset(file: Any, name: str, x: DistributedArray) -> None:
     """Add a dataset that is allocated in one piece, for ranks to write there."""
-    h5py, known = _h5py(), x.element_type
+    h5py, known = extra("h5py"), x.element_type
     native = np.dtype(type_in_file(known))
     if x.ndim:
         room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -78,7 +73,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises OSError for a file that cannot be read or is no HDF5, ValueError for elements of Python
     objects or named fields.
     """
-    h5py, stored = _h5py(), {}
+    h5py, stored = extra("h5py"), {}
 
     def visit(name: str, found: Any) -> None:
         if isinstance(found, h5py.Dataset):
@@ -94,7 +89,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """An attribute as a Python value; we write no arrays as attributes."""
-    if isinstance(value, _h5py().Empty):
+    if isinstance(value, extra("h5py").Empty):
         return None
     return value.item() if isinstance(value, np.generic) else value
 
@@ -102,5 +97,5 @@ def _plain(value: Any) -> Any:
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[Any]:
     """An array of the file, opened to be read by slices."""
-    with _h5py().File(path, "r") as file:
+    with extra("h5py").File(path, "r") as file:
         yield file[name]

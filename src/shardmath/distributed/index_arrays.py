@@ -22,7 +22,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.distributed import gathering, indexing, masks, parts
 from shardmath.distributed.elementwise import whole
 from shardmath.distributed.indexing import Index
-from shardmath.distributed.layouts import selector
+from shardmath.distributed.layouts import listed, selector
 from shardmath.distributed.manipulation import broadcast_to, moveaxis, permute_dims, reshape
 from shardmath.distributed.movement import brought, explanation, in_slabs, on_all_ranks, permit
 from shardmath.distributed.state import Distributed
@@ -237,6 +237,5 @@ def _places(lines: Sequence[HostArray], beside: Sequence[slice | HostArray]) -> 
     """The key of positions along the first axes, and of what is selected along the others."""
     if all(isinstance(one, slice) for one in beside):
         return (*lines, *beside)
-    along = [np.arange(b.start, b.stop, b.step) if isinstance(b, slice) else b for b in beside]
-    first, *others = np.ix_(np.arange(len(lines[0])), *along)
+    first, *others = np.ix_(np.arange(len(lines[0])), *map(listed, beside))
     return (*(line[first] for line in lines), *others)

@@ -76,7 +76,11 @@ def get(x: Distributed, key: Any) -> Any:
     index = _of_number(key, x.shape) if type(key) is int else read(key, x.shape)
     plan = _reading(x.layout, x.distribution, index, x.context.rank)
     if plan is None:
-        return get(_without_cycles(x), key)
+        given = x.distribution
+        assert isinstance(given, BlockCyclic), "all else is expressed"
+        # Each rank of the grid gets one block, of which any slice has a layout.
+        target = BlockNonCyclic(given.process_grid, first_process=given.first_process)
+        return get(split_by(x, target, "a slice of block-cyclic axes"), key)
     descending = [axis for axis, along in enumerate(index.ranges) if along.step < 0]
     local = parts.flipped(x.local[plan.where], descending)
     if plan.copied:
@@ -275,18 +279,6 @@ def _expressed(selected: Indices) -> Spans | None:
     block = int(gaps[0]) + 1
     made = Spans(start, block, int(selected[block]) - start, stop)
     return made if np.array_equal(indices(made), selected) else None
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def _without_cycles(x: Distributed) -> Distributed:
-    """A block-cyclic array, moved so that each rank of its grid has one block."""
-    given = x.distribution
-    assert isinstance(given, BlockCyclic), "all else is expressed"
-    target = BlockNonCyclic(given.process_grid, first_process=given.first_process)
-    made: Distributed = split_by(x, target, "a slice of block-cyclic axes")
-    return made
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from shardmath import geometry
 from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import (
@@ -27,6 +26,7 @@ from shardmath.geometry import (
     Replicated,
     Slab,
     Spans,
+    unbound,
 )
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
@@ -47,16 +47,6 @@ def interned(layout: Layout) -> Layout:
     equal layouts would take longer than a small operation does.
     """
     return layout
-
-
-def unbound(distribution: Distribution) -> Distribution:
-    """The distribution without the shape and the ranks to which it is bound."""
-    if distribution.binding is None:
-        return distribution
-    kind, *fields, _ = distribution.encode()
-    if kind in ("Slab", "Replicated"):
-        fields[-1] = None  # the number of axes, set when it was bound
-    return geometry.decode((kind, *fields, None))
 
 
 def distribution_of(
@@ -227,10 +217,12 @@ def selector(along: Sequence[slice | Indices]) -> Any:
     """A key that selects by a slice or an array of indices along each axis, in any library."""
     if all(isinstance(one, slice) for one in along):
         return (*along, Ellipsis)  # so that an array of no axes gives an array
-    full = [
-        np.arange(one.start, one.stop, one.step) if isinstance(one, slice) else one for one in along
-    ]
-    return np.ix_(*full)
+    return np.ix_(*map(listed, along))
+
+
+def listed(along: slice | Indices) -> Indices:
+    """What a slice or an array of indices selects along an axis, as an array of indices."""
+    return np.arange(along.start, along.stop, along.step) if isinstance(along, slice) else along
 
 
 # -- where elements lie in C order -----------------------------------------------------------------

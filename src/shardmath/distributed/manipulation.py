@@ -29,7 +29,6 @@ from shardmath.distributed.layouts import (
     distribution_of,
     indices,
     layout_of,
-    unbound,
     with_axis,
     with_new_axis,
 )
@@ -43,7 +42,15 @@ from shardmath.distributed.movement import (
 )
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import BlockCyclic, BlockNonCyclic, Distribution, Layout, Slab, Spans
+from shardmath.geometry import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Distribution,
+    Layout,
+    Slab,
+    Spans,
+    unbound,
+)
 from shardmath.geometry.integers import integers
 
 Shape = tuple[int, ...]

@@ -26,10 +26,19 @@ from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import distribution_of, layout_of, places, selector, unbound
+from shardmath.distributed.layouts import distribution_of, layout_of, places, selector
 from shardmath.distributed.state import Distributed
 from shardmath.errors import BindDistributionError
-from shardmath.geometry import Distribution, Layout, Pattern, Slab, Spans, bytes_received, classify
+from shardmath.geometry import (
+    Distribution,
+    Layout,
+    Pattern,
+    Slab,
+    Spans,
+    bytes_received,
+    classify,
+    unbound,
+)
 from shardmath.operators.layouts import bind_layout
 from shardmath.operators.redistribute import redistribute
 from shardmath.operators.redistribute.operation import Redistribution

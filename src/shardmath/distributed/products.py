@@ -23,7 +23,7 @@ from shardmath.arrays import array_of, dtypes
 from shardmath.base import current
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import all_distributed, applied, needed_layout, whole
-from shardmath.distributed.layouts import distribution_of, layout_of, of_axes, unbound
+from shardmath.distributed.layouts import distribution_of, layout_of, of_axes
 from shardmath.distributed.manipulation import (
     of_one_type,
     one_axis,
@@ -32,7 +32,7 @@ from shardmath.distributed.manipulation import (
 )
 from shardmath.distributed.movement import brought, explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans
+from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans, unbound
 from shardmath.operators.matmul import matmul as product_of_parts
 
 

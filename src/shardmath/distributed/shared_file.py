@@ -49,7 +49,10 @@ SYNCED = 8  # rounds after which ranks wait for the disk, which works while they
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h: begin, and do not wait
 
 
-def extra(name: str, wanted: str) -> Any:
+_EXTRAS = {"h5py": "hdf5", "zarr": "zarr"}  # of this package, by the module that each installs
+
+
+def extra(name: str) -> Any:
     """A module that reads and writes files. Raises BackendUnavailable where it is not installed,
     naming the extra of this package that installs it.
     """
@@ -57,7 +60,7 @@ def extra(name: str, wanted: str) -> Any:
         return import_module(name)
     except ImportError:
         raise BackendUnavailable(
-            f"this file needs {name}: pip install 'shardmath[{wanted}]'"
+            f"this file needs {name}: pip install 'shardmath[{_EXTRAS[name]}]'"
         ) from None
 
 

@@ -17,12 +17,12 @@ from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.distributed import dense
 from shardmath.distributed.decompositions import of_square_stacks, replicated
 from shardmath.distributed.elementwise import all_distributed
-from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.factorisations.operands import require_matrix
+from shardmath.geometry import unbound
 from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import unbound
 from shardmath.distributed.manipulation import pad, roll
 from shardmath.distributed.movement import agreed_layout, end_explanation, within
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
-from shardmath.geometry import Distribution, Slab
+from shardmath.geometry import Distribution, Slab, unbound
 from shardmath.operators import fft as of_parts
 from shardmath.operators.arguments import options_of
 

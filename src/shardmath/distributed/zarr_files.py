@@ -26,11 +26,6 @@ from shardmath.distributed.shared_file import SAVE, appearing, extra, sync
 _SYNCED = 256  # files after which the ranks meet
 
 
-def _zarr() -> Any:
-    """The module zarr. Raises BackendUnavailable where it is not installed."""
-    return extra("zarr", "zarr")
-
-
 def save_arrays(
     context: DistributedContext,
     path: Path,
@@ -47,7 +42,7 @@ def save_arrays(
     }
 
     def create(folder: Path) -> None:
-        zarr = _zarr()
+        zarr = extra("zarr")
         if path.exists():
             raise FileExistsError(f"{path} is there: remove it, or save under another name")
         if list(arrays) != [""]:
@@ -77,7 +72,7 @@ def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises FileNotFoundError where there is no Zarr, ValueError for elements that are not numbers or
     strings of one length.
     """
-    zarr = _zarr()
+    zarr = extra("zarr")
     root = zarr.open(str(path), mode="r")
     if isinstance(root, zarr.Array):
         return {"": _stored(path, root)}, {}
@@ -98,7 +93,7 @@ def _sync(written: list[Path]) -> None:
 
 
 def _open(path: Path, name: str, mode: str) -> Any:
-    return _zarr().open_array(str(path), path=name, mode=mode)
+    return extra("zarr").open_array(str(path), path=name, mode=mode)
 
 
 def _stored(path: Path, chunked: Any) -> Stored:

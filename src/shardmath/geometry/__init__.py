@@ -12,6 +12,7 @@ from shardmath.geometry.distributions import (
     Replicated,
     Slab,
     decode,
+    unbound,
 )
 from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.layout import Layout
@@ -54,4 +55,5 @@ __all__ = [
     "kept_elements",
     "moves",
     "shared_part",
+    "unbound",
 ]

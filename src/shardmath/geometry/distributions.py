@@ -367,6 +367,16 @@ class Replicated(Distribution):
 _KINDS = {kind.__name__: kind for kind in (Slab, Box, BlockCyclic, BlockNonCyclic, Replicated)}
 
 
+def unbound(distribution: Distribution) -> Distribution:
+    """The distribution without the shape and the ranks to which it is bound."""
+    if distribution.binding is None:
+        return distribution
+    kind, *fields, _ = distribution.encode()
+    if kind in ("Slab", "Replicated"):
+        fields[-1] = None  # the number of axes, set when it was bound
+    return decode((kind, *fields, None))
+
+
 def decode(data: Any) -> Distribution:
     """The distribution that was encoded. Raises ValueError for malformed data."""
     try:

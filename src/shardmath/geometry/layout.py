@@ -220,13 +220,10 @@ class Layout(Immutable, hashes_once=True):
             return None
         return tuple(tuple(ranks) for ranks in by_part.values())
 
-    def groups_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The group of `rank` among the `groups`, in a tuple; () where its part is empty."""
-        return self._groups_of.get(rank, ())
-
     @cached_property
-    def _groups_of(self) -> dict[int, tuple[tuple[int, ...]]]:
-        return {rank: (group,) for group in self.groups or () for rank in group}
+    def group_of(self) -> dict[int, tuple[int, ...]]:
+        """By rank, its group among the `groups`; ranks with empty parts are left out."""
+        return {rank: group for group in self.groups or () for rank in group}
 
     def describe(self) -> str:
         """One line: the global shape, the ranks, how each axis is split."""

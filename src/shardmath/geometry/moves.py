@@ -207,7 +207,7 @@ def _sources(
         yield from _overlapping_sources(src, dst, d, only)
         return
     owned = 0
-    for group in src.groups if only is None else src.groups_of(only):
+    for group in src.groups if only is None else filter(None, [src.group_of.get(only)]):
         columns = _meet(src.spans(group[0]), part)
         if columns is None:
             continue

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmath import geometry
 from shardmath.base.untraced import constant
-from shardmath.geometry import Distribution, Replicated, Slab
+from shardmath.geometry import Distribution, Replicated, Slab, unbound
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.arguments import options_of
 from shardmath.operators.fft.options import FFTOptions
@@ -77,7 +76,7 @@ def words_of_fft(ndim: int, distribution: Any, axes: Any, norm: Any, options: An
         split = distribution.partition_dim
         pair[1] = Slab(int(split == 0)) if split in axes else distribution
     elif pair[1] is distribution and isinstance(distribution, Distribution):
-        pair[1] = _unbound(distribution)
+        pair[1] = unbound(distribution)  # the result may have another shape
         if not read.redistribute:
             raise ValueError("redistribute=False: give a pair of distributions (input, output)")
     source, target = pair
@@ -113,8 +112,3 @@ def words_of_trigonometric(
         number = TURNED[number]
         words = dict(words, norm=SWAPPED["backward" if norm is None else norm])
     return words_of(**dict(words, type=int(number), orthogonalize=orthogonalize))
-
-
-def _unbound(distribution: Distribution) -> Distribution:
-    """This distribution, not bound to a global shape: a transform's result may have another."""
-    return geometry.decode((*distribution.encode()[:-1], None))
