@@ -1,4 +1,4 @@
-"""all_reduce beside gloo, and the cost of waiting and agreeing: `python benchmarks/collectives.py`.
+"""all_reduce beside gloo: `python benchmarks/collectives.py`.
 
 Every row is measured in one run in which the systems take turns, so that other load on the machine
 affects all of them. A time is the slowest rank's, for a call that all ranks enter together; the
@@ -14,14 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import record
-from calls import agreement
-from on_cores import gloo, in_turn, on_ranks, row_of_calls
+from on_cores import gloo, in_turn, row_of_calls, run
 
 from shardmath.collectives import all_reduce
 
 SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)
-GOALS = {"all_reduce 32 MB over gloo": 20.0, "barrier of 2 ranks, us": 30.0}
+GOALS = {"all_reduce 32 MB over gloo": 20.0}
 
 
 def main() -> None:
@@ -31,10 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/store"
-        rows = on_ranks(reductions, options.ranks, address, options.repeats, timeout=500)
-    for ranks in (2, options.ranks):
-        rows += on_ranks(waiting, ranks, timeout=60)
-    record.write("collectives", rows, ranks=options.ranks, goals=GOALS)
+        given = options.ranks, address, options.repeats
+        run("collectives", reductions, *given, timeout=500, goals=GOALS)
 
 
 def reductions(context: Any, address: str, repeats: int) -> list[dict[str, Any]]:
@@ -67,22 +63,6 @@ def slowest(context: Any, ways: dict[str, Callable[[], object]], repeats: int) -
     return {
         name: 1e3 * statistics.median(row.tolist()) for name, row in zip(ways, worst, strict=True)
     }
-
-
-def waiting(context: Any) -> list[dict[str, Any]]:
-    """Median microseconds of what every call consists of."""
-    spec = ("numpy", "float32", (1024, 1024), "sum")
-    ways = {
-        "barrier": lambda: context.board.barrier("barrier"),
-        "exchange of 16 bytes": lambda: context.board.exchange("exchange", bytes(16)),
-        "agreement on a known plan": agreement(context, spec),
-    }
-    rows = []
-    for name, call in ways.items():
-        call()
-        seconds = record.median_seconds(call, repeats=2000)
-        rows.append({"operation": name, "ranks": context.size, "us": 1e6 * seconds})
-    return rows
 
 
 if __name__ == "__main__":

@@ -2,30 +2,26 @@
 
 `python benchmarks/matmul.py [n]`, 4096 by default. A rate counts 2 n^3 operations per product. The
 calls take turns; a ratio is the median over turns of NumPy's time divided by ours, so that both
-had the same load. Below it is the cost of a call when the product itself costs nothing: the
-median, and the first decile, which other work on the machine disturbs less.
+had the same load. What a call on small matrices costs, `calls.py` measures.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from on_cores import alone, gflops, in_turn, row_of_calls, run, speedup, together
+from on_cores import alone, gflops, in_turn, run, speedup, together
 from record import argument
 from threadpoolctl import threadpool_limits
 
 from shardmath.context.context import DistributedContext
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.handles.allocation import allocate_symmetric_memory
-from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.linalg.advanced import Matmul
 
 RANKS = 2
 REPEATS = 7
-SMALL_REPEATS = 3000
 GRID = BlockCyclic(ProcessGrid(shape=(RANKS, 1)), (256, 256))
 
 
@@ -48,12 +44,11 @@ DTYPES = ("float64", "float32")
 
 
 def measure(context: DistributedContext, n: int) -> list[dict[str, Any]]:
-    """The rows of large and of small products, as this rank measures them."""
-    large = [row for dtype in DTYPES for row in large_products(context, n, dtype)]
-    return large + small_products(context)
+    """The rows of all types, as this rank measures them."""
+    return [row for dtype in DTYPES for row in products(context, n, dtype)]
 
 
-def large_products(context: DistributedContext, n: int, dtype: str) -> list[dict[str, Any]]:
+def products(context: DistributedContext, n: int, dtype: str) -> list[dict[str, Any]]:
     """GFLOP/s of every case and of NumPy on rank 0, which has both cores meanwhile."""
     rng = np.random.default_rng(context.rank)
     whole = [rng.random((n, n)).astype(dtype) for _ in "ab"] if context.rank == 0 else []
@@ -94,28 +89,6 @@ def planned(context: DistributedContext, case: Case, n: int, dtype: str) -> Matm
     plan = Matmul(*operands, distributions=case.distributions)
     plan.plan()
     return plan
-
-
-def small_products(context: DistributedContext) -> list[dict[str, Any]]:
-    """Microseconds of agreement, and of whole calls, on 8 x 8 matrices."""
-    distributions = [Slab.X, Slab.X, Slab.X]
-    a, b, whole = np.ones((4, 8)), np.ones((4, 8)), np.ones((8, 8))
-    plan = Matmul(a, b, distributions=distributions)
-    plan.plan()
-    calls: dict[str, Callable[[], object]] = {
-        "exchange of 16 bytes": lambda: context.board.exchange("bench", b"0123456789abcdef"),
-        "matmul": lambda: matmul(a, b, distributions=distributions),
-        "Matmul.execute": plan.execute,
-        "np.matmul on one rank": lambda: np.matmul(whole, whole),
-    }
-    rows = []
-    with threadpool_limits(1):
-        for name, call in calls.items():
-            spent = [1e6 * seconds for seconds in row_of_calls(context, call, SMALL_REPEATS)]
-            tenth = statistics.quantiles(spent, n=10)[0]
-            median = statistics.median(spent)
-            rows.append({"case": name, "us": round(median, 1), "tenth us": round(tenth, 1)})
-    return rows
 
 
 def main() -> None:
