@@ -161,7 +161,7 @@ STARTS = {
 def starts() -> Ends:
     def program(limits: str, start: str) -> Program:
         code = f"""import os, signal, time
-from shardmath.group.mpi_process import bounded_start
+from shardmath.group.mpi import bounded_start
 with bounded_start(0, 2, {limits}):
     {start}
 try:
@@ -196,13 +196,13 @@ def caught():  # and kept, as test runners and notebooks do
         1 / 0
     except ZeroDivisionError as error:
         sys.last_value, sys.last_traceback = error, error.__traceback__
-from shardmath.group import mpi_process
-mpi_process._GRACE = 1
+from shardmath.group import mpi
+mpi._GRACE = 1
 def slow_end():
     time.sleep(1.5)
     print("at the end", file=sys.stderr)
 atexit.register(slow_end)  # runs after the other, as MPI_Finalize does
-mpi_process.bound_end()
+mpi.bound_end()
 {mistake}
 """
         return [sys.executable, "-c", code], {}

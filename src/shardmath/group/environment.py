@@ -24,7 +24,7 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup, SoloProcessGroup
 from shardmath.group.local import LocalProcessGroup
-from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.mpi import MPIProcessGroup, bounded_start
 from shardmath.group.torch import TorchProcessGroup
 
 
@@ -296,8 +296,6 @@ def _torch_device(distributed: Any) -> Any:
 
 
 def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
-    from shardmath.group.mpi_process import bounded_start
-
     timeout, name = settings.startup_timeout, "mpi4py.MPI"
     starts = name not in sys.modules and importlib.util.find_spec("mpi4py") is not None
     watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
