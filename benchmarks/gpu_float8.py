@@ -112,15 +112,10 @@ class Case:
     def error(self, got) -> float:
         """The greatest error of sampled rows, in units of the greatest result."""
         torch = self.torch
-        a = self._expanded(self.a[0], self.scale_a, self.kinds[0])
-        a = (
-            self._gathered(a[:: max(1, a.shape[0] // 16)].contiguous())
-            if self.ranks.size > 1
-            else a
-        )
         step = max(1, self.a[0].shape[0] // 16)
         rows = torch.arange(0, self.shape[0], step, device=got.device)
-        a = a if self.ranks.size > 1 else a[rows]
+        a = self._expanded(self.a[0], self.scale_a, self.kinds[0])[::step].contiguous()
+        a = self._gathered(a) if self.ranks.size > 1 else a
         b = self._expanded(self.b[0].T, self.scale_b.T, self.kinds[1])
         want = a @ b.T
         found = got[rows].double()

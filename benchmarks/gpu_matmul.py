@@ -1,7 +1,7 @@
 """Products on GPUs beside cuBLAS alone, NCCL + cuBLAS and torch's fused operators, in one run.
 
     python benchmarks/gpu_matmul.py 8
-    python benchmarks/gpu_matmul.py 8 --only "AG+GEMM" --most 8192
+    python benchmarks/gpu_matmul.py 8 --most 8192
 
 bfloat16, random operands, in two sets that take turns. Every result is checked against float64 on
 samples before it is timed. A figure is the median of several replays of a graph of calls (of the
@@ -26,21 +26,13 @@ from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_til
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
 
-# Operation, m, n on 8 GPUs, k, and the goal.
+# m, n on 8 GPUs, k, and the goal.
 CASES = [
-    ("AG+GEMM", 8192, 28672, 8192, ">= 0.95 of local"),
-    ("AG+GEMM", 16384, 53248, 16384, ">= 0.99 of local"),
-    ("AG+GEMM", 4096, 49152, 12288, ">= 0.98 of local"),
-    *(
-        (
-            "AG+GEMM",
-            m,
-            28672,
-            8192,
-            "<= 1.02 x the better" + (", >= 1.3 x NCCL" if m >= 2048 else ""),
-        )
-        for m in (128, 256, 512, 1024, 2048, 4096, 16384, 32768)
-    ),
+    (8192, 28672, 8192, ">= 0.95 of local"),
+    (16384, 53248, 16384, ">= 0.99 of local"),
+    (4096, 49152, 12288, ">= 0.98 of local"),
+    *((m, 28672, 8192, "<= 1.02 x the better") for m in (128, 256, 512, 1024)),
+    *((m, 28672, 8192, "<= 1.02 x the better, >= 1.3 x NCCL") for m in (2048, 4096, 16384, 32768)),
 ]
 
 
@@ -62,8 +54,7 @@ class Gathered:
 
         self.a = [some(rows, k) for _ in range(SETS)]
         self.b = [some(columns, k).T for _ in range(SETS)]
-        self.whole = [torch.empty(m, k, device=ranks.device, dtype=torch.bfloat16)] * SETS
-        self.whole = [torch.empty_like(whole) for whole in self.whole]
+        self.whole = [torch.empty(m, k, device=ranks.device).bfloat16() for _ in range(SETS)]
         for whole, part in zip(self.whole, self.a, strict=True):
             ranks.dist.all_gather_into_tensor(whole, part)
         self.out = [torch.empty(m, columns, device=ranks.device).bfloat16() for _ in range(SETS)]
@@ -138,7 +129,7 @@ def compile_all(ranks: Ranks, cases: list) -> None:
     next, are then on disk.
     """
     team = ranks.context.team
-    problems = [problem_of(ranks, *case[1:4]) for case in cases]
+    problems = [problem_of(ranks, *case[:3]) for case in cases]
     needed = [
         (problem, choose_tiling(problem, ranks.rank, team.device.processors))
         for problem in problems
@@ -149,16 +140,15 @@ def compile_all(ranks: Ranks, cases: list) -> None:
         product_kernel(team, *kernels[(number + ranks.rank) % len(kernels)])
 
 
-OPERATIONS = {"AG+GEMM": Gathered}
 NO_GRAPHS = {"torch"}  # its fused operator cannot be captured
 
 
-def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -> dict:
+def measure_case(ranks: Ranks, m: int, n: int, k: int, target: str) -> dict:
     """One row: milliseconds of every system, and how ours compares."""
     torch = ranks.torch
     torch.cuda.empty_cache()
-    work = OPERATIONS[what](ranks, m, n, k)
-    row = {"what": what, "m": m, "n": n, "k": k, "share": [*work.shape], "how": work.how}
+    work = Gathered(ranks, m, n, k)
+    row = {"what": "AG+GEMM", "m": m, "n": n, "k": k, "share": [*work.shape], "how": work.how}
     row["target"] = target
     calls = 4 if 2.0 * m * n * k / ranks.size > 5e11 else 10
     for name, call in work.systems.items():
@@ -167,7 +157,7 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
             torch.cuda.synchronize()
             error = work.error(out, turn)
             worst = ranks.largest(error)
-            assert worst <= LIMIT, f"{what} {m} {n} {k} by {name}: error {worst}"
+            assert worst <= LIMIT, f"{m} {n} {k} by {name}: error {worst}"
         if name == "ours":
             row["error"] = worst
     systems = {name: in_turn(call, SETS) for name, call in work.systems.items()}
@@ -191,15 +181,10 @@ def measure(ranks: Ranks, cases: list) -> Iterator[dict]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--only", default="", help="an operation")
     parser.add_argument("--most", type=int, default=1 << 30, help="the largest m")
     options = parser.parse_args()
     size = options.gpus
-    cases = [
-        [what, m, n * size // 8, k, target]
-        for what, m, n, k, target in CASES
-        if what.startswith(options.only) and m <= options.most
-    ]
+    cases = [[m, n * size // 8, k, target] for m, n, k, target in CASES if m <= options.most]
     run("gpu_matmul", measure, options, cases)
 
 
