@@ -183,6 +183,8 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
     `x` is split (JAX splits an axis into even parts only), where the mesh has other devices, and
     for a type that JAX narrows (float64, without jax_enable_x64).
     """
+    from shardmath.interchange.calls import of_jax
+
     jax = import_module("jax")
     context = x.context
     where = mesh.devices.flat[0].platform
@@ -205,15 +207,8 @@ def to_jax(x: DistributedArray, mesh: Any) -> Any:
             f"no sharding on a mesh of {dict(mesh.shape)} is like {x.layout}: bring the array to "
             "even parts in the order of the ranks, such as those of Slab.X, or to Replicated()"
         )
-    if x.library.name == "numpy":
-        shard = jax.device_put(x.local, mesh.local_devices[0], may_alias=True)
-    else:
-        shard = jax.dlpack.from_dlpack(x.library.contiguous(x.local))
-    if shard.dtype.itemsize != x.local.dtype.itemsize:
-        raise ValueError(
-            f"JAX makes {shard.dtype} of {x.local.dtype}: call jax.config.update("
-            '"jax_enable_x64", True) first'
-        )
+    part = x.local if x.library.name == "numpy" else x.library.contiguous(x.local)
+    shard = of_jax(part, mesh.local_devices[0])
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard])
 
 

@@ -46,7 +46,7 @@ def _called(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
             return {key: taken(value) for key, value in x.items()}
         if type(x) in (list, tuple):
             return type(x)([taken(value) for value in x])
-        if not _is_foreign(x):
+        if not hasattr(type(x), "__dlpack__") or knows_type(type(x)):
             originals[id(x)] = x
             return x
         foreign.append(x)
@@ -74,10 +74,6 @@ def _called(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
         return returned(x, foreign[0]) if knows_type(type(x)) else x
 
     return given(made)
-
-
-def _is_foreign(x: Any) -> bool:
-    return hasattr(type(x), "__dlpack__") and not knows_type(type(x))
 
 
 def _is_of_jax(kind: type) -> bool:
@@ -116,13 +112,21 @@ def _library_on_gpus() -> Any:
 def returned(made: Any, like: Any) -> Any:
     """A new result in the library of `like`, on the same memory where that library shares it.
 
-    Raises ValueError where that library narrows it: JAX float64, without jax_enable_x64.
+    Raises ValueError as `of_jax`.
     """
     if not _is_of_jax(type(like)):
         return _from_dlpack(like)(made)
+    [device] = like.sharding.device_set
+    return of_jax(made, device)
+
+
+def of_jax(made: Any, device: Any) -> Any:
+    """The array as one of JAX's on a device, on the same memory where JAX shares it.
+
+    Raises ValueError where JAX narrows its type: float64, without jax_enable_x64.
+    """
     jax: Any = import_module("jax")
     if isinstance(made, np.ndarray):
-        [device] = like.sharding.device_set
         x = jax.device_put(made, device, may_alias=True)
     else:
         x = jax.dlpack.from_dlpack(made)
