@@ -84,7 +84,7 @@ def linear(
     bound, `Slab(1).bind(shape)`, says it). Else the product begins when all are there.
 
     Raises on all ranks ValueError for arrays and distributions that do not fit, TypeError for what
-    is no array or distribution, RuntimeError before `initialize`.
+    is not an array or a distribution, RuntimeError before `initialize`.
     """
     return _linear(x, weight, bias, distributions=distributions, activation=activation)
 

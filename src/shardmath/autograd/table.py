@@ -93,7 +93,7 @@ def _turned(words: Words) -> Words:
 
 
 def _performed_adjoint(name: str) -> Call:
-    """How the adjoint of a transform is performed, which is no public function."""
+    """How the adjoint of a transform, which has no public function, is performed."""
 
     @collective_call
     def adjoint(x: Any, words: tuple[Any, ...]) -> Any:

@@ -65,8 +65,8 @@ def is_built(name: str) -> bool:
 
 
 def other_pythons(name: str) -> list[str]:
-    """The Pythons for which the module `name` of BUILT is there, such as "3.12"; for one for which
-    it is not.
+    """The Pythons, such as "3.12", for which the module `name` of BUILT was built, where it is
+    missing for this one.
     """
     _, *folders, last = name.split(".")
     paths = Path(__file__).parent.parent.joinpath(*folders).glob(f"{last}.cpython-3*.so")

@@ -47,7 +47,7 @@ def array(part: Any, distribution: Distribution) -> DistributedArray:
     The part is not copied: it becomes `x.local`. Raises the same on all ranks:
     BindDistributionError, a ValueError, where the parts do not fit the distribution;
     CollectiveMismatch where they are of different libraries or types; TypeError where
-    `distribution` is none.
+    `distribution` is not one.
     """
     context = require_context()
     part = array_of(part)
@@ -74,7 +74,7 @@ def from_global(x: Any, distribution: Distribution, *, root: int | None = None) 
     Without `root` every rank passes all of `x`, and takes its part. With `root` only that rank
     passes it, and the others, which pass None, receive their parts. Parts are copies, in host
     memory if `x` is there. Raises the same on all ranks: ValueError where the distribution does not
-    fit, for a `root` that is no rank, or where what it passes is no array.
+    fit, where `root` is not a rank, and where what it passes is not an array.
     """
     context = require_context()
     x = array_of(x)
@@ -356,6 +356,6 @@ def device_of(context: DistributedContext, library: Library) -> str:
 
 
 def require_distribution(distribution: Any) -> None:
-    """Raise TypeError where `distribution` is none."""
+    """Raise TypeError unless `distribution` is a Distribution."""
     if not isinstance(distribution, Distribution):
         raise TypeError(f"distribution must be one such as Slab.X or a Box, not {distribution!r}")

@@ -116,7 +116,7 @@ class DistributedArray(Distributed):
         """This array in another distribution; itself, if it is already split so. Collective.
 
         Raises the same on all ranks: BindDistributionError, a ValueError, where the distribution
-        does not fit, TypeError where it is none.
+        does not fit, TypeError where it is not a distribution.
         """
         return redistributed(self, distribution)
 
@@ -125,7 +125,7 @@ class DistributedArray(Distributed):
         """The global array as a NumPy array, on every rank, or on rank `root` alone, where the
         others get None. Collective.
 
-        Always a new array. Raises the same on all ranks: ValueError for a `root` that is no rank,
+        Always a new array. Raises the same on all ranks: ValueError where `root` is not a rank,
         CollectiveMismatch where ranks pass different ones.
         """
         if root is not None:

@@ -193,7 +193,7 @@ def _format(place: Path) -> Any:
 
 def _by_name(distribution: Any, stored: Mapping[str, Any], place: Path) -> dict[str, Distribution]:
     """The distribution of each array to load. Raises KeyError for an array that is not there,
-    TypeError where a distribution is none.
+    TypeError where it is given something else than distributions.
     """
     is_named = isinstance(distribution, Mapping)
     wanted = dict(distribution) if is_named else dict.fromkeys(stored, distribution)

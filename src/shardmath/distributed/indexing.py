@@ -200,7 +200,9 @@ _of_number = lru_cache(maxsize=1024)(read)  # frequent in loops; slices cannot b
 
 
 def one(key: Any, extent: int, axis: int) -> range:
-    """The range of one index of an axis. Raises IndexError where it is none."""
+    """The range that one index of an axis selects. Raises IndexError for anything but an integer
+    within the axis.
+    """
     try:
         if isinstance(key, bool | np.bool_):
             raise TypeError

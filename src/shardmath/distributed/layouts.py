@@ -52,8 +52,8 @@ def interned(layout: Layout) -> Layout:
 def distribution_of(
     layout: Layout, rank: int, like: Distribution | None = None
 ) -> Distribution | None:
-    """A distribution that describes `layout`: `like` if that does, else the simplest; None if there
-    is none. A `Box` is that of `rank`.
+    """A distribution that describes `layout`: `like` if it does, otherwise the simplest, or None. A
+    `Box` is the one of `rank`.
     """
     return like if like is not None and fits(like, layout) else _simplest(layout, rank)
 

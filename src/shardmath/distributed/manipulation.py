@@ -518,7 +518,7 @@ def _around(shape: Shape, axes: range, axis: int) -> tuple[int, int, int]:
 
 
 def _flattened(spans: Spans, before: int, extent: int, behind: int) -> Spans | None:
-    """`spans` along one axis of a group, as spans of the flattened group; None if they are none."""
+    """`spans` along one axis of a group, flattened with the group; None if they are not regular."""
     if before == 1 or not spans.block:
         return _scaled(spans, behind)
     if spans.period:

@@ -233,7 +233,7 @@ def _whole_layout(shape: tuple[int, ...], size: int, root: int | None) -> Layout
 
 
 def part_in(x: Distributed, layout: Layout) -> Any:
-    """This rank's part of `x` in a layout. Collective unless `x` is split so."""
+    """This rank's part of `x` in a layout. Collective unless `x` has that layout already."""
     return x.local if x.layout == layout else rearranged(x, layout)
 
 

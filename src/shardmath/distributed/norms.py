@@ -140,7 +140,7 @@ def cond(x: Any, p: Any = None) -> Any:
     """The condition number of matrices, as numpy.linalg.cond: for p None, 2 or -2 the ratio of
     singular values, else norm(x, p) * norm(inv(x), p); inf for a singular matrix. Collective.
 
-    Raises LinAlgError for empty matrices, and with such a norm for others than square ones.
+    Raises LinAlgError for empty matrices, and for those that are not square where norms are used.
     """
     require_matrices("x", x.shape)
     if 0 in x.shape[-2:]:

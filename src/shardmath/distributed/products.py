@@ -200,8 +200,8 @@ def _matrix(x: Distributed, axes: tuple[int | None, ...]) -> Distributed:
 
 
 def _stacked(a: Distributed, b: Distributed) -> Distributed:
-    """The products of whole matrices, split along an axis of the stack as an operand is, if one is
-    so, else along the longest.
+    """The products of whole matrices. The stack is split as an operand splits it, if one does,
+    otherwise along its longest axis.
     """
     stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     size = a.context.size
@@ -222,8 +222,8 @@ def _stacked(a: Distributed, b: Distributed) -> Distributed:
 
 
 def stack_columns(arrays: Sequence[Distributed], stack: tuple[int, ...]) -> list[Any]:
-    """How to split a stack so that each rank has whole matrices: as the first of the arrays that
-    has this stack and is split so, else along the longest axis.
+    """How to split a stack so that each rank has whole matrices: like the first array that has this
+    stack and is split along it, otherwise along the longest axis.
     """
     count, size = len(stack), arrays[0].layout.size
     for x in arrays:

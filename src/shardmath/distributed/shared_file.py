@@ -72,7 +72,7 @@ def on_rank_0(context: DistributedContext, act: Callable[[], None]) -> None:
 def shown(turns: Sequence[T], title: str, context: DistributedContext) -> Iterator[T]:
     """The turns; on rank 0 a progress bar shows how many are left.
 
-    The bar is rich's, an extra: without it, or without a terminal, there is none.
+    The bar needs rich, an extra, and a terminal.
     """
     if context.rank == 0 and len(turns) > 1 and sys.stderr.isatty():
         try:

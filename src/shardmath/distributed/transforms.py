@@ -121,7 +121,7 @@ def _shifted(x: Any, axes: Any, shift: Callable[[int], int]) -> Any:
 
 
 def _one(n: int | None) -> list[int] | None:
-    """The extents of a transform along one axis, where -1 is none. Raises ValueError below 1."""
+    """The extents of a transform along one axis, or None. Raises ValueError below 1."""
     if n is None:
         return None
     _require_extents([operator.index(n)])

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 
 def index(value: object, name: str) -> int:
-    """`value` as an int. Raises TypeError when it is none, or a bool."""
+    """`value` as an int. Raises TypeError when it is not one, or a bool."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
@@ -21,7 +21,7 @@ def index(value: object, name: str) -> int:
 
 
 def integer(value: object, name: str, *, least: int | None = None) -> int:
-    """`value` as an int. Raises ValueError when it is none, is a bool, or is less than `least`."""
+    """`value` as an int. Raises ValueError when it is not one, a bool, or less than `least`."""
     if type(value) is not int:
         try:
             value = index(value, name)

@@ -111,7 +111,7 @@ class LaunchFacts(Immutable):
         """
         owner = environ.get(f"{_P}PID")
         for convention in _CONVENTIONS:
-            # What a rank of ours starts inherits its variables, and is no rank.
+            # Processes that a rank of ours starts inherit its variables, but are not ranks.
             if convention.launcher in ("spawn", "shardmath") and owner != str(pid):
                 continue
             facts = _read(convention, environ)
@@ -280,9 +280,9 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
 
 
 def _end_torch_group(distributed: Any, starter: int) -> None:
-    """Who has started it ends it: its threads, if left alone, may abort the process at exit.
+    """End the group that this package started: its threads could abort the process at exit.
 
-    A process that was forked off has none of its threads.
+    A forked process has none of these threads.
     """
     if os.getpid() == starter and distributed.is_initialized():
         distributed.destroy_process_group()

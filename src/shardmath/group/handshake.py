@@ -1,8 +1,8 @@
 """The words by which two ranks know each other: each proves that it has the listener's key.
 
-The listener has handed its key out through the group, and nobody sends it: who has not been in that
-exchange can neither connect nor pose as a rank. What travels afterwards is not encrypted, as with
-MPI and NCCL.
+The listener has handed its key out through the group, and it is never sent here: a process that was
+not in that exchange can neither connect nor pose as a rank. What travels afterwards is not
+encrypted, as with MPI and NCCL.
 
     caller                                        listener
     magic, rank, nonce c, mac("hello", c)  ->
@@ -11,8 +11,8 @@ MPI and NCCL.
                                            <-     mac("welcome", c, a)
 
 Every mac is made with the key, and also of the caller's rank. The first words tell a rank from a
-stranger, and the third from one who repeats what a rank has said; after the last, the caller knows
-that it was not dropped meanwhile.
+stranger, the third from a stranger who repeats what a rank has said. After the last, the caller
+knows that it was not dropped meanwhile.
 
 A side is a generator, which knows no sockets: it yields the bytes to be sent and how many it waits
 for, and is sent these. A `Conversation` is a side on a connection.

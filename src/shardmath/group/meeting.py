@@ -7,8 +7,8 @@ them together. Of connections that have said nothing right yet only so many are 
 give way to new ones, and to whatever else needs a descriptor. A rank that was dropped among them
 calls again.
 
-Who cannot go on tells those that it has met, and meets the others for a moment, to tell them, too:
-nobody waits for the deadline of a rank that has given up. Those who are told tell it on.
+A rank that cannot go on tells the ranks that it has met, and meets the others for a moment to tell
+them too, so that nobody waits for the deadline of a rank that has given up. They pass it on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ranks that know each other from environment variables alone, and meet over TCP.
 
 Rank 0 listens where the variables say, and is the hub: in one exchange every rank sends it a frame
-and receives those of all. Who connects proves first that it has the user's key, and so does rank 0:
-see `meeting`. The key is SHARDMATH_KEY, or a file that only the user can read, made when it is
-first needed; hosts that share the user's home share it.
+and receives those of all. Both sides of a connection first prove that they have the user's key: see
+`meeting`. The key is SHARDMATH_KEY, or a file that only the user can read, made when it is first
+needed; hosts that share the user's home share it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpPro
 def hub_of(environ: Mapping[str, str]) -> Endpoint:
     """Where rank 0 listens: as `spawn` says; as MASTER_ADDR and MASTER_PORT say; else the first
     host of Slurm's step, at a port that follows from its number. Raises BootstrapError where none
-    of these is known, and where MASTER_PORT is no port.
+    of these is known, and where MASTER_PORT is not a port.
     """
     told, _, number = environ.get(f"{PREFIX}HUB", "").rpartition(":")
     if told and number.isdecimal():

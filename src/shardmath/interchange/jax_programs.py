@@ -87,7 +87,7 @@ def traced(call: Callable[..., Any], *args: Any, **words: Any) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Whether it is an operand. `qualifiers`, an array of NumPy's with fields, is none."""
+    """Whether it is an operand. `qualifiers`, an array of NumPy's with fields, is not one."""
     has_fields = isinstance(x, np.ndarray) and x.dtype.names is not None
     return hasattr(type(x), "__dlpack__") and not has_fields
 

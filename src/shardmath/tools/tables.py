@@ -34,7 +34,7 @@ def show(
 def plain(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, most: int = sys.maxsize
 ) -> str:
-    """The table as text, its columns in line."""
+    """The table as text, with aligned columns."""
     lines = [tuple(header)]
     for row in rows:
         cells = [[part for line in text.split("\n") for part in _parts(line, most)] for text in row]

@@ -63,8 +63,8 @@ def trace(program: Program, size: int, *, threads: int | None, output: Path, kep
     """Run `program` on `size` ranks, write `output` and a picture beside it, and print a summary.
 
     The result is the exit status: the program's, or 1 where `output` cannot be written in the end.
-    Raises OSError where that is so at the beginning. The ranks return from here as well, and write
-    nothing; nor is anything written if no rank has called shardmath.
+    Raises OSError if it cannot be written at the beginning. The ranks return from here as well, and
+    write nothing; nor is anything written if no rank has called shardmath.
     """
     is_new = not output.exists()
     output.open("ab").close()  # raises now where it cannot be written, and not after a long run

@@ -1,7 +1,7 @@
 """Memory and descriptors that this process may still take, by the machine and by its limits.
 
-Who takes more is killed without a word, so it is asked before memory is committed. Pages of files
-do not count as taken: the system drops them when memory is short.
+A process that takes more is killed without a word, so memory is committed only after a look here.
+Pages of files do not count as taken: the system drops them when memory is short.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     cores      host        mpi where the ranks are MPI's, else tcp
     GPUs       cuda        nvshmem
 
-This is no table that the code has: of the transports for such memory, the most preferred is taken
-which reaches all ranks and whose probe is good on every one of them. Under pretended hosts the
+The code has no such table: of the transports for such memory it takes the most preferred one that
+reaches all ranks and whose probe succeeds on every rank. Under pretended hosts the
 transports of one host serve too: they answer None for an address on another, and their `put` and
 `get` reach there all the same.
 """

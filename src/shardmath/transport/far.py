@@ -80,9 +80,9 @@ def connect_far(
 def listen(address: str) -> tuple[list[Endpoint], list[socket.socket]]:
     """The endpoints to tell the peers, and the sockets that listen there.
 
-    `address`, a name or a number, is where they reach this host. Where it is none of this host's
-    own, as behind a translation of addresses, the peers are told `address`, and this rank listens
-    where it reaches others. Raises OSError, in words, where it can listen nowhere.
+    `address`, a name or a number, is where they reach this host. Where this host does
+    not have that address, as behind address translation, the peers are told `address`, and this
+    rank listens where it reaches others. Raises OSError, in words, where it can listen nowhere.
     """
     with ExitStack() as undo:
         reasons: list[str] = []

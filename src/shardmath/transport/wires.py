@@ -2,17 +2,16 @@
 
 What a rank sends another arrives in the order in which it was sent, and is applied when the
 receiver next polls: every wait polls, or sleeps until there is something to poll, so no thread is
-needed. A message names a
-channel and a place in it; what a channel does with it is the channel's. Messages for a channel that
-this rank has not opened yet are kept until it does, those for one that it has closed are dropped.
-A connection that ends says that the peer has ended.
+needed. A message names a channel and a place in it, and the channel decides what to do with it.
+Messages for a channel that this rank has not opened yet are kept until it does; those for a closed
+channel are dropped. When a connection ends, so has the peer.
 
 An exception may leave `poll` or `send` at any point. Messages are taken off a queue before they are
 delivered, and so delivered once at most; a connection on which it is not known how much has been
 sent or received is ended, as if the peer had.
 
-Who waits asks the others' hosts now and then whether they are there, by a message that says
-nothing: their systems acknowledge it, also while the processes compute. A host that acknowledges
+A rank that waits sends the others' hosts an empty message now and then, to see whether they are
+there: their systems acknowledge it, also while the processes compute. A host that acknowledges
 nothing for as long as a heartbeat is lost, and the connection to it ends.
 """
 
@@ -77,8 +76,8 @@ class Wires:
     """This rank's connections to the others, by their numbers in the mesh.
 
     `watch` learns of peers whose connection ends, and so of hosts that have not answered for
-    `heartbeat` seconds. `progress_hooks` are called at every poll: a
-    library may need that to serve its peers.
+    `heartbeat` seconds. `progress_hooks` are called at every poll: a library may need that to serve
+    its peers.
     """
 
     def __init__(
