@@ -306,21 +306,11 @@ def certain(condition: Any) -> Any:
 
 
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
-
-operators.update(
-    {
-        "matmul": matmul,
-        "redistribute": redistribute,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_to_all": all_to_all,
-        "broadcast": broadcast,
-        "all_reduce": all_reduce,
-        "certain": certain,
-        "copies": copies,
-        "finished": finished,
-        "narrowed": narrowed,
-        **{name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")},
-        **{name: _trigonometric(name) for name in _TRIGONOMETRIC},
-    }
+_OTHERS = (
+    *(matmul, redistribute, all_gather, reduce_scatter, all_to_all, broadcast, all_reduce),
+    *(certain, copies, finished, narrowed),
 )
+
+operators.update({function.__name__: function for function in _OTHERS})
+operators.update({name: _fft(name) for name in ("fft", "ifft", "rfft", "irfft")})
+operators.update({name: _trigonometric(name) for name in _TRIGONOMETRIC})

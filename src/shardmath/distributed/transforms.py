@@ -20,6 +20,7 @@ from shardmath.operators import fft as of_parts
 from shardmath.operators.arguments import options_of
 
 Axes = Sequence[int] | None
+Call = Callable[..., Distributed]
 
 
 def fftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -> Distributed:
@@ -51,44 +52,38 @@ def irfftn(x: Distributed, s: Any = None, axes: Axes = None, norm: Any = None) -
     return _as_numpy(_complexed(x), of_parts.irfft, s, axes, norm)
 
 
-def fft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
-    """The Fourier transform along one axis, as numpy.fft.fft. Collective."""
-    return fftn(x, _one(n), [axis], norm)
+def _along_one(function: Call) -> Call:
+    """`fftn` or the like as `fft`: along one axis."""
+
+    def along_one(
+        x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None
+    ) -> Distributed:
+        return function(x, _one(n), [axis], norm)
+
+    return _named(along_one, function, "", "one axis")
 
 
-def ifft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
-    """The inverse of `fft`, as numpy.fft.ifft. Collective."""
-    return ifftn(x, _one(n), [axis], norm)
+def _along_two(function: Call) -> Call:
+    """`fftn` or the like as `fft2`: by default along the last two axes."""
+
+    def along_two(
+        x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None
+    ) -> Distributed:
+        return function(x, s, axes, norm)
+
+    return _named(along_two, function, "2", "two axes")
 
 
-def rfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
-    """The transform of a real array along one axis, as numpy.fft.rfft. Collective."""
-    return rfftn(x, _one(n), [axis], norm)
+def _named(called: Call, function: Call, ending: str, axes: str) -> Call:
+    """`called` with the name of `function`, whose "n" becomes an ending, and a docstring."""
+    name = function.__name__.removesuffix("n") + ending
+    called.__name__ = called.__qualname__ = name
+    called.__doc__ = f"`{function.__name__}` along {axes}, as numpy.fft.{name}. Collective."
+    return called
 
 
-def irfft(x: Distributed, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
-    """The inverse of `rfft`, as numpy.fft.irfft. Collective."""
-    return irfftn(x, _one(n), [axis], norm)
-
-
-def fft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
-    """The Fourier transform along two axes, as numpy.fft.fft2. Collective."""
-    return fftn(x, s, axes, norm)
-
-
-def ifft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
-    """The inverse of `fft2`, as numpy.fft.ifft2. Collective."""
-    return ifftn(x, s, axes, norm)
-
-
-def rfft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
-    """The transform of a real array along two axes, as numpy.fft.rfft2. Collective."""
-    return rfftn(x, s, axes, norm)
-
-
-def irfft2(x: Distributed, s: Any = None, axes: Axes = (-2, -1), norm: Any = None) -> Distributed:
-    """The inverse of `rfft2`, as numpy.fft.irfft2. Collective."""
-    return irfftn(x, s, axes, norm)
+fft, ifft, rfft, irfft = map(_along_one, (fftn, ifftn, rfftn, irfftn))
+fft2, ifft2, rfft2, irfft2 = map(_along_two, (fftn, ifftn, rfftn, irfftn))
 
 
 def hfft(x: Any, n: int | None = None, axis: int = -1, norm: Any = None) -> Distributed:
