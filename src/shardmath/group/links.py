@@ -33,7 +33,6 @@ _DATA, _FAILURE = 0, 1
 _LAST = 0xFFFFFFFF  # the number of a frame of a rank that gives up before any exchange
 _FAREWELL = _HEADER.pack(_MAGIC, _FAILURE, _LAST, 0)[: -struct.calcsize("<Q")]
 _CHUNK = 1 << 20
-_PER_MESSAGE = 200  # descriptors; the kernel takes 253
 
 
 def exposed(place: str, connection: socket.socket) -> socket.socket:
@@ -198,33 +197,6 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
         if ended:
             ranks = sorted({rank for error in ended for rank in error.ranks})
             raise RankFailure(f"{who(links[0].rank)}: {rank_names(ranks)} ended", ranks)
-    return received
-
-
-def send_sockets(link: Link, sockets: Sequence[socket.socket], *, deadline: float) -> None:
-    """Hand `sockets` over to the peer and close them here. A peer that has gone gets none."""
-    for start in range(0, len(sockets), _PER_MESSAGE):
-        batch = [sock.fileno() for sock in sockets[start : start + _PER_MESSAGE]]
-        if not _poll([link], select.POLLOUT, deadline):
-            raise _late([link], "take its sockets")
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(link.socket, [b"S"], batch)
-    for sock in sockets:
-        sock.close()
-
-
-def receive_sockets(link: Link, count: int, *, deadline: float) -> list[socket.socket]:
-    """The `count` sockets that the peer hands over."""
-    received: list[socket.socket] = []
-    while len(received) < count:
-        if not _poll([link], select.POLLIN, deadline):
-            raise _late([link], "send this rank's sockets")
-        _, descriptors, _, _ = socket.recv_fds(
-            link.socket, 1, min(_PER_MESSAGE, count - len(received)), socket.MSG_CMSG_CLOEXEC
-        )
-        if not descriptors:
-            raise link.ended()
-        received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
     return received
 
 

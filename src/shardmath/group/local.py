@@ -15,6 +15,7 @@ import struct
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 
 from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
@@ -22,16 +23,13 @@ from shardmath.group.base import GatheringGroup, parts_of
 from shardmath.group.links import (
     Link,
     receive_all,
-    receive_sockets,
     send_all,
-    send_sockets,
-    star,
     tell_failure,
     too_few_descriptors,
 )
 
 _LENGTH = struct.Struct("<Q")
-_CARD = struct.Struct("<?qq")  # has a color, color, key
+_UNIX = (socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 class LocalProcessGroup(GatheringGroup):
@@ -108,39 +106,43 @@ class LocalProcessGroup(GatheringGroup):
     def split(self, color: int | None, *, key: int = 0) -> LocalProcessGroup | None:
         """The group of the ranks that pass the same `color`; None if that is None. Collective.
 
-        It has sockets of its own: the two groups serve at the same time.
+        Its ranks meet anew, at an anonymous socket: the two groups serve at the same time. Raises
+        as `allgather_bytes`.
         """
-        card = _CARD.pack(color is not None, color or 0, key)
-        cards = [_CARD.unpack(data) for data in self.allgather_bytes(card)]
-        parts = parts_of([(number if given else None, order) for given, number, order in cards])
-        mine = next((part for part in parts if self._rank in part), [])
-        sockets = self._deal(parts) if self._rank == 0 else self._take(mine)
-        if not mine:
-            return None
-        return LocalProcessGroup(mine.index(self._rank), len(mine), sockets, timeout=self._timeout)
+        from shardmath.group.handshake import new_key
+        from shardmath.group.liveness import PeerWatch
+        from shardmath.group.meeting import BACKLOG, Call, Place, meet
+
+        own, name = new_key(), f"\0shardmath-{os.urandom(16).hex()}"
+        with socket.socket(*_UNIX) as listener:
+            listener.bind(name)
+            listener.listen(BACKLOG)
+            cards = self.allgather_values((color, key, name, own, os.getpid()))
+            parts = parts_of([card[:2] for card in cards])
+            ranks = next((part for part in parts if self._rank in part), [])
+            if not ranks:
+                return None
+            rank, (_, _, where, its_key, _) = ranks.index(self._rank), cards[ranks[0]]
+            hub = Call([Place(f"socket {where[1:]}", *_UNIX, where)], its_key)
+            peers = {r: (cards[ranks[r]][4], -1) for r in range(len(ranks)) if r != rank}
+            with closing(PeerWatch(peers)) as watch:
+                made = meet(
+                    rank,
+                    [listener],
+                    own,
+                    calls={0: hub} if rank else {},
+                    awaited=() if rank else range(1, len(ranks)),
+                    names=[f"rank {r}" for r in ranks],
+                    watch=watch,
+                    timeout=self._timeout,
+                )
+        sockets = [made[peer] for peer in sorted(made)]
+        return LocalProcessGroup(rank, len(ranks), sockets, timeout=self._timeout)
 
     def close(self) -> None:
         """Close this rank's sockets: peers that wait for it raise RankFailure."""
         _close(self._links)
         self._broken = self._broken or "it was closed"
-
-    def _deal(self, parts: list[list[int]]) -> list[socket.socket]:
-        """Make every part's sockets, send them to their ranks, and return the hub's own."""
-        own: list[socket.socket] = []
-        deadline = time.monotonic() + self._timeout
-        for part in parts:
-            for rank, sockets in zip(part, star(len(part)), strict=True):
-                if rank == 0:
-                    own = sockets
-                elif sockets:
-                    send_sockets(self._links[rank - 1], sockets, deadline=deadline)
-        return own
-
-    def _take(self, part: list[int]) -> list[socket.socket]:
-        """Receive this rank's sockets of `part`."""
-        count = len(part) - 1 if part[:1] == [self._rank] else min(1, max(0, len(part) - 1))
-        deadline = time.monotonic() + self._timeout
-        return receive_sockets(self._links[0], count, deadline=deadline)
 
     def _hub(self, data: bytes, deadline: float) -> list[bytes]:
         try:
