@@ -19,7 +19,6 @@ from shardmath.base.compiled import extension
 from shardmath.base.recorder import (
     OPERATIONS,
     RAISED,
-    RECORD_BYTES,
     Operation,
     Recorder,
     bytes_for,
@@ -51,7 +50,8 @@ def recording(request, monkeypatch):
         monkeypatch.setattr(recorder, "extension", lambda _: None)
     elif extension("shardmath.base._record") is None:
         pytest.skip("there was no compiler")
-    memory, mine, shared = mmap.mmap(-1, RECORD_BYTES), Recorder(), recorder.this_process.memory
+    memory, mine = mmap.mmap(-1, bytes_for(OPERATIONS)), Recorder()
+    shared = recorder.this_process.memory
     mine.start(memory)
     yield mine, memory
     mine.stop()

@@ -154,7 +154,7 @@ def _fake(
     with current.within(context_of(number)):
         extents = operator.shape(xs, words, counts) if shape is None else shape
         made = [_unknown(name) if extent is None else extent for extent in extents]
-        return xs[0].new_empty(made, dtype=operator.dtype(xs, words))
+        return xs[0].new_empty(made, dtype=getattr(torch, shapes.type_of(name, xs, words).name))
 
 
 def _unknown(name: str) -> Any:

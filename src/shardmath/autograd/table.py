@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from shardmath import collectives
-from shardmath.arrays import dtypes
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.call.driver import call as run
@@ -42,7 +41,7 @@ class Operator(Immutable, eq=False):
 
     `perform(xs, words, counts, shape)` calls the public function on tensors without gradients.
     `shape(xs, words, counts)` is the shape of this rank's result, with None for an extent that only
-    the peers know; `dtype(xs, words)` is its type.
+    the peers know.
 
     A linear operator has an `adjoint(words)`: the name and the words of the operator that computes
     its gradient, with the same counts. Any other has `gradients(saved, words, grad, wanted, call)`,
@@ -55,7 +54,6 @@ class Operator(Immutable, eq=False):
     adjoint: Callable[[Words], tuple[str, Words] | None] = lambda words: None
     gradients: Callable[..., list[Any]] | None = None
     tangent: Callable[..., Any] | None = None
-    dtype: Callable[[Tensors, Words], Any] = lambda xs, words: xs[0].dtype
     is_local: bool = False
 
 
@@ -127,19 +125,6 @@ def _global_shape(distribution: Distribution, part: Sequence[Any]) -> tuple[int,
     return require_context().agree(
         "the shape of a global array", lambda: (distribution.encode(), shape), check
     )
-
-
-def _single(xs: Tensors, words: Words) -> Any:
-    dtype = xs[0].dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _real(xs: Tensors, words: Words) -> Any:
-    return xs[0].dtype.to_real()
-
-
-def _complex(xs: Tensors, words: Words) -> Any:
-    return torch.complex128 if xs[0].dtype == torch.float64 else torch.complex64
 
 
 def _perform_reduce_scatter(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -225,13 +210,6 @@ def _text_of_product(
         conjugate=conjugate,
         options={},
     )
-
-
-def _dtype_of_matmul(xs: Tensors, words: Words) -> Any:
-    if len(xs) == 3:
-        return xs[2].dtype
-    number = words["options"].get("result_type")
-    return xs[0].dtype if number is None else getattr(torch, str(dtypes.numbered(number)))
 
 
 def _matmul_gradients(
@@ -350,12 +328,12 @@ def _slopes(x: Any, made: Any, words: Words, call: Call) -> Any:
     return all_.where(~own.reshape(-1, *[1] * x.ndim), 1).prod(0)
 
 
-def _transform(name: str, dtype: Any = None) -> Operator:
+def _transform(name: str) -> Operator:
     perform: Call = partial(_perform_transform, name)
     if name.endswith("adjoint"):  # a caller passes the shape of its result
         perform = _performed_adjoint(name)
     shape, adjoint = partial(shapes.of_transform, name), partial(_adjoint_of_transform, name)
-    return Operator(perform, shape, adjoint, **({} if dtype is None else {"dtype": dtype}))
+    return Operator(perform, shape, adjoint)
 
 
 TABLE = {
@@ -364,20 +342,13 @@ TABLE = {
         shapes.of_product,
         gradients=_matmul_gradients,
         tangent=_tangent_of_matmul,
-        dtype=_dtype_of_matmul,
     ),
     "redistribute": Operator(
         lambda xs, words, counts, shape: redistribute(xs[0], words["source"], words["target"]),
         shapes.of_redistribution,
         lambda words: ("redistribute", _turned(words)),
     ),
-    "fft": _transform("fft"),
-    "ifft": _transform("ifft"),
-    "rfft": _transform("rfft", _complex),
-    "rfft_adjoint": _transform("rfft_adjoint", _real),
-    "irfft": _transform("irfft", _real),
-    "irfft_adjoint": _transform("irfft_adjoint", _complex),
-    **{name: _transform(name, _single) for name in ("dct", "dct_adjoint", "dst", "dst_adjoint")},
+    **{name: _transform(name) for name in _ADJOINT},
     "all_gather": Operator(
         _perform_all_gather,
         lambda xs, words, counts: shapes.with_extent(xs, words, None),

@@ -27,7 +27,6 @@ from shardmath.base.compiled import extension
 OPERATIONS = 256
 HEAD_BYTES = 4096
 ENTRY = struct.Struct("=QQQQQII48s72s88s")  # as record.c has it
-RECORD_BYTES = HEAD_BYTES + OPERATIONS * ENTRY.size
 _HEAD = struct.Struct("=QQQ")
 SHOWN = 16  # the place in the head of the time when a table was shown last
 RAISED = 1  # the state of an operation that raised an exception

@@ -192,10 +192,8 @@ def _of_matmul(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
     text = words_of_matmul(*(given[word] for word in _WORDS_OF_MATMUL))
     words, c = read_words(text), given["c"]
     xs = [given["a"], given["b"], *([] if c is None else [c])]
-    number = words["options"].get("result_type")
-    if number is None:
-        return shapes.of_product(xs, words, None), np.dtype(xs[-1 if c is not None else 0].dtype)
-    return shapes.of_product(xs, words, None), dtypes.to_numpy(dtypes.numbered(number))
+    dtype = shapes.type_of("matmul", xs, words)
+    return shapes.of_product(xs, words, None), dtypes.to_numpy(dtype)
 
 
 _WORDS_OF_MATMUL = ("distributions", "alpha", "beta", "epilog", "qualifiers", "options")
@@ -210,10 +208,9 @@ def _of_redistribute(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape,
 def _of_fft(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
     x = given["operand"]
     named = (given[word] for word in ("distribution", "axes", "norm", "options"))
-    made = shapes.of_transform(name, [x], read_words(words_of_fft(x.ndim, *named)), None)
-    dtype = dtypes.of(x.dtype)
-    changed = {"rfft": dtype.complex, "irfft": dtype.real}.get(name) or dtype.name
-    return made, dtypes.to_numpy(changed)
+    words = read_words(words_of_fft(x.ndim, *named))
+    made = shapes.of_transform(name, [x], words, None)
+    return made, dtypes.to_numpy(shapes.type_of(name, [x], words))
 
 
 def _of_trigonometric(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:
@@ -223,7 +220,7 @@ def _of_trigonometric(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape
     others = given["type"], given["orthogonalize"], extents, name.startswith("i")
     words = read_words(words_of_trigonometric(x.ndim, *named, *others))
     made = shapes.of_transform("fft", [x], words, None)
-    return made, dtypes.to_numpy(dtypes.accumulator(x.dtype))
+    return made, dtypes.to_numpy(shapes.type_of("dct", [x], words))
 
 
 def _of_collective(name: str, given: Mapping[str, Any]) -> tuple[shapes.Shape, Any]:

@@ -1,4 +1,4 @@
-"""The shape of this rank's result of an operator, whose extents may be symbols of a compiler.
+"""The shape and the type of this rank's result of an operator, whose extents may be symbols.
 
 An extent is None if only the peers know it.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from shardmath.arrays import DType, dtypes
 from shardmath.base.immutable import Immutable
 from shardmath.context.context import require_context
 from shardmath.geometry import Box, Distribution, Spans
@@ -71,6 +72,19 @@ def of_scattering(xs: Tensors, words: Words, counts: Any) -> Shape:
 def alike(xs: Tensors, words: Words, counts: Any) -> Shape:
     """The operand's shape."""
     return list(xs[0].shape)
+
+
+def type_of(name: str, xs: Tensors, words: Words) -> DType:
+    """The data type of the result of the operator of that name."""
+    own = dtypes.of(xs[-1 if len(xs) == 3 else 0].dtype)  # of C, if a product has one
+    if name in ("rfft", "irfft_adjoint"):
+        return dtypes.of(own.complex or own)
+    if name in ("irfft", "rfft_adjoint"):
+        return dtypes.of(own.real or own)
+    if name.startswith(("dct", "dst")):
+        return dtypes.accumulator(own)
+    number = words["options"].get("result_type") if name == "matmul" else None
+    return (None if number is None else dtypes.numbered(number)) or own
 
 
 class _Split(Immutable):
