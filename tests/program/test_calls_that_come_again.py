@@ -360,7 +360,10 @@ def looked_at(group):
     x[:1] = 7.0
     wrong += [] if number() == 7.0 * RANKS else ["elements"]
     with context.split(rank) as alone:
-        wrong += [] if number() == 7.0 else ["the context"]
+        wrong += [] if [number() for _ in range(4)] == [7.0] * 4 else ["the context"]
+        x[:1] = 8.0
+        wrong += [] if number() == 8.0 else ["elements of one rank"]
+        x[:1] = 7.0
     alone.close()
     wrong += [] if number() == 7.0 * RANKS else ["the context, afterwards"]
     x.shape = 2, -1

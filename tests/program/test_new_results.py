@@ -91,13 +91,14 @@ class Product:
     forms: ClassVar = {
         "function": lambda self, x: matmul(x, self.b, distributions=SPLITS),
         "options": lambda self, x: matmul(
-            x, self.b, distributions=SPLITS, options={"strategy": "stationary-c"}
+            x, self.b, distributions=SPLITS, options={"strategy": self.strategy}
         ),
         "object": lambda self, x: executed(self.object, a=x),
     }
 
     def __init__(self, context, x, made):
         self.right = np.arange(64.0).reshape(N, N)
+        self.strategy = "local" if context.size == 1 else "stationary-c"
         self.b = made(part_of(self.right, Slab.X, context.rank, context.size))
         self.object = Matmul(x, self.b, distributions=SPLITS)
 
@@ -237,12 +238,13 @@ def count(context, name, form, store):
     return min(tries, key=len)
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("store", "most"), [("heap", 34), ("ordinary", 24)])
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_a_new_result_takes_few_steps(contexts, name, form, store, most):
+def test_a_new_result_takes_few_steps(contexts, name, form, store, most, size):
     most = most + 12 * (form == "options")  # which are read each time
     most = most if extension("shardmath.call._direct") else 160
-    for names in contexts.run(count, name, form, store, ranks=2):
+    for names in contexts.run(count, name, form, store, ranks=size):
         assert len(names) <= most, "\n".join(names)
 
 

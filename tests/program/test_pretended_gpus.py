@@ -190,7 +190,8 @@ def repeated(context):
     return names
 
 
-def test_a_call_that_comes_again_is_launched_soon(contexts):
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_that_comes_again_is_launched_soon(contexts, size):
     most = 20 if extension("shardmath.call._direct") is not None else 90
-    for names in contexts.run(repeated, ranks=2):
+    for names in contexts.run(repeated, ranks=size):
         assert len(names) <= most, names

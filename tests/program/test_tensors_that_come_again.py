@@ -6,6 +6,8 @@ that lie where those did. What is wrong is named.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -87,11 +89,19 @@ def test_tensors_that_are_others(way):
 
 
 def entered(group):
-    """The package's functions that run in calls that come again, by call."""
-    startup.initialize("cpu", group)
+    """The package's functions that run in calls that come again, by call: in calls of all ranks,
+    and in calls of each alone.
+    """
+    context = startup.initialize("cpu", group)
+    of_all = functions_in_calls(RANKS)
+    with context.split(context.rank):
+        return of_all, functions_in_calls(1)
+
+
+def functions_in_calls(ranks):
     x, out = torch.ones(8), torch.zeros(8)
-    a, b = torch.ones(2, 4), torch.ones(2, 4)
-    rows, columns = torch.ones(2, 4), torch.zeros(4, 2)
+    a, b = torch.ones(2, 2 * ranks), torch.ones(2, 4)
+    rows, columns = torch.ones(2, 2 * ranks), torch.zeros(2 * ranks, 2)
     product, moved = Matmul(a, b, distributions=SPLITS), Redistribute(rows, Slab.X, Slab.Y)
     product.plan()
     moved.plan()
@@ -112,7 +122,7 @@ def entered(group):
 
 @pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
 def test_functions_are_not_entered():
-    for ran in all_of(entered):
+    for ran in chain.from_iterable(all_of(entered)):
         for name, functions in ran.items():
             operator = {"all_reduce", "reduce_scatter", "matmul", "redistribute", "Driver"}
             assert not operator.intersection(functions), (name, functions)
