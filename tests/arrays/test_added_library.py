@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 import shardmath
+from counted import calls_before
 from mortal import run_job
 from shardmath.arrays import detect, libraries, library_named, library_of
+from shardmath.base.compiled import extension
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
@@ -68,23 +71,40 @@ def halves(whole, rank):
 
 
 def on_cores(group):
+    """Whether calls are right, the first time and when they come again: then no public function is
+    entered, if the library says how compiled code reads its arrays.
+    """
     with startup.new_context("cpu", group) as context:
-        (rows, columns), done = halves(NUMBERS, context.rank), []
+        (rows, columns), done, entered = halves(NUMBERS, context.rank), [], set()
+
+        def check(call, wanted):
+            results = [call() for _ in range(4)]
+            entered.update(calls_before("", call))
+            done.append(all(equal(each, wanted) for each in results))
+
         for order in "CF":
             x = tray_of(rows, order=order)
-            done.append(equal(redistribute(x, Slab.X, Slab.Y), columns))
+            check(partial(redistribute, x, Slab.X, Slab.Y), columns)
             transform = halves(np.fft.fft2(NUMBERS), context.rank)[0]
-            done.append(equal(fft(tray_of(rows + 0j, order=order), distribution=Slab.X), transform))
+            check(partial(fft, tray_of(rows + 0j, order=order), distribution=Slab.X), transform)
             product = halves(NUMBERS @ NUMBERS.T, context.rank)[0]
             y = tray_of(halves(NUMBERS.T, context.rank)[1])
-            split = [Slab.X, Slab.Y, Slab.X]
-            done.append(equal(matmul(x, y, distributions=split), product))
-        done.append(equal(all_reduce(tray_of(NUMBERS)), 2 * NUMBERS))
-        done.append(equal(all_gather(tray_of(rows)), NUMBERS))
+            check(partial(matmul, x, y, distributions=[Slab.X, Slab.Y, Slab.X]), product)
+        check(partial(all_reduce, tray_of(NUMBERS)), 2 * NUMBERS)
+        check(partial(all_gather, tray_of(rows)), NUMBERS)
         shared = shardmath.allocate_symmetric_memory(rows.shape, ModuleType("tray"), dtype="int32")
         shared.elements[...] = rows
-        done.append(equal(redistribute(shared, Slab.X, Slab.Y), columns))
+        check(partial(redistribute, shared, Slab.X, Slab.Y), columns)
+        read = extension("shardmath.call._direct") is not None and not context.multi_host
+        read = read and library_named("tray").attributes() is not None
+        assert read == entered.isdisjoint({"redistribute", "fft", "matmul", "all_reduce"})
         return done
+
+
+def by_verbs(group):
+    """As `on_cores`, for a library that compiled code cannot read."""
+    with patch.object(type(library_named("tray")), "attributes", lambda self: None):
+        return on_cores(group)
 
 
 def on_gpus(group):
@@ -101,7 +121,7 @@ def on_gpus(group):
         return done
 
 
-@pytest.mark.parametrize(("body", "calls"), [(on_cores, 9), (on_gpus, 4)])
+@pytest.mark.parametrize(("body", "calls"), [(on_cores, 9), (by_verbs, 9), (on_gpus, 4)])
 @pytest.mark.parametrize("hosts", ["1", "2"])
 def test_a_file_is_an_array_library(body, calls, hosts):
     assert run_job(2, body, {"SHARDMATH_FAKE_HOSTS": hosts}) == [[True] * calls] * 2

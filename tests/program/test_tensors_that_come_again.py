@@ -14,6 +14,8 @@ import torch
 
 from counted import calls_before
 from mortal import Raised, run_job
+from shardmath.arrays import library_named
+from shardmath.arrays.base import host_array
 from shardmath.base.collective_call import this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import operations, this_process
@@ -132,17 +134,21 @@ def test_functions_are_not_entered():
 
 
 class Launches:
-    """An entry as those of collectives on GPUs, of `all_reduce` on tensors like `x`: it doubles."""
+    """An entry as those of collectives on GPUs, of `all_reduce` on arrays like `x`: it doubles.
 
-    def __init__(self, context, x):
+    `like(x)` makes a new array, and `double(x, out)` writes to it.
+    """
+
+    def __init__(self, context, x, like=torch.empty_like, double=None):
         from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls
 
         self.broken, self._stream, self.calls, self.then = "", 0, 0, lambda: 0
+        self.double = double or (lambda x, out: torch.mul(x, 2, out=out))
         function = all_reduce.__wrapped__
         compiled = direct_calls()
         rounds = context.board.compiled(ahead=False)
-        for name, new in (("out", None), ("", torch.empty_like)):
-            named = {"out": torch.empty_like(x)} if name else {}
+        for name, new in (("out", None), ("", like)):
+            named = {"out": like(x)} if name else {}
             call = function, (x,), named, None
             key, _, arrays, objects = seen_in(compiled, call, anywhere=True)
             context.again[function] = True
@@ -155,7 +161,7 @@ class Launches:
         self.calls += 1
         answer = self.then()
         if answer == 0:
-            torch.mul(x, 2, out=out)
+            self.double(x, out)
         return answer
 
     def refuse(self, name, answer):
@@ -197,6 +203,49 @@ def launches(group):
 @pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
 def test_launches_that_come_again():
     for seen in all_of(launches):
+        assert all(seen.values()), seen
+
+
+def launches_of_cupy(group):
+    """As `launches`: the arrays lie in memory of the host, on which Python cannot compute here."""
+    import cupy
+
+    context, library, seen = startup.initialize("cpu", group), library_named("cupy"), {}
+
+    def array(values):
+        host = np.array(values, "f4")
+        return library.viewer("float32", host.shape, (1,), "cuda:0")(host, host.ctypes.data)
+
+    def host(x):
+        return host_array(x.data.ptr, x.shape, x.strides, "<f4", x)
+
+    def double(x, out):
+        host(out)[...] = 2 * host(x)
+
+    def refused(x):
+        try:
+            all_reduce(x)
+        except ValueError:
+            return True
+        return False
+
+    x, out = array([0, 1, 2]), array([0, 0, 0])
+    made = Launches(context, x, lambda x: array(np.zeros(x.shape)), double)
+    assert type(x) is cupy.ndarray
+    seen["out"] = all_reduce(array([5, 6, 7]), out=out) is out and (host(out) == [10, 12, 14]).all()
+    seen["new"] = (host(all_reduce(x)) == [0, 2, 4]).all() and made.calls == 2
+    seen["another shape"] = refused(x[:2])
+    seen["strided"] = refused(array([0, 1, 2, 3, 4])[::2])
+    seen["left to Python"] = made.calls == 2
+    made._stream = 7
+    seen["another stream"] = refused(x) and made.calls == 2
+    return {name: bool(value) for name, value in seen.items()}
+
+
+@pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
+def test_launches_of_cupy_that_come_again():
+    pytest.importorskip("cupy")
+    for seen in all_of(launches_of_cupy):
         assert all(seen.values()), seen
 
 

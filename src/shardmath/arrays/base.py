@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,32 @@ from shardmath.arrays.spec import ArraySpec, Packed
 HostArray = np.ndarray[Any, np.dtype[Any]]
 Array = TypeVar("Array")  # any library's: what a public function returns is of the kind it is given
 Space = Literal["cpu", "cuda"]
+
+
+class Attributes(NamedTuple):
+    """How compiled code reads a library's arrays of the class `kind`, see attributes.h.
+
+    Paths such as "data.ptr", or "data_ptr()" for a method, lead from an array to its facts:
+    `address`, an integer; `strides`, a tuple of integers in any unit; `device`, the number of its
+    GPU; `on_gpu`, whether it lies on one ("" where all arrays do); and `contiguous`, whether its
+    elements lie in C order without gaps. The attributes `shape` and `dtype` are a tuple and an
+    object that lives as long as the array. Python looks at an array for which a fact in `special`
+    is true.
+
+    `stream(ordinal)` is the calling thread's current stream on that GPU, and `like(x)` makes an
+    array of the shape, dtype and device of a contiguous `x`; None where `Library.maker` is as
+    quick.
+    """
+
+    kind: type
+    address: str
+    strides: str
+    device: str
+    on_gpu: str
+    contiguous: str
+    special: tuple[str, ...]
+    stream: Callable[[int], int]
+    like: Callable[[Any], Any] | None = None
 
 
 class Library(ABC):
@@ -73,6 +99,17 @@ class Library(ABC):
         None for an array that is lazy, or that the library would record operations on.
         """
         return None if self.is_lazy(x) or self.records(x) else (self.spec(x), self.pointer(x))
+
+    def attributes(self) -> Attributes | None:
+        """How compiled code reads arrays of this library, to repeat calls quickly.
+
+        None where only these verbs can, and as long as the library has not been imported.
+        """
+        return None
+
+    def is_read_by_compiled_code(self) -> bool:
+        """Whether compiled code finds the memory of this library's arrays."""
+        return self.attributes() is not None
 
     def on_host(self, x: Any) -> HostArray:
         """The elements of `x` as a NumPy array: on its memory, or copied from the GPU."""

@@ -31,11 +31,11 @@ BUILT = {
     "shardmath.redistribution._box": Built("copies of rows and of few bytes", 1),
     "shardmath.local._sum": Built("sums of long arrays"),
     "shardmath.symmetric._board": Built("rounds of agreement", 3),
-    "shardmath.handles._fingerprint": Built("fingerprints of arrays"),
+    "shardmath.handles._fingerprint": Built("fingerprints of arrays", 1),
     "shardmath.arrays._dlpack": Built("torch's arrays on the heap"),
     "shardmath.base._record": Built("the record of operations"),
-    "shardmath.call._direct": Built("calls that come again", 10),
-    "shardmath.cuda._launch": Built("calls on GPUs that come again", 2),
+    "shardmath.call._direct": Built("calls that come again", 11),
+    "shardmath.cuda._launch": Built("calls on GPUs that come again", 3),
 }
 
 

@@ -7,7 +7,6 @@ the driver makes every call.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.arrays import libraries
 from shardmath.base.collective_call import Call, CollectiveCall, this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.log import LOGGER
@@ -189,9 +189,10 @@ def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False
     object has `held`; all its arrays; and objects that have to live as long as the key. None for a
     call that direct.c cannot recognise.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        compiled.know_tensors(torch.Tensor)
+    for library in libraries().values():
+        attributes = library.attributes()
+        if attributes is not None:
+            compiled.know_library(attributes)
     seen: _Seen | None = compiled.look(*call[:3], held, anywhere)
     return seen
 

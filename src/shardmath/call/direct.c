@@ -11,6 +11,7 @@
  * What is known of a call is a tuple, and so is what all calls of a driver share: compiled.py makes both.
  */
 
+#include "../arrays/attributes.h"
 #include "../base/ndarray.h"
 #include "../base/record.h"
 #include "../symmetric/board.h"
@@ -67,16 +68,13 @@ enum { MOST_RANKS = 64 }; /* messages of more ranks need allocated memory */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
-                                    "data_ptr", "interrupt", "again", "dtype", "_operation", "requires_grad", "is_neg",
-                                    "is_conj", "is_contiguous", "is_cuda", "get_device", "stride", "shape", "freed",
-                                    "broken", "_stream"};
+                                    "interrupt", "again", "dtype", "_operation", "freed", "broken", "_stream"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
-       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_data_ptr, s_interrupt, s_again, s_dtype, s_operation_now,
-       s_requires_grad, s_is_neg, s_is_conj, s_is_contiguous, s_is_cuda, s_get_device, s_stride, s_shape, s_freed,
+       s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_interrupt, s_again, s_dtype, s_operation_now, s_freed,
        s_broken, s_last_stream, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's array type; NULL if its layout is unknown */
-static PyTypeObject *tensor;  /* torch's tensor type; NULL before torch is loaded */
+static Libraries libraries;   /* the others whose arrays can be read here */
 static const Rounds *rounds;
 static const Record *record;
 
@@ -569,8 +567,9 @@ static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     char *target = NULL;
     if (Py_TYPE(result) == ndarray)
         return ((NDArray *)result)->data;
-    if (!PyObject_CheckBuffer(result)) { /* a tensor */
-        PyObject *place = PyObject_CallMethodNoArgs(result, names[s_data_ptr]);
+    const Attributes *attributes = attributes_of(&libraries, Py_TYPE(result));
+    if (attributes != NULL) {
+        PyObject *place = at(&attributes->address, result);
         target = place == NULL ? NULL : PyLong_AsVoidPtr(place);
         Py_XDECREF(place);
         return target;
@@ -776,14 +775,15 @@ enum { MOST_WORDS = 128, MOST_ARRAYS = 16, MOST_OBJECTS = 32, MOST_AXES = 32, DE
 
 /* The arguments of a call as words, which are its key: for an array where and how it lies, for a number or a
  * text its value, for a tuple or list what it holds, and for anything else which object it is. With `anywhere`,
- * the words of a tensor say that it is contiguous, and not where it lies. References are borrowed. */
+ * the words of an array that `Attributes` describe say that it is contiguous, and not where it lies. References are
+ * borrowed. */
 typedef struct {
     int64_t words[MOST_WORDS];
     int count, arrays, objects, anywhere;
     PyObject *array[MOST_ARRAYS], *object[MOST_OBJECTS];
 } Look;
 
-enum { OBJECT, ARRAY, INTEGER, REAL, LETTERS, TUPLE, LIST, NAMED, TENSOR, KINDS = 16 };
+enum { OBJECT, ARRAY, INTEGER, REAL, LETTERS, TUPLE, LIST, NAMED, OF_LIBRARY, KINDS = 16 };
 
 static int add(Look *look, int kind, Py_ssize_t length, const void *words, Py_ssize_t nbytes) {
     Py_ssize_t count = 1 + (nbytes + 7) / 8;
@@ -828,50 +828,47 @@ static int numbers_of(PyObject *tuple, int64_t *numbers) {
     return PyErr_Occurred() ? -1 : (int)PyTuple_GET_SIZE(tuple);
 }
 
-/* The number that an attribute or a method of a tensor gives; -1 with an error set. */
-static int64_t number_from(PyObject *given) {
-    int64_t number = given == NULL ? -1 : PyLong_AsLongLong(given);
-    Py_XDECREF(given);
-    return number;
-}
-
-/* A tensor without a recorded gradient, and not lazily negated or conjugated. */
-static int add_tensor(Look *look, PyObject *x) {
-    if (look->arrays == MOST_ARRAYS || truth(PyObject_GetAttr(x, names[s_requires_grad])) != 0 ||
-        truth(PyObject_CallMethodNoArgs(x, names[s_is_neg])) != 0 ||
-        truth(PyObject_CallMethodNoArgs(x, names[s_is_conj])) != 0)
+/* An array of a library, without facts that only Python understands. */
+static int add_by_attributes(Look *look, const Attributes *attributes, PyObject *x) {
+    if (look->arrays == MOST_ARRAYS || is_special(attributes, x) != 0)
         return 0;
-    int64_t words[2 + 2 * MOST_AXES], place = number_from(PyObject_CallMethodNoArgs(x, names[s_data_ptr]));
-    int is_cuda = truth(PyObject_GetAttr(x, names[s_is_cuda])), axes, count;
-    PyObject *shape = PyObject_GetAttr(x, names[s_shape]), *dtype = PyObject_GetAttr(x, names[s_dtype]);
-    Py_XDECREF(dtype); /* it lives as long as torch */
-    words[0] = look->anywhere ? 0 : place;
-    words[1] = 2 * number_from(PyObject_CallMethodNoArgs(x, names[s_get_device])) + is_cuda;
-    axes = count = numbers_of(shape, words + 2);
-    Py_XDECREF(shape);
-    if (place <= 0 || is_cuda < 0 || axes < 0 || dtype == NULL || PyErr_Occurred())
+    int64_t words[3 + 2 * MOST_AXES], place = number_at(&attributes->address, x);
+    PyObject *shape = place > 0 ? at(&attributes->shape, x) : NULL;
+    if (shape == NULL)
         return 0; /* it has no address, or is in another kind of memory */
+    int axes = numbers_of(shape, words + 3), count = axes, is_full = has_elements(shape);
+    Py_DECREF(shape);
+    PyObject *dtype = axes < 0 || !is_full ? NULL : at(&attributes->dtype, x);
+    Py_XDECREF(dtype); /* it lives as long as the array */
+    if (dtype == NULL)
+        return 0;
+    words[0] = look->anywhere ? 0 : place;
+    words[1] = device_of(attributes, x);
+    words[2] = (int64_t)(intptr_t)attributes->type;
+    if (PyErr_Occurred())
+        return 0;
     if (look->anywhere) {
-        if (truth(PyObject_CallMethodNoArgs(x, names[s_is_contiguous])) != 1)
+        if (truth_at(&attributes->contiguous, x) != 1)
             return 0;
     } else {
-        PyObject *strides = PyObject_CallMethodNoArgs(x, names[s_stride]);
-        int same = numbers_of(strides, words + 2 + axes) == axes;
+        PyObject *strides = at(&attributes->strides, x);
+        int same = numbers_of(strides, words + 3 + axes) == axes;
         Py_XDECREF(strides);
         if (!same)
             return 0;
         count += axes;
     }
     look->array[look->arrays++] = x;
-    return add(look, TENSOR, axes, words, (Py_ssize_t)sizeof *words * (2 + count)) && add_object(look, dtype);
+    return add(look, OF_LIBRARY, axes, words, (Py_ssize_t)sizeof *words * (3 + count)) && add_object(look, dtype);
 }
 
 /* Add an argument to the words; false if it cannot be recognised by words. */
 static int add_value(Look *look, PyObject *x, int depth) {
     if (Py_TYPE(x) == ndarray)
         return add_array(look, (NDArray *)x);
-    if (Py_TYPE(x) == tensor)
-        return add_tensor(look, x);
+    const Attributes *attributes = attributes_of(&libraries, Py_TYPE(x));
+    if (attributes != NULL)
+        return add_by_attributes(look, attributes, x);
     if (PyUnicode_CheckExact(x) && PyUnicode_IS_COMPACT_ASCII(x))
         return add(look, LETTERS, PyUnicode_GET_LENGTH(x), PyUnicode_DATA(x), PyUnicode_GET_LENGTH(x));
     if (PyFloat_CheckExact(x)) {
@@ -958,7 +955,7 @@ enum {
     ITS_OBJECTS
 };
 
-/* What is kept of a call in which ranks do not meet, wherever its tensors lie: see collectives/repeats.py. */
+/* What is kept of a call in which ranks do not meet, wherever its arrays lie: see collectives/repeats.py. */
 enum {
     LAUNCH_WATCHES,
     LAUNCH_SHARED,
@@ -1164,16 +1161,11 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
     return none_unless(found, entered && !left);
 }
 
-/* know_tensors(Tensor): note the type of torch's tensors. */
-static PyObject *know_tensors(PyObject *module, PyObject *given) {
+/* know_library(attributes): note how to read the arrays of one more library. */
+static PyObject *know_one_library(PyObject *module, PyObject *given) {
     (void)module;
-    if (!PyType_Check(given)) {
-        PyErr_SetString(PyExc_TypeError, "know_tensors(Tensor)");
+    if (know_library(&libraries, given) < 0)
         return NULL;
-    }
-    PyTypeObject *before = tensor;
-    tensor = (PyTypeObject *)Py_NewRef(given);
-    Py_XDECREF(before);
     Py_RETURN_NONE;
 }
 
@@ -1204,7 +1196,7 @@ static PyMethodDef methods[] = {
     {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, "Make what the user calls, as it was made before."},
     {"look", (PyCFunction)(void (*)(void))look_at, METH_FASTCALL, "What a call is recognised by as the user makes it."},
     {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Tell which type is NumPy's arrays."},
-    {"know_tensors", know_tensors, METH_O, "Tell which type is torch's arrays."},
+    {"know_library", know_one_library, METH_O, "Tell how to read the arrays of a library."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL, "Where a call is kept."},
     {NULL, NULL, 0, NULL},
 };
@@ -1236,7 +1228,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     record = rounds == NULL ? NULL : given_by("shardmath.base._record", "RECORDING", RECORDING);
     if (record == NULL)
         Py_CLEAR(module);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 10) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 11) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

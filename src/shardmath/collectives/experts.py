@@ -9,7 +9,6 @@ ValueError, which ends the context.
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -167,17 +166,17 @@ class RowLaunch:
         """What launches exchanges of tensors that look like these, or None where it does nothing:
         the tensors look otherwise, or another CUDA context is current.
         """
-        built, torch = extension(_NAME), sys.modules["torch"]
+        built, torch = extension(_NAME), libraries()["torch"]
         if built is None:
             return None
-        looks = tuple([(each.dtype, each.shape, each.get_device()) for each in (x, counts, told)])
         place = self._place
         places = [(1, place, 0), (2, place + 2 * _WORD, 0), (0, place + 3 * _WORD, 0)]
         if self._behind is not None:
             places.append((1, place + _WORD, self._behind))
         function, blocks, threads, argument = self._ready.parts
         kernel = function, self._team.device.context_address, blocks, threads, argument
-        return built.Launch(torch.Tensor, looks, tuple(places), kernel).go
+        alike = x, counts, told
+        return built.Launch(torch.attributes(), alike, tuple(places), kernel).go
 
 
 def _by_python(stream: int, x: Any, counts: Any, told: Any) -> None:

@@ -10,14 +10,13 @@ they sent the last time. Calls in which ranks meet are not repeated so.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from shardmath.arrays import Library, libraries
+from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import Call, this_thread
 from shardmath.base.compiled import extension
@@ -38,12 +37,14 @@ _PUBLIC = "shardmath.collectives."  # modules of the public functions
 _X = Names("", ("x",), ())
 
 
-_Key = tuple[tuple[Any, ...], Any, Any, bool]  # a call, type and shape of x, whether out is new
+# A call; the class, dtype and shape of x; whether out is new.
+_Key = tuple[tuple[Any, ...], type, Any, Any, bool]
 End = Callable[[Context, Any, Any], tuple[Any, bool]]
 
 
 class _Entry(NamedTuple):
-    """A call that may be repeated: what compiled code knows of it, and what makes a new result.
+    """A call that may be repeated: what compiled code knows of it, what makes a new result, and
+    what gives the current stream of a GPU.
 
     Compiled code may have listed the call without launching it: `end(context, x, out)` then gives
     the result, and whether the peers have listed the same as before. None if that cannot be. With
@@ -52,6 +53,7 @@ class _Entry(NamedTuple):
 
     repeat: Any
     new: Callable[..., Any]
+    stream: Callable[[int], int]
     end: End | None
     counted: bool
 
@@ -107,10 +109,10 @@ class Repeats:
         """
         library, spec, x = operand
         like, made = result
-        torch = sys.modules.get("torch")
-        if library.name != "torch" or torch is None or type(x) is not torch.Tensor:
+        attributes = library.attributes()
+        if attributes is None or {type(x), type(made)} != {attributes.kind}:
             return
-        if type(made) is not torch.Tensor or not x.is_contiguous() or not made.is_contiguous():
+        if not {spec.order, like.order} <= {"C", "both"}:
             return
         calls = self._board.calls
         places = (0, 0, 0, 1, 0, b"", ()) if calls is None else calls.places(*listed)
@@ -118,12 +120,12 @@ class Repeats:
         sizes, counts = (spec.nbytes, like.nbytes), (0,) * 7
         if counted:
             (function, blocks, threads), counts = self._collectives.counted()
-            width = prod(x.shape[1:]) * x.element_size()
+            width = spec.itemsize * prod(spec.shape[1:])
             sizes = width, width
         repeat = self._compiled.Repeat(
-            torch.Tensor,
-            (x.dtype, x.shape, x.get_device(), sizes[0]),
-            (made.dtype, made.shape, made.get_device(), sizes[1]),
+            attributes,
+            (x, sizes[0]),
+            (made, sizes[1]),
             in_place,
             _UNIT - 1,
             (function, self._team.device.context_address, blocks, threads, argument, self._place),
@@ -132,13 +134,16 @@ class Repeats:
             counts,
             None if others is None else self._of_peers(others),
         )
-        entry = _Entry(repeat, _new_like(made), None if others is None else end, counted)
+        alike = (spec.dtype, spec.shape) == (like.dtype, like.shape)
+        quick = attributes.like if alike and not counted else None
+        make, end_of = quick or _maker(library, like), None if others is None else end
+        entry = _Entry(repeat, make, attributes.stream, end_of, counted)
         if len(self.calls) >= _KEPT:
             self.forget()
-        looks = x.shape[1:] if counted else x.shape
+        shape = x.shape[1:] if counted else x.shape
         for is_new, may_come in ((False, given), (True, new)):
             if may_come:
-                self.calls[call, x.dtype, looks, is_new] = entry
+                self.calls[call, type(x), x.dtype, shape, is_new] = entry
 
     def forget(self) -> None:
         """Drop all calls."""
@@ -157,7 +162,7 @@ class Repeats:
         `call` is the operation and its other arguments.
         """
         try:
-            key = self._named(call), x.dtype, x.shape, out is None
+            key = self._named(call), type(x), x.dtype, x.shape, out is None
             entry = self.calls.get(key)
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
@@ -173,7 +178,7 @@ class Repeats:
     ) -> Any:
         """As `make`, for a call with counts to and from all ranks, which may differ each time."""
         try:
-            key = self._named(call), x.dtype, x.shape[1:], out is None
+            key = self._named(call), type(x), x.dtype, x.shape[1:], out is None
             entry = self.calls.get(key)
         except (AttributeError, TypeError):
             return None
@@ -189,7 +194,7 @@ class Repeats:
 
     def _made(self, key: _Key, entry: _Entry, x: Any, out: Any, *counts: Any) -> Any:
         """The result; None if nothing was done after all."""
-        stream = libraries()["torch"].stream(self._team.device.ordinal)
+        stream = entry.stream(self._team.device.ordinal)
         this_process.on_stream(stream)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
         if not usable or not self._order.continues(stream):
@@ -235,18 +240,12 @@ class Repeats:
         used = [numbers.get(id(array)) for array in (x, x if out is None else out)]
         if None in used or {*used} != {*numbers.values()} or any(_differs(x) for x in objects):
             return
-        torch, result = sys.modules["torch"], call[3]
-        stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        if stream is None:
-            return
         if len(context.again) >= _KEPT:
             context.again.clear()
-        alike = (x.dtype, x.shape) == (result.dtype, result.shape)
-        new = torch.empty_like if alike else entry.new
         context.again[function] = True  # such calls are looked for wherever their arrays lie
         context.again[made] = (
             *(watches_of(function, arrays), shared_by_calls(context, None, rounds_of)),
-            *(entry.repeat.go, new if out is None else None, *used, stream),
+            *(entry.repeat.go, entry.new if out is None else None, *used, entry.stream),
             *(self._team.device.ordinal, self._order, self._team, operation),
             *(require_success, objects),
         )
@@ -257,18 +256,15 @@ def _differs(x: Any) -> bool:
     return isinstance(x, Context) or type(x).__hash__ is None
 
 
-def _new_like(result: Any) -> Callable[..., Any]:
-    """A function that makes tensors like `result`: `new(x)`, or `new(x, counts)` where the first
+def _maker(library: Library, like: ArraySpec) -> Callable[..., Any]:
+    """A function that makes arrays like a result: `new(x)`, or `new(x, counts)` where the first
     extent is the sum of those counts.
     """
-    torch, shape = sys.modules["torch"], tuple(result.shape)
-    dtype, device = result.dtype, result.device
+    make, rows = library.maker(like.shape, like.dtype, "C", like.device), like.shape[1:]
 
-    def new(x: Any, counts: Sequence[int] | None = None) -> Any:
-        if counts is not None:
-            return torch.empty((sum(counts), *shape[1:]), dtype=dtype, device=device)
-        if (x.dtype, x.shape) == (dtype, shape):
-            return torch.empty_like(x)
-        return torch.empty(shape, dtype=dtype, device=device)
+    def new(_: Any, counts: Sequence[int] | None = None) -> Any:
+        if counts is None:
+            return make()
+        return library.empty((sum(counts), *rows), like.dtype, "C", like.device)
 
     return new

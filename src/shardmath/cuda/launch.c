@@ -16,6 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../arrays/attributes.h"
 #include "../base/pause.h"
 
 #ifndef DRIVER
@@ -32,14 +33,14 @@ typedef int (*CurrentContext)(void **);
 static LaunchKernel launch_kernel;
 static CurrentContext current_context;
 
-/* What a tensor must be. If its first extent may be any, `nbytes` are those of one index. */
+/* What an array must be. If its first extent may be any, `nbytes` are those of one index. */
 typedef struct {
     PyObject *dtype, *shape;
-    long device;
+    int64_t device; /* see `device_of` */
     uint64_t nbytes;
 } Expected;
 
-/* A tensor: its address (0 where it is not as expected), its bytes, and its first extent. */
+/* An array: its address (0 where it is not as expected), its bytes, and its first extent. */
 typedef struct {
     uint64_t address, nbytes, extent;
 } Found;
@@ -52,7 +53,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *kind;             /* torch.Tensor */
+    Attributes attributes;      /* of arrays of the library */
     Expected operand, result;
     Grid grid;
     void *context;              /* the CUDA context, which must be current */
@@ -76,22 +77,10 @@ typedef struct {
     char argument[PARAMETERS];
 } Repeat;
 
-static PyObject *s_dtype, *s_shape, *s_requires_grad, *s_is_neg, *s_is_conj, *s_is_contiguous, *s_get_device,
-    *s_data_ptr;
-
-/* The truth of an object, whose reference is stolen: 1, 0, or -1 with an exception. */
-static int truth(PyObject *found) {
-    if (found == NULL)
-        return -1;
-    int is = found == Py_True ? 1 : found == Py_False ? 0 : PyObject_IsTrue(found);
-    Py_DECREF(found);
-    return is;
-}
-
 /* Whether a shape is as expected: 1, 0 or -1. With `any`, any first extent is, and goes to `extent`. */
 static int fits(const Expected *expected, int any, PyObject *shape, uint64_t *extent) {
-    if (shape == NULL || !any)
-        return shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
+    if (!any)
+        return PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
     Py_ssize_t ndim = PyTuple_Check(shape) ? PyTuple_GET_SIZE(shape) : 0;
     if (ndim == 0 || ndim != PyTuple_GET_SIZE(expected->shape))
         return 0;
@@ -104,33 +93,36 @@ static int fits(const Expected *expected, int any, PyObject *shape, uint64_t *ex
     return PyErr_Occurred() ? -1 : 1;
 }
 
-/* Look at a tensor, of that type. See `fits`. An exception may be set, which the caller clears. */
-static Found look(PyObject *kind, const Expected *expected, int any, PyObject *x) {
+/* Look at an array of the library. See `fits`. An exception may be set, which the caller clears. */
+static Found look(const Attributes *attributes, const Expected *expected, int any, PyObject *x) {
     Found found = {0, expected->nbytes, 1};
-    if ((PyObject *)Py_TYPE(x) != kind)
+    if (Py_TYPE(x) != attributes->type)
         return found;
-    PyObject *dtype = PyObject_GetAttr(x, s_dtype);
-    Py_XDECREF(dtype); /* the type of an array lives as long as torch */
+    PyObject *dtype = at(&attributes->dtype, x);
+    Py_XDECREF(dtype); /* it lives as long as the array */
     if (dtype != expected->dtype)
         return found;
-    PyObject *shape = PyObject_GetAttr(x, s_shape);
-    int same = fits(expected, any, shape, &found.extent);
+    PyObject *shape = at(&attributes->shape, x);
+    int same = shape == NULL ? -1 : has_elements(shape) ? fits(expected, any, shape, &found.extent) : 0;
     Py_XDECREF(shape);
-    if (same != 1 || truth(PyObject_GetAttr(x, s_requires_grad)) != 0 ||
-        truth(PyObject_CallMethodNoArgs(x, s_is_contiguous)) != 1 ||
-        truth(PyObject_CallMethodNoArgs(x, s_is_neg)) != 0 || truth(PyObject_CallMethodNoArgs(x, s_is_conj)) != 0)
+    if (same != 1 || is_special(attributes, x) != 0 || truth_at(&attributes->contiguous, x) != 1 ||
+        device_of(attributes, x) != expected->device)
         return found;
-    PyObject *device = PyObject_CallMethodNoArgs(x, s_get_device);
-    long number = device == NULL ? -1 : PyLong_AsLong(device);
-    Py_XDECREF(device);
-    if (number != expected->device)
-        return found;
-    PyObject *pointer = PyObject_CallMethodNoArgs(x, s_data_ptr);
+    PyObject *pointer = at(&attributes->address, x);
     uint64_t address = pointer == NULL ? 0 : PyLong_AsUnsignedLongLong(pointer);
     Py_XDECREF(pointer);
     found.nbytes *= found.extent;
     found.address = PyErr_Occurred() ? 0 : address;
     return found;
+}
+
+/* Note what arrays like `x` are: 0, or -1 with an exception. */
+static int expect(const Attributes *attributes, PyObject *x, uint64_t nbytes, Expected *expected) {
+    expected->nbytes = nbytes;
+    expected->dtype = at(&attributes->dtype, x);
+    expected->shape = expected->dtype == NULL ? NULL : at(&attributes->shape, x);
+    expected->device = expected->shape == NULL ? 0 : device_of(attributes, x);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Whether the result may be written: it is apart from the operand, or in its very place, if that is allowed. */
@@ -240,9 +232,9 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     if (PyErr_Occurred())
         return NULL;
     const int any = self->ranks != 0;
-    Found x = look(self->kind, &self->operand, any, given[0]), out = x;
+    Found x = look(&self->attributes, &self->operand, any, given[0]), out = x;
     if (x.address)
-        out = look(self->kind, &self->result, any, given[1]);
+        out = look(&self->attributes, &self->result, any, given[1]);
     char argument[PARAMETERS] __attribute__((aligned(16)));
     uint64_t words[WORDS];
     Grid grid = self->grid;
@@ -275,7 +267,7 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
 
 static void *pointer(unsigned long long value) { return (void *)(uintptr_t)value; }
 
-/* Repeat(kind, (dtype, shape, device, nbytes) of the operand, and of the result, in_place, unaligned,
+/* Repeat(attributes, (array, nbytes) like the operand, and like the result, in_place, unaligned,
  *        (function, context, blocks, threads, argument, place), report, (made, tags, words, window, tag, the words with it, peers),
  *        (ranks, rank, mail, lane_blocks, few_bytes, their kernel, and its threads); ranks is 0 for a call without counts) */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
@@ -286,26 +278,25 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     unsigned long long operand_bytes, result_bytes, mail, few_bytes, few_function;
     const char *argument, *own_words, *others;
     Py_ssize_t other_bytes;
-    PyObject *peers;
+    PyObject *peers, *attributes, *operand, *result;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKIKKI)z#", &self->kind, &self->operand.dtype,
-                          &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
-                          &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
+        !PyArg_ParseTuple(arguments, "O(OK)(OK)pK(KKIIy#n)K(KKKKKy#O!)(nIKIKKI)z#", &attributes, &operand,
+                          &operand_bytes, &result, &result_bytes, &self->in_place, &unaligned,
                           &function, &context, &self->grid.blocks, &self->grid.threads, &argument, &self->parameters,
                           &self->place, &report, &made, &tags, &words, &window, &tag, &own_words,
                           &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail,
                           &self->lane_blocks, &few_bytes, &few_function, &self->few.threads, &others, &other_bytes)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a call takes no names");
-        self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
         Py_DECREF(self);
         return NULL;
     }
-    Py_INCREF(self->kind);
-    Py_INCREF(self->operand.dtype);
-    Py_INCREF(self->operand.shape);
-    Py_INCREF(self->result.dtype);
-    Py_INCREF(self->result.shape);
+    if (read_attributes(attributes, &self->attributes) < 0 ||
+        expect(&self->attributes, operand, operand_bytes, &self->operand) < 0 ||
+        expect(&self->attributes, result, result_bytes, &self->result) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
     self->peers = PyTuple_GET_SIZE(peers);
     self->asks = others != NULL;
     if (self->asks && (self->peers > WORDS || self->ranks || other_bytes != self->peers * self->word_bytes)) {
@@ -328,8 +319,6 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         Py_DECREF(self);
         return NULL;
     }
-    self->operand.nbytes = operand_bytes;
-    self->result.nbytes = result_bytes;
     self->unaligned = unaligned;
     self->grid.function = pointer(function);
     self->context = pointer(context);
@@ -351,7 +340,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
 
 static void drop(Repeat *self) {
     PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(self->kind);
+    forget_attributes(&self->attributes);
     Py_XDECREF(self->operand.dtype);
     Py_XDECREF(self->operand.shape);
     Py_XDECREF(self->result.dtype);
@@ -372,7 +361,7 @@ typedef struct {
 /* A kernel, and arrays that look the same each time. */
 typedef struct {
     PyObject_HEAD
-    PyObject *kind; /* torch.Tensor */
+    Attributes attributes; /* of arrays of the library */
     Expected expected[ARRAYS];
     Py_ssize_t arrays, places;
     Place place[2 * ARRAYS];
@@ -394,7 +383,7 @@ static PyObject *go_again(Launch *self, PyObject *const *given, Py_ssize_t count
         return NULL;
     uint64_t addresses[ARRAYS];
     for (Py_ssize_t i = 0; i < self->arrays; i++) {
-        addresses[i] = look(self->kind, &self->expected[i], 0, given[1 + i]).address;
+        addresses[i] = look(&self->attributes, &self->expected[i], 0, given[1 + i]).address;
         if (addresses[i] == 0) {
             PyErr_Clear(); /* Python makes the launch then, and raises it again */
             Py_RETURN_NONE;
@@ -420,7 +409,7 @@ static PyObject *go_again(Launch *self, PyObject *const *given, Py_ssize_t count
 
 static void drop_launch(Launch *self) {
     PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(self->kind);
+    forget_attributes(&self->attributes);
     for (Py_ssize_t i = 0; i < self->arrays; i++) {
         Py_XDECREF(self->expected[i].dtype);
         Py_XDECREF(self->expected[i].shape);
@@ -430,18 +419,15 @@ static void drop_launch(Launch *self) {
 }
 
 /* Read what arrays look like, and where their addresses go: 0, or -1 with an error set. */
-static int read_arrays(Launch *self, PyObject *looks, PyObject *places) {
-    if (PyTuple_GET_SIZE(looks) > ARRAYS || PyTuple_GET_SIZE(places) > 2 * ARRAYS) {
+static int read_arrays(Launch *self, PyObject *alike, PyObject *places) {
+    if (PyTuple_GET_SIZE(alike) > ARRAYS || PyTuple_GET_SIZE(places) > 2 * ARRAYS) {
         PyErr_SetString(PyExc_ValueError, "too many arrays or places");
         return -1;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(looks); i++) {
-        Expected *expected = &self->expected[i];
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(looks, i), "OOl", &expected->dtype, &expected->shape, &expected->device))
-            return -1;
-        Py_INCREF(expected->dtype);
-        Py_INCREF(expected->shape);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(alike); i++) {
         self->arrays = i + 1;
+        if (expect(&self->attributes, PyTuple_GET_ITEM(alike, i), 0, &self->expected[i]) < 0)
+            return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
         Place *place = &self->place[i];
@@ -456,7 +442,7 @@ static int read_arrays(Launch *self, PyObject *looks, PyObject *places) {
     return 0;
 }
 
-/* Launch(kind, ((dtype, shape, device), ...) of the arrays, ((array, place, behind), ...),
+/* Launch(attributes, arrays that look like those of each launch, ((array, place, behind), ...),
  *        (function, context, blocks, threads, argument)) */
 static PyObject *make_launch(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     Launch *self = (Launch *)type->tp_alloc(type, 0);
@@ -464,23 +450,24 @@ static PyObject *make_launch(PyTypeObject *type, PyObject *arguments, PyObject *
         return NULL;
     unsigned long long function, context;
     const char *argument;
-    PyObject *kind, *looks, *places;
+    PyObject *attributes, *alike, *places;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "OO!O!(KKIIy#)", &kind, &PyTuple_Type, &looks, &PyTuple_Type, &places, &function,
+        !PyArg_ParseTuple(arguments, "OO!O!(KKIIy#)", &attributes, &PyTuple_Type, &alike, &PyTuple_Type, &places,
+                          &function,
                           &context, &self->grid.blocks, &self->grid.threads, &argument, &self->parameters)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a launch takes no names");
         Py_DECREF(self);
         return NULL;
     }
-    self->kind = Py_NewRef(kind);
     self->grid.function = pointer(function);
     self->context = pointer(context);
     if (self->parameters > PARAMETERS)
         PyErr_SetString(PyExc_ValueError, "too long an argument");
     else
         memcpy(self->argument, argument, (size_t)self->parameters);
-    if (PyErr_Occurred() || read_arrays(self, looks, places) < 0) {
+    if (PyErr_Occurred() || read_attributes(attributes, &self->attributes) < 0 ||
+        read_arrays(self, alike, places) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -537,26 +524,14 @@ static int find_driver(void) {
     return -1;
 }
 
-static int find_names(void) {
-    s_dtype = PyUnicode_InternFromString("dtype");
-    s_shape = PyUnicode_InternFromString("shape");
-    s_requires_grad = PyUnicode_InternFromString("requires_grad");
-    s_is_neg = PyUnicode_InternFromString("is_neg");
-    s_is_conj = PyUnicode_InternFromString("is_conj");
-    s_is_contiguous = PyUnicode_InternFromString("is_contiguous");
-    s_get_device = PyUnicode_InternFromString("get_device");
-    s_data_ptr = PyUnicode_InternFromString("data_ptr");
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 PyMODINIT_FUNC PyInit__launch(void) {
-    if (find_driver() < 0 || find_names() < 0)
+    if (find_driver() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&repeat_type);
     PyObject *launch = PyType_FromSpec(&launch_type);
     if (module == NULL || type == NULL || launch == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
         PyModule_AddObjectRef(module, "Launch", launch) < 0 || PyModule_AddIntMacro(module, LISTED) < 0 ||
-        PyModule_AddIntConstant(module, "INTERFACE", 2) < 0)
+        PyModule_AddIntConstant(module, "INTERFACE", 3) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
     Py_XDECREF(launch);

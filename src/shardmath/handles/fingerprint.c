@@ -1,14 +1,16 @@
 /* Fingerprints of all arrays of a call, by which repeated calls recognise them.
  *
- * Built at installation where there is a C compiler; without it fingerprint.py does the same. This handles plain
- * ndarrays and tensors; arrays of other types, and those without elements, are left to `other`, a Python function.
- * Invariant: two fingerprints are equal only where library, type, shape, strides, device, address and writability are;
- * and no reference to an array is kept.
+ * Built at installation where there is a C compiler; without it fingerprint.py does the same. This handles plain arrays
+ * of NumPy and of libraries that have `Attributes`; arrays of other types, and those without elements, are left to
+ * `other`, a Python function. Invariant: two fingerprints are equal only where library, type, shape, strides, device,
+ * address and writability are; and no reference to an array is kept.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+
+#include "../arrays/attributes.h"
 
 /* NumPy's struct in the capsule of `__array_struct__`, as documented. */
 typedef struct {
@@ -21,15 +23,12 @@ typedef struct {
 } ArrayInterface;
 
 typedef struct {
-    PyTypeObject *ndarray, *tensor;
-    PyObject *records; /* torch.is_grad_enabled */
+    PyTypeObject *ndarray;
+    Libraries libraries;
 } State;
 
 enum { MOST_AXES = 64 };
-enum { DTYPE, ARRAY_STRUCT, DEVICE, LAYOUT, SHAPE, STRIDE, DATA_PTR, REQUIRES_GRAD, LAZY };
-static const char *const texts[] = {"dtype", "__array_struct__", "device", "layout", "shape",
-                                    "stride", "data_ptr", "requires_grad"};
-static PyObject *names[LAZY], *is_conj, *is_neg;
+static PyObject *s_dtype, *s_array_struct;
 
 /* Append an object, whose reference is stolen. 1, or -1 with an exception. */
 static int append(PyObject *list, PyObject *item) {
@@ -39,7 +38,7 @@ static int append(PyObject *list, PyObject *item) {
 }
 
 static int append_array(PyObject *list, PyObject *x) {
-    PyObject *capsule = PyObject_GetAttr(x, names[ARRAY_STRUCT]);
+    PyObject *capsule = PyObject_GetAttr(x, s_array_struct);
     if (capsule == NULL)
         return -1;
     int64_t words[2 + 2 * MOST_AXES];
@@ -59,50 +58,39 @@ static int append_array(PyObject *list, PyObject *x) {
     if (!found)
         return PyErr_Occurred() ? -1 : 0;
     found = append(list, PyBytes_FromStringAndSize((const char *)words, count * (int)sizeof(words[0])));
-    return found < 0 ? found : append(list, PyObject_GetAttr(x, names[DTYPE]));
+    return found < 0 ? found : append(list, PyObject_GetAttr(x, s_dtype));
 }
 
-/* The truth of an object, whose reference is stolen; -1 with an exception. */
-static int is_true(PyObject *value) {
-    int found = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return found;
-}
-
-static int append_tensor(const State *state, PyObject *list, PyObject *x) {
-    int lazy = is_true(PyObject_CallMethodNoArgs(x, is_conj));
-    if (!lazy)
-        lazy = is_true(PyObject_CallMethodNoArgs(x, is_neg));
-    if (lazy)
-        return lazy < 0 ? -1 : 0;
-    int learnt = is_true(PyObject_GetAttr(x, names[REQUIRES_GRAD]));
-    if (learnt > 0)
-        learnt = is_true(PyObject_CallNoArgs(state->records));
-    if (learnt)
-        return learnt < 0 ? -1 : 0;
-    PyObject *address = PyObject_CallMethodNoArgs(x, names[DATA_PTR]);
-    int there = address == NULL ? -1 : PyObject_IsTrue(address);
-    if (there <= 0) { /* it has no elements, or only stands for other tensors */
+/* The address comes first: direct.c finds by it where a new result lies. */
+static int append_by_attributes(const Attributes *attributes, PyObject *list, PyObject *x) {
+    int special = is_special(attributes, x);
+    if (special)
+        return special < 0 ? -1 : 0;
+    PyObject *address = at(&attributes->address, x), *shape = address == NULL ? NULL : at(&attributes->shape, x);
+    if (shape == NULL || PyObject_IsTrue(address) != 1 || !has_elements(shape)) {
         Py_XDECREF(address);
-        return there;
+        Py_XDECREF(shape);
+        return PyErr_Occurred() ? -1 : 0; /* it has no elements, or only stands for other arrays */
     }
-    if (append(list, address) < 0 || append(list, PyObject_CallMethodNoArgs(x, names[STRIDE])) < 0)
+    int appended = append(list, address);
+    if (append(list, shape) < 0 || appended < 0 || append(list, Py_NewRef(attributes->type)) < 0 ||
+        append(list, at(&attributes->strides, x)) < 0 ||
+        append(list, at(&attributes->dtype, x)) < 0)
         return -1;
-    for (int i = 0; i < DATA_PTR; i++)
-        if (i != ARRAY_STRUCT && i != STRIDE && append(list, PyObject_GetAttr(x, names[i])) < 0)
-            return -1;
-    return 1;
+    int64_t device = device_of(attributes, x);
+    return PyErr_Occurred() ? -1 : append(list, PyLong_FromLongLong(device));
 }
 
 /* 1 where the fingerprint of the array was appended, 0 where the call has to check it, -1 with an exception. */
 static int look_at(const State *state, PyObject *list, PyObject *x, PyObject *other) {
+    const Attributes *attributes;
     int found = 0;
     if (x == Py_None)
         return append(list, Py_NewRef(x));
     if (Py_TYPE(x) == state->ndarray)
         found = append_array(list, x);
-    else if (Py_TYPE(x) == state->tensor)
-        found = append_tensor(state, list, x);
+    else if ((attributes = attributes_of(&state->libraries, Py_TYPE(x))) != NULL)
+        found = append_by_attributes(attributes, list, x);
     if (found == 0) {
         PyObject *said = PyObject_CallOneArg(other, x);
         if (said == Py_None) {
@@ -135,26 +123,24 @@ static PyObject *looks(PyObject *module, PyObject *const *given, Py_ssize_t coun
     return found;
 }
 
-/* know(ndarray) or know(Tensor, is_grad_enabled): the types of plain arrays. */
+/* know(ndarray, attributes, ...): the type of NumPy's arrays, and how to read those of other libraries. */
 static PyObject *know(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     State *state = PyModule_GetState(module);
-    if (count < 1 || count > 2 || !PyType_Check(given[0])) {
-        PyErr_SetString(PyExc_TypeError, "know(ndarray), or know(Tensor, is_grad_enabled)");
+    if (count < 1 || !PyType_Check(given[0])) {
+        PyErr_SetString(PyExc_TypeError, "know(ndarray, attributes, ...)");
         return NULL;
     }
-    if (count == 1)
-        Py_XSETREF(state->ndarray, (PyTypeObject *)Py_NewRef(given[0]));
-    else {
-        Py_XSETREF(state->records, Py_NewRef(given[1]));
-        Py_XSETREF(state->tensor, (PyTypeObject *)Py_NewRef(given[0]));
-    }
+    Py_XSETREF(state->ndarray, (PyTypeObject *)Py_NewRef(given[0]));
+    for (Py_ssize_t i = 1; i < count; i++)
+        if (know_library(&state->libraries, given[i]) < 0)
+            return NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"looks", (PyCFunction)(void (*)(void))looks, METH_FASTCALL,
      "The fingerprints of the arrays of a call; None where the call has to check one."},
-    {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Set the types of plain arrays."},
+    {"know", (PyCFunction)(void (*)(void))know, METH_FASTCALL, "Tell how to read plain arrays."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -164,10 +150,10 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__fingerprint(void) {
-    for (int i = 0; i < LAZY; i++)
-        if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL)
-            return NULL;
-    is_conj = PyUnicode_InternFromString("is_conj");
-    is_neg = PyUnicode_InternFromString("is_neg");
-    return is_conj == NULL || is_neg == NULL ? NULL : PyModule_Create(&definition);
+    s_dtype = PyUnicode_InternFromString("dtype");
+    s_array_struct = PyUnicode_InternFromString("__array_struct__");
+    PyObject *module = s_dtype == NULL || s_array_struct == NULL ? NULL : PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
+        Py_CLEAR(module);
+    return module;
 }

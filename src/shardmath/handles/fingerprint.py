@@ -7,7 +7,6 @@ what a call has found out about such arrays still holds. No element is read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain
@@ -15,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from shardmath.arrays import library_of
+from shardmath.arrays import libraries, library_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
 from shardmath.base.lru_cache import LRUCache
@@ -124,15 +123,16 @@ def _looks() -> Looks:
     built = extension(_NAME)
     if built is None:
         return _look_at_all
-    built.know(np.ndarray)
+    known: set[str] = set()  # libraries whose arrays it can read
 
     def learn() -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            built.know(torch.Tensor, torch.is_grad_enabled)
+        found = {n: x.attributes() for n, x in libraries().items() if n not in known}
+        read = {name: attributes for name, attributes in found.items() if attributes is not None}
+        known.update(read)
+        built.know(np.ndarray, *read.values())
 
     def other(x: Any) -> Hashable | None:
-        learn()  # torch may have been imported since
+        learn()  # a library may have been imported since
         return _look(x)
 
     learn()

@@ -382,9 +382,10 @@ class Cores:
             return tuple(None if call is barrier else call for call in steps)
 
         landing = bound.binding.offers.landing
-        homes = [library.host_view(x, writable=True) for x in bound.homes.values()]
+        reads = library.is_read_by_compiled_code()
+        homes = [library.host_view(x, writable=True) for x in bound.homes.values() if reads]
         summed = None
-        if landing is not None and len(bound.parts) == len(program.published) == 1:
+        if reads and landing is not None and len(bound.parts) == len(program.published) == 1:
             summed = bound.binding.payload_sum(program.steps[bound.parts[0][0]])
         return Direct(
             before=tuple(prepared.offered.copies),

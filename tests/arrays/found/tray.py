@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import Library
+from shardmath.arrays.base import Attributes, Library
 from shardmath.arrays.spec import ArraySpec, packed_strides
 
 __all__ = ["Tray", "Trays"]
@@ -24,6 +24,17 @@ class Tray:
     dtype: str
     device: str
     keep: Any
+
+    @property
+    def ordinal(self):
+        return int(self.device.removeprefix("cuda:")) if self.on_gpu else -1
+
+    @property
+    def on_gpu(self):
+        return self.device != "cpu"
+
+    def is_packed(self):
+        return self.strides == packed_strides(self.shape, 1, "C")
 
     @property
     def elements(self):
@@ -48,6 +59,11 @@ class Trays(Library):
     def spec(self, x):
         itemsize = dtypes.of(x.dtype).itemsize
         return ArraySpec(self.name, x.dtype, x.shape, x.strides, x.device, itemsize)
+
+    def attributes(self):
+        paths = {"address": "address", "strides": "strides", "device": "ordinal"}
+        paths |= {"on_gpu": "on_gpu", "contiguous": "is_packed()", "special": ()}
+        return Attributes(Tray, **paths, stream=self.stream)
 
     def pointer(self, x):
         return x.address

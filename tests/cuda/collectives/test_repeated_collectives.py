@@ -9,8 +9,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from counted import calls_before
 from shardmath.arrays import library_named
+from shardmath.base.compiled import extension
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.handles.allocation import empty_on_heap, free_symmetric_memory
 
 N = 24
@@ -92,6 +95,42 @@ def turns(context, make, host):
 def test_calls_that_look_alike(gpus, size, library):
     pytest.importorskip(library)
     assert gpus.run(check_turns, library, ranks=size) == [[]] * size
+
+
+def check_entered(context, library):
+    """By call, the package's functions that run when it comes again."""
+    make, _ = maker(context, library)
+    size, ran = context.size, {}
+    x, out = make(np.ones(N, np.float32)), make(np.zeros(N, np.float32))
+    many = make(np.zeros(N * size, np.float32))
+    rows, columns = make(np.ones((2, 2 * size))), make(np.zeros((2 * size, 2)))
+    with context, Redistribute(rows, Slab.X, Slab.Y) as moved:
+        moved.plan()
+        calls = {
+            "all_reduce": lambda: all_reduce(x),
+            "all_reduce, out": lambda: all_reduce(x, out=out),
+            "all_gather, out": lambda: all_gather(x, out=many),
+            "redistribute, out": lambda: redistribute(rows, Slab.X, Slab.Y, out=columns),
+            "execute, out": lambda: moved.execute(out=columns),
+        }
+        for name, call in calls.items():
+            for _ in range(8):
+                call()
+            ran[name] = sorted({each.split(".")[0] for each in calls_before("", call)})
+    context.barrier()
+    return ran
+
+
+@pytest.mark.skipif(
+    extension("shardmath.call._direct") is None, reason="the package was built without a C compiler"
+)
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_functions_are_not_entered(gpus, size, library):
+    pytest.importorskip(library)
+    ours = {"all_reduce", "all_gather", "redistribute", "Driver", "Repeats", "GPUCalls"}
+    for ran in gpus.run(check_entered, library, ranks=size):
+        for name, functions in ran.items():
+            assert not ours.intersection(functions), (name, functions)
 
 
 def said(call):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, Space, in_elements
+from shardmath.arrays.base import Attributes, HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, Packed
 
@@ -43,6 +43,21 @@ class CuPy(Library):
             "pass x.get()"
         )
 
+    def attributes(self) -> Attributes | None:
+        cupy: Any = sys.modules.get("cupy")
+        if cupy is None:
+            return None
+        return Attributes(
+            cupy.ndarray,
+            address="data.ptr",
+            strides="strides",
+            device="data.device_id",
+            on_gpu="",
+            contiguous="flags.c_contiguous",
+            special=(),
+            stream=self.stream,
+        )
+
     def on_host(self, x: Any) -> HostArray:
         host: HostArray = x.get()
         return host
@@ -69,17 +84,28 @@ class CuPy(Library):
         *,
         start: int = 0,
     ) -> Any:
+        address = owner.__cuda_array_interface__["data"][0]
+        place = address if 0 in shape else address + start  # an empty array may start at the end
+        return self.viewer(dtype, shape, strides, owner.device)(owner, place)
+
+    def viewer(
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
+    ) -> Callable[[Any, int], Any]:
         import cupy
 
-        native = dtypes.to_numpy(dtype)
-        description = owner.__cuda_array_interface__
-        (room,), (address, _) = description["shape"], description["data"]
+        native, extents = dtypes.to_numpy(dtype), tuple(shape)
+        steps = tuple([stride * native.itemsize for stride in strides])
+        ends = [(extent - 1) * step for extent, step in zip(extents, steps, strict=True)]
+        nbytes = 0 if 0 in extents else sum(ends) + native.itemsize
         # The pointer of a peer's memory belongs to the peer's device: the array is to be on ours.
-        ordinal = int(owner.device.removeprefix("cuda:"))
-        memory = cupy.cuda.UnownedMemory(address, room, owner, ordinal)
-        place = cupy.cuda.MemoryPointer(memory, start if 0 not in shape else 0)
-        steps = tuple(stride * native.itemsize for stride in strides)
-        return cupy.ndarray(tuple(shape), native, memptr=place, strides=steps)
+        ordinal = int(device.removeprefix("cuda:"))
+        memory, pointer, array = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer, cupy.ndarray
+
+        def view(owner: Any, address: int) -> Any:
+            place = pointer(memory(address, nbytes, owner, ordinal), 0)
+            return array(extents, native, place, steps)  # names cost more than the rest
+
+        return view
 
     def stream(self, ordinal: int) -> int:
         cupy: Any = sys.modules.get("cupy")
@@ -97,7 +123,7 @@ class CuPy(Library):
 
         def make() -> Any:
             with cupy.cuda.Device(ordinal):
-                return cupy.ndarray(extents, native, order=order)
+                return cupy.ndarray(extents, native, None, None, order)  # see `viewer`
 
         return make
 

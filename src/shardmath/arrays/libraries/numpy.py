@@ -51,6 +51,10 @@ class NumPy(Library):
             )
         return np.asarray(x)
 
+    def is_read_by_compiled_code(self) -> bool:
+        """True: compiled code knows how NumPy's arrays are laid out."""
+        return True
+
     def from_host(self, host: HostArray) -> HostArray:
         return host
 

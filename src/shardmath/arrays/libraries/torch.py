@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, Space
+from shardmath.arrays.base import Attributes, HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, Packed, overlaps, packed_strides
 from shardmath.base.compiled import extension
@@ -99,6 +99,26 @@ class Torch(Library):
         spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
         address = x.data_ptr()  # RuntimeError, or 0, where `x` only stands for other tensors
         return (spec, address) if address or not spec.size else None
+
+    def attributes(self) -> Attributes | None:
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return None
+        try:
+            stream = _current_stream()
+        except LookupError:
+            stream = self.stream
+        return Attributes(
+            torch.Tensor,
+            address="data_ptr()",
+            strides="stride()",
+            device="get_device()",
+            on_gpu="is_cuda",
+            contiguous="is_contiguous()",
+            special=("requires_grad", "is_neg()", "is_conj()"),
+            stream=stream,
+            like=torch.empty_like,
+        )
 
     def on_host(self, x: Any) -> HostArray:
         return self.host_view(x.cpu())
