@@ -71,7 +71,7 @@ def test_same_as_ignores_where_nothing_lies():
     ],
 )
 def test_described(layout, line):
-    assert layout.describe() == str(layout) == line
+    assert str(layout) == line
 
 
 @pytest.mark.parametrize(

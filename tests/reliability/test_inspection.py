@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import re
 import select
 import signal
 import subprocess
@@ -370,6 +371,8 @@ def test_a_notice_a_signal_and_ctrl_c(tmp_path):
         text = read_until(launcher.stderr, "signal.pause()")
         assert "waiting for rank 2" in text and "missing: rank 2" in text
         assert text.count("where the ranks are") == 1
+        number, pid = re.search(r", #(\d+), pid (\d+)", text).groups()
+        assert re.search(rf" {pid} +{number}  ", text), text  # the table counts alike
         assert "missing: rank 2" in seen(launcher.pid, "missing")
         asking = threading.Event()
 

@@ -120,6 +120,13 @@ class Recorder:
         self.memory = self.compared = None
         self.begin = self.on_stream = self.end = self.leave = _nothing
 
+    @property
+    def under_way(self) -> int:
+        """The number of the last operation, if it has not ended; else 0."""
+        if self.memory is None or not (found := operations(self.memory[:])):
+            return 0
+        return 0 if found[-1].ended else found[-1].number
+
     def planned(self, explain: Callable[[], str]) -> None:
         """Note that the operation under way has made a plan; `explain()` is the text of it."""
         if self.tell_plan is not None and self.memory is not None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.agreement import (
-    agree_keeping,
     beginning,
     checked,
     described,
@@ -191,16 +190,6 @@ class Plans:
     def _set_count(self, count: int) -> None:
         self._count, self.made = count, _MADE.pack(count)
         self.repeated.clear()
-
-
-def together(context: Context, operation: str, act: Callable[[], T]) -> T:
-    """`act()` of this rank, once it has ended on all. Collective.
-
-    Raises on every rank what it raised on the first rank where it did.
-    """
-    context.require_open()
-    result, _ = agree_keeping(context.board, operation, lambda: (act(), None), len)
-    return result
 
 
 def raise_on_all_ranks(context: Context, operation: str, mistake: Exception) -> NoReturn:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored, read_stored, save_array
@@ -41,7 +40,7 @@ def save_arrays(
         name: {"file": files[name], "dtype": x.element_type.name} for name, (x, _) in arrays.items()
     }
     text = json.dumps({"arrays": entries, "values": dict(values)}, indent=1) + "\n"
-    before, is_new = together(context, SAVE, lambda: (_files(folder), not folder.exists()))
+    before, is_new = context.on_all_ranks(SAVE, lambda: (_files(folder), not folder.exists()))
     try:
         on_rank_0(context, lambda: folder.mkdir(exist_ok=True))
         manifest = folder / _MANIFEST

@@ -19,7 +19,6 @@ import numpy as np
 
 from shardmath.arrays import array_of, dtypes, library_of
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import together
 from shardmath.collectives import all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import dense, parts, spectral
@@ -376,7 +375,7 @@ def of_stacks(
         layout = Layout.product(x.shape, columns, size=size)
         stacks.append(dense.workable(part_in(x, layout)))
     results = []
-    for made in together(first.context, name, lambda: compute(*stacks)):
+    for made in first.context.on_all_ranks(name, lambda: compute(*stacks)):
         shape = (*stack, *made.shape[count:])
         results.append(_of_part(first, made, Layout.product(shape, columns, size=size)))
     return results

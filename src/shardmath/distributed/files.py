@@ -13,7 +13,6 @@ import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_named, library_of_package
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import together
 from shardmath.collectives.operand import context_of
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
@@ -167,8 +166,8 @@ def _loaded(
         host = read_part(context, Path(stored.file), stored.offset, held, native)
     if fortran:
         host, held = host.T, held.transposed()
-    local = together(
-        context, LOAD, partial(parts.on_device, host, library, device_of(context, library))
+    local = context.on_all_ranks(
+        LOAD, partial(parts.on_device, host, library, device_of(context, library))
     )
     made = DistributedArray.of(local, unbound(distribution), held, context)
     if held == layout:

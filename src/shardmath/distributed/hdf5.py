@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
@@ -44,7 +43,7 @@ def save_arrays(
                 _add_dataset(made, name, x)
 
     with appearing(context, path, create) as file:
-        stored, _ = together(context, SAVE, partial(stored_arrays, file))
+        stored, _ = context.on_all_ranks(SAVE, partial(stored_arrays, file))
         for name, (x, _) in arrays.items():
             offset = stored[name].offset
             if offset is not None:  # else there are no elements, or the one is written

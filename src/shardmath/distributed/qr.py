@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays import library_of
-from shardmath.call.agreement import together
 from shardmath.collectives import all_gather, all_reduce, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
@@ -277,7 +276,7 @@ def alike(name: str, a: Any, compute: Callable[[], tuple[Any, ...]]) -> tuple[An
     """What every rank computes from equal arrays; the same bits on all. Collective. Raises on all
     ranks what one of them raises.
     """
-    return _same_everywhere(a.context, together(a.context, name, compute))
+    return _same_everywhere(a.context, a.context.on_all_ranks(name, compute))
 
 
 def tree(a: Any, start: int) -> tuple[list[Stage], Any]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import parts
 from shardmath.distributed.movement import part_in
@@ -56,7 +55,7 @@ def write_chunks(x: Distributed, chunked: Any, chunk: tuple[int, ...]) -> None:
     context = x.context
     layout = layout_of_chunks(x.shape, chunk, context.size)
     part = part_in(x, layout)
-    host = together(context, SAVE, lambda: parts.on_host(part))
+    host = context.on_all_ranks(SAVE, lambda: parts.on_host(part))
     unit = chunk[long_axis(x.shape)] if x.ndim else 1
 
     def write(here: Key, there: Key) -> None:
@@ -65,7 +64,7 @@ def write_chunks(x: Distributed, chunked: Any, chunk: tuple[int, ...]) -> None:
 
     turns = list(_turns(layout, context.rank, host.itemsize, unit))
     for here, there in shown(turns, SAVE, context):
-        together(context, SAVE, partial(write, here, there))
+        context.on_all_ranks(SAVE, partial(write, here, there))
 
 
 def read_slices(
@@ -75,7 +74,7 @@ def read_slices(
     dtype: np.dtype[Any],
 ) -> HostArray:
     """This rank's part, in a layout of slices, of what every rank has opened. Collective."""
-    host = together(context, LOAD, lambda: np.empty(layout.local_shape(context.rank), dtype))
+    host = context.on_all_ranks(LOAD, lambda: np.empty(layout.local_shape(context.rank), dtype))
 
     def read(here: Key, there: Key) -> None:
         # As its bytes: a type that the file lacks, such as bfloat16, is opaque there.
@@ -83,7 +82,7 @@ def read_slices(
 
     turns = list(_turns(layout, context.rank, dtype.itemsize, 1))
     for here, there in shown(turns, LOAD, context):
-        together(context, LOAD, partial(read, here, there))
+        context.on_all_ranks(LOAD, partial(read, here, there))
     return host
 
 

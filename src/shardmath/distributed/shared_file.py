@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import indexing, parts
 from shardmath.distributed.layouts import run_length, runs
@@ -66,7 +65,7 @@ def extra(name: str) -> Any:
 
 def on_rank_0(context: DistributedContext, act: Callable[[], None]) -> None:
     """`act()` on rank 0, while the others wait. Collective. Raises on all ranks what it raises."""
-    together(context, SAVE, act if context.rank == 0 else lambda: None)
+    context.on_all_ranks(SAVE, act if context.rank == 0 else lambda: None)
 
 
 def shown(turns: Sequence[T], title: str, context: DistributedContext) -> Iterator[T]:
@@ -171,7 +170,7 @@ def write_part(x: Distributed, file: Path, offset: int) -> None:
     """Write the array from byte `offset` of a file on, in C order. Collective."""
     context = x.context
     layout = layout_in_file(x.layout, x.element_type.itemsize, written=True)
-    descriptor = together(context, SAVE, partial(os.open, file, os.O_WRONLY))
+    descriptor = context.on_all_ranks(SAVE, partial(os.open, file, os.O_WRONLY))
     try:
         writer = _Writer(descriptor, offset)
         as_it_lies = stays(x.layout, layout)
@@ -180,7 +179,7 @@ def write_part(x: Distributed, file: Path, offset: int) -> None:
         for number, turn in enumerate(shown(turns, f"{SAVE} {file.name}", context), 1):
             turn()
             if number % synced == 0 or number == len(turns):
-                together(context, SAVE, partial(os.fdatasync, descriptor))
+                context.on_all_ranks(SAVE, partial(os.fdatasync, descriptor))
     finally:
         os.close(descriptor)
 
@@ -192,9 +191,9 @@ def _runs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Call
     def begin() -> HostArray:
         return np.ascontiguousarray(parts.on_host(part))
 
-    host = together(context, SAVE, begin)
+    host = context.on_all_ranks(SAVE, begin)
     turns = _rounds(layout, context.rank, host, writer.write)
-    return [partial(together, context, SAVE, turn) for turn in turns]
+    return [partial(context.on_all_ranks, SAVE, turn) for turn in turns]
 
 
 def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Callable[[], None]]:
@@ -223,7 +222,7 @@ def _slabs_in_turns(x: Distributed, layout: Layout, writer: _Writer) -> list[Cal
             while done < len(data):
                 done += writer.write(data[done:], place + done)
 
-        together(context, SAVE, write)
+        context.on_all_ranks(SAVE, write)
 
     return [partial(turn, start) for start in range(0, shape[axis], step)]
 
@@ -278,11 +277,11 @@ def read_part(
     def read(data: memoryview, place: int) -> int:
         return os.preadv(descriptor, [data], offset + place)
 
-    descriptor, host = together(context, LOAD, begin)
+    descriptor, host = context.on_all_ranks(LOAD, begin)
     try:
         turns = _rounds(layout, context.rank, host, read)
         for turn in shown(turns, f"{LOAD} {file.name}", context):
-            together(context, LOAD, turn)
+            context.on_all_ranks(LOAD, turn)
     finally:
         os.close(descriptor)
     return host

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.call.agreement import together
 from shardmath.context.context import DistributedContext
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.npy import Stored
@@ -58,12 +57,12 @@ def save_arrays(
 
     with appearing(context, path, create) as folder:
         for name, (x, _) in arrays.items():
-            chunked = together(context, SAVE, partial(_open, folder, name, "r+"))
+            chunked = context.on_all_ranks(SAVE, partial(_open, folder, name, "r+"))
             write_chunks(x, chunked, chunks[name])
         written = sorted(folder.rglob("*"))
         for start in range(0, len(written), _SYNCED):
             mine = written[start : start + _SYNCED][context.rank :: context.size]
-            together(context, SAVE, partial(_sync, mine))
+            context.on_all_ranks(SAVE, partial(_sync, mine))
 
 
 def stored_arrays(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:

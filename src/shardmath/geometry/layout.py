@@ -225,7 +225,7 @@ class Layout(Immutable, hashes_once=True):
         """By rank, its group among the `groups`; ranks with empty parts are left out."""
         return {rank: group for group in self.groups or () for rank in group}
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """One line: the global shape, the ranks, how each axis is split."""
         if self.is_replicated:
             return f"{_shape(self.global_shape)} on {self.size} ranks, replicated"
@@ -244,9 +244,6 @@ class Layout(Immutable, hashes_once=True):
         from shardmath.geometry.drawing import draw
 
         return draw(self.global_shape, dict(enumerate(self.parts)))
-
-    def __str__(self) -> str:
-        return self.describe()
 
     def _check_tiling(self) -> None:
         """Raise BindDistributionError unless every element has exactly one owner."""

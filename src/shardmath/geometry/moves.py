@@ -192,7 +192,7 @@ def classify(src: Layout, dst: Layout) -> Pattern:
 
 def _check(src: Layout, dst: Layout) -> None:
     if src.global_shape != dst.global_shape or src.size != dst.size:
-        raise ValueError(f"no moves between different arrays: {src.describe()}; {dst.describe()}")
+        raise ValueError(f"no moves between different arrays: {src}; {dst}")
 
 
 def _sources(

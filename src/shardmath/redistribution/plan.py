@@ -200,7 +200,7 @@ class TransferPlan(Immutable, Transfer):
         if self.src.global_shape != self.dst.global_shape or self.src.size != self.dst.size:
             raise ValueError(
                 f"a redistribution changes neither the global shape nor the ranks: "
-                f"{self.src.describe()}; {self.dst.describe()}"
+                f"{self.src}; {self.dst}"
             )
 
     @cached_property
@@ -271,8 +271,8 @@ class TransferPlan(Immutable, Transfer):
         """A few lines: from, to, the pattern and the bytes."""
         sent, received = (max(amounts, default=0) for amounts in self.traffic)
         return (
-            f"redistribute {self.src.describe()}\n"
-            f"          to {self.dst.describe()}\n"
+            f"redistribute {self.src}\n"
+            f"          to {self.dst}\n"
             f"{self.pattern.value}; {self.itemsize} bytes per element; a rank sends at most "
             f"{sent:,} bytes and receives at most {received:,}"
         )

@@ -625,7 +625,6 @@ class Board:
                 peer_error,
                 rings=True,
                 policy=policy,
-                suffix=f", #{target // 2}",
                 late=lambda: self._arrivals.missing(word, target),
             )
 
@@ -675,7 +674,6 @@ class Board:
         rings: bool = False,
         timeout: float | None = None,
         policy: WaitPolicy | None = None,
-        suffix: str = "",
         late: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """`waiting.wait_until`, with the names of this board. `rings`: the awaited peers ring."""
@@ -684,7 +682,7 @@ class Board:
             policy=policy or self.policy,
             missing=missing,
             peer_error=peer_error,
-            doing=lambda: self.names.where(suffix),
+            doing=lambda: self.names.where(counted=True),
             named=self.names.described,
             show=self._show,
             timeout=timeout,

@@ -19,6 +19,7 @@ from numpy.linalg import LinAlgError
 from shardmath import errors
 from shardmath.base.caller import caller_line
 from shardmath.base.immutable import Immutable
+from shardmath.base.recorder import this_process
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.group.base import rank_names
 from shardmath.symmetric.rows import NAME_BYTES, OPERATION, REASON_BYTES, Rows
@@ -120,8 +121,11 @@ class RankNames:
         """A rank by its number, its number in the job where that is another, and its process."""
         return f"rank {rank} ({self._process(rank)})"
 
-    def where(self, number: str = "") -> str:
-        """This rank, its operation, the user's line, the `number` of a wait, and its process."""
+    def where(self, *, counted: bool = False) -> str:
+        """This rank, its operation, the user's line, and its process; where operations are
+        `counted`, as in the table of all ranks, also the number of the one under way.
+        """
+        number = f", #{this_process.under_way}" if counted and this_process.under_way else ""
         doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}{number}"
         return f"{doing}, {self._process(self.rank)}"
 

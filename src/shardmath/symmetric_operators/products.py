@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed import _symmetric_memory as torchs
 
-from shardmath.call.agreement import together
 from shardmath.collectives import all_gather, reduce_scatter
 from shardmath.collectives.operand import as_axis
 from shardmath.context.context import DistributedContext, require_context
@@ -62,7 +61,7 @@ def _fused_matmul_reduce_scatter(
 ) -> Any:
     context = context_of_group(group_name)
     op = reduction(context, reduce_op)
-    part = together(context, _PRODUCT, lambda: a.detach() @ b.detach())
+    part = context.on_all_ranks(_PRODUCT, lambda: a.detach() @ b.detach())
     return reduce_scatter(part, op=op, axis=scatter_dim, context=context)
 
 
@@ -104,7 +103,7 @@ def _fused_all_gather_scaled_matmul(
         each = zip(bs, *words, strict=True)
         return [_scaled(gathered, b, scale, *rest) for b, *rest in each]
 
-    return gathered, together(context, _PRODUCT, multiply)
+    return gathered, context.on_all_ranks(_PRODUCT, multiply)
 
 
 def _are_of_rows(specs: Sequence[Any]) -> bool:
@@ -141,7 +140,7 @@ def _fused_scaled_matmul_reduce_scatter(
         made = _scaled(a, b, a_scale, b_scale, bias, result_scale, out_dtype, use_fast_accum)
         return made if output_shape is None else made.reshape(*output_shape[:-1], b.shape[1])
 
-    part = together(context, _PRODUCT, multiply)
+    part = context.on_all_ranks(_PRODUCT, multiply)
     return reduce_scatter(part, op=op, axis=orig_scatter_dim, context=context)
 
 

@@ -79,8 +79,8 @@ class Problem(Immutable):
         return (
             f"{self.kind if self.kind in SERIES else fourier}, norm {self.norm}, axes {axes}, "
             f"{self.library} {self.dtype} -> {self.result}\n"
-            f"  from {self.source.describe()}\n"
-            f"    to {self.target.describe()}"
+            f"  from {self.source}\n"
+            f"    to {self.target}"
         )
 
 

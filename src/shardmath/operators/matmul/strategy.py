@@ -248,9 +248,9 @@ class Strategy(Immutable):
         m, n, k = (column[0].length for column in (self.rows, self.columns, self.depth))
         lines.append(f"multiply {m} x {n} x {k} on rank 0")
         if self.reduces:
-            lines.append(f"add the ranks' products, each rank its part: {self.reduced.describe()}")
+            lines.append(f"add the ranks' products, each rank its part: {self.reduced}")
         if self.moves_result:
-            lines.append(f"move the result to where it is wanted: {self.problem.d.describe()}")
+            lines.append(f"move the result to where it is wanted: {self.problem.d}")
         return lines
 
     def __str__(self) -> str:
