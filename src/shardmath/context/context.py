@@ -573,7 +573,7 @@ class DistributedContext(Context):
                 if context._void_error() is not None:
                     chain.pop()
                     chain[-1]._drop_successor()
-                elif context.board.asked_again():
+                elif context.board.asked_again() or context._is_successor_void():
                     context._drop_successor()
                 elif context.board.peers.gone() == gone:
                     raise settled(error) from None
@@ -602,6 +602,9 @@ class DistributedContext(Context):
             self.team.abort()  # kernels of a call that was given up may wait for ever
         ranks = self.board.survivors(self._void_error)
         name = f"{self._name} / recovery {self.board.recoveries}"
+        void = self._void_error()  # found out since: a rank that left is taken to be gone
+        if void is not None:
+            raise void
 
         def error_of(_: object = None) -> Exception | None:
             gone = sorted(self.board.peers.gone().intersection(ranks))
@@ -637,10 +640,27 @@ class DistributedContext(Context):
         )
 
     def _void_error(self) -> Exception | None:
-        """The exception to raise where a rank has called `recover` again of the context that this
-        one replaces, and so knows nothing of this one; else None.
+        """The exception to raise where a rank knows nothing of this context; else None.
+
+        That rank has called `recover` again of the context that this one replaces, or is about to:
+        it has left this one, which it dropped where an exception struck, and not the other, which
+        every rank leaves first that keeps this one.
         """
-        return None if self._replaces is None else self._replaces._asked_again_error()
+        before = self._replaces
+        if before is None:
+            return None
+        left = {self._ranks[rank] for rank in self.board.peers.left()}
+        left -= {before._ranks[rank] for rank in before.board.peers.gone()}
+        if not left:
+            return before._asked_again_error()
+        ranks = [rank for rank, number in enumerate(before._ranks) if number in left]
+        names = before.board.names
+        return RankFailure(f"{names.where()}: {names.name(ranks[0])} has to recover again", ranks)
+
+    def _is_successor_void(self) -> bool:
+        """Whether this context has made one of which some rank knows nothing."""
+        made = self._replaced_by
+        return made is not None and made._void_error() is not None
 
     def _drop_successor(self) -> None:
         """End what `_successor` has made, which some ranks do not have."""
@@ -687,6 +707,7 @@ class DistributedContext(Context):
             return
         made = self._replaced_by
         if made is not None:  # by a `recover` that was interrupted
+            self._end(why)  # first: see `_void_error`
             made.close(why)
         else:
             self._end(why)

@@ -57,12 +57,15 @@ class Peers:
         """The ranks whose process has ended without leaving."""
         return [rank for rank in sorted(self._ended()) if self._words[rank][STATE] == RUNNING]
 
-    def gone(self) -> set[int]:
-        """The peers that have left, or whose process has ended, whatever they did before."""
+    def left(self) -> set[int]:
+        """The peers that have said that they leave."""
         self._rows.receive()
         words = self._words
-        left = {r for r in self._rows.peers if words[r][STATE] == LEFT or words[r][STATE] & GONE}
-        return left | self._ended()
+        return {r for r in self._rows.peers if words[r][STATE] == LEFT or words[r][STATE] & GONE}
+
+    def gone(self) -> set[int]:
+        """The peers that have left, or whose process has ended, whatever they did before."""
+        return self.left() | self._ended()
 
     def _state(self, rank: int) -> int:
         """The state of a rank, or the one before it was gone."""
