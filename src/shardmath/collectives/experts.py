@@ -97,9 +97,10 @@ class Experts:
         tiles = exchange.rows * exchange.width // _TILE_BYTES + chunks
         blocks = max(1, min(tiles, team.device.processors * _BLOCKS_EACH))
         kernel = team.kernel("experts", "exchange_rows")
-        ready = kernel.ready(blocks, _THREADS, Argument(b"".join(self.packed(exchange))))
+        packed = self.packed(exchange)
+        ready = kernel.ready(blocks, _THREADS, Argument(b"".join(packed)))
         behind = _WORD * chunks if exchange.starts else None
-        return RowLaunch(self._collectives, ready, len(self.packed(exchange)[0]), behind, keeps)
+        return RowLaunch(self._collectives, ready, len(packed[0]), behind, keeps)
 
     def packed(self, exchange: RowExchange) -> tuple[bytes, bytes, bytes]:
         """The struct `ExpertsArgument`: what is before its four addresses, these, and the rest."""

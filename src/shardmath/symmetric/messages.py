@@ -125,9 +125,9 @@ class RankNames:
         """This rank, its operation, the user's line, and its process; where operations are
         `counted`, as in the table of all ranks, also the number of the one under way.
         """
-        number = f", #{this_process.under_way}" if counted and this_process.under_way else ""
-        doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}{number}"
-        return f"{doing}, {self._process(self.rank)}"
+        number = this_process.under_way if counted else 0
+        doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}"
+        return f"{doing}{f', #{number}' if number else ''}, {self._process(self.rank)}"
 
     def call(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Call a verb of the transport, and give its errors this board's numbers of ranks."""
