@@ -65,7 +65,8 @@ def copy_diagonal(step, own):
 
 
 def factorise_cholesky(step, own):
-    diagonal, below = cut(own, step.diagonal), cut(own, step.below)
+    panel = cut(own, step.panel)
+    diagonal, below = np.vsplit(panel, [panel.shape[1]])
     lower = np.tril(diagonal)
     whole = lower + np.tril(lower, -1).conj().T
     for order in range(1, len(whole) + 1):

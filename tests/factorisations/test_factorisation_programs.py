@@ -244,7 +244,7 @@ def test_an_explanation_shows_the_look_ahead():
     lines = [line.partition(". ")[2] for line in text.splitlines()]
     assert re.fullmatch(r"predicted .* ms, .* kFLOP, .* of memory and .* of peers per rank",
                         text.splitlines()[1].replace(" us", " ms"))  # fmt: skip
-    ahead = lines.index("factorise columns[16:24, 8:16], and columns[24:40, 8:16] by it")
+    ahead = lines.index("factorise columns[16:40, 8:16], without pivots")
     assert lines[ahead - 1].endswith("from columns[16:40, 8:16]")
     assert lines[ahead + 1] == "arrive"
     assert lines[ahead + 2].endswith("from columns[32:40, 16:24]")

@@ -29,9 +29,8 @@ class CholeskySteps(PanelSteps):
     reads_own_rows = True  # of the lower triangle alone
 
     def factorise_panel(self, k: int) -> None:
-        lo, hi = self.blocks.bounds(k)
-        diagonal, below = self.own(k, (lo, hi)), self.own(k, (hi, self.blocks.n))
-        self.steps.append(FactoriseCholesky(diagonal, below, STATUS, lo))
+        lo, _ = self.blocks.bounds(k)
+        self.steps.append(FactoriseCholesky(self.own(k, (lo, self.blocks.n)), STATUS, lo))
 
     def update(self, k: int, first: int, last: int) -> None:
         n = self.blocks.n

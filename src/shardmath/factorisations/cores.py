@@ -101,7 +101,8 @@ def _copy_diagonal(step: CopyDiagonal, arrays: Arrays) -> Calls:
 
 
 def _factorise_cholesky(step: FactoriseCholesky, arrays: Arrays) -> Calls:
-    diagonal, below = block(arrays, step.diagonal), block(arrays, step.below)
+    panel = block(arrays, step.panel)
+    diagonal, below = np.vsplit(panel, [panel.shape[1]])
     factorise = lapack.cholesky(diagonal)
     status = arrays[step.status]
 

@@ -64,7 +64,6 @@ _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they l
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
 _ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
-_ROUTINES = {FactoriseCholesky: "potrf", FactoriseLU: "getrf"}
 
 
 class Least(Step, words="the least of {source} to {target}"):
@@ -269,9 +268,11 @@ class FactorisationProgram(GPUProgram):
     def memories(self) -> Mapping[str, Memory]:
         """The memories of the lane that are needed."""
         rooms = [
-            lapack.room(self.device, _ROUTINES[type(step)], self._block(_factorised(step)))
+            lapack.room(
+                self.device, self._block(step.panel), pivots=isinstance(step, FactoriseLU)
+            )
             for _, step in self.steps
-            if type(step) in _ROUTINES
+            if isinstance(step, FactoriseCholesky | FactoriseLU)
         ]
         own = {_BLAS: WORKSPACE, _BLAS_AHEAD: WORKSPACE, _SOLVER: max(rooms, default=0)}
         return {**self.program.memories, **{name: Memory(n) for name, n in own.items()}}
@@ -330,17 +331,11 @@ class FactorisationProgram(GPUProgram):
         return lambda stream: lapack.keep_lower(self.device, stream, columns, step.first)
 
     def _factorise_cholesky(self, step: FactoriseCholesky, memories: Memories) -> Launch:
-        diagonal, below = self._block(step.diagonal, memories), self._block(step.below, memories)
-        status, workspace = self._address(step.status, memories), memories.own[_SOLVER]
-        divide = self._solution(diagonal, below, memories, lower=True, op="C", right=True)
-
-        def launch(stream: int) -> None:
-            lapack.cholesky(
-                self.device, stream, diagonal, workspace=workspace, status=status, first=step.first
-            )
-            divide(stream)
-
-        return launch
+        panel, status = self._block(step.panel, memories), self._address(step.status, memories)
+        workspace = memories.own[_SOLVER]
+        return lambda stream: lapack.cholesky(
+            self.device, stream, panel, workspace=workspace, status=status, first=step.first
+        )
 
     def _factorise_lu(self, step: FactoriseLU, memories: Memories) -> Launch:
         panel, status = self._block(step.panel, memories), self._address(step.status, memories)
@@ -439,8 +434,3 @@ class FactorisationProgram(GPUProgram):
         Substitute: _substitute,
         Subtract: _subtract,
     }
-
-
-def _factorised(step: FactoriseCholesky | FactoriseLU) -> Cut:
-    """The block that a routine factorises."""
-    return step.diagonal if isinstance(step, FactoriseCholesky) else step.panel

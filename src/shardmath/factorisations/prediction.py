@@ -92,9 +92,9 @@ def work_of(step: Step, rank: int, itemsize: int) -> Work:
         height, width = _extents(step.panel)
         work = Work(width**2 * (height - width / 3), _OF_A_PANEL, 2 * itemsize * height * width)
     elif isinstance(step, FactoriseCholesky):
-        width, below = _extents(step.diagonal)[0], _extents(step.below)[0]
-        elements = width * (width + 2 * below)
-        work = Work(width**3 / 3 + width**2 * below, _OF_A_PANEL, itemsize * elements)
+        height, width = _extents(step.panel)
+        elements = width * (2 * height - width)
+        work = Work(width**2 * (height - 2 / 3 * width), _OF_A_PANEL, itemsize * elements)
     elif isinstance(step, ExchangeRows):
         lo, hi = step.place
         work = Work(touched=4 * itemsize * (hi - lo) * _extents(step.target)[1])

@@ -79,13 +79,12 @@ class CopyDiagonal(Step, words="copy the diagonal of {block} to {target}"):
     place: tuple[int, int]
 
 
-class FactoriseCholesky(Step, words="factorise {diagonal}, and {below} by it"):
-    """The Cholesky factor of a panel: of the block on the diagonal, whose first row is `first` of
-    the matrix, and of what is below.
+class FactoriseCholesky(Step, words="factorise {panel}, without pivots"):
+    """The Cholesky factor of a panel: of the block on the diagonal, at the top, whose first row is
+    `first` of the matrix, and of what is below.
     """
 
-    diagonal: Cut
-    below: Cut
+    panel: Cut
     status: str
     first: int
 

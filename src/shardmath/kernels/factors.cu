@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) note_zeros(const __grid_consta
 struct WordsArgument {
     int64 *status, *words;
     int64 count, number;
-    const int32 *info, *rows;  // what a routine says is wrong, and the rows that it has exchanged, from 1
+    const int32* rows;  // that a routine has exchanged, from 1
     int32* pivots;
 };
 
@@ -101,11 +101,6 @@ extern "C" __global__ void least(const __grid_constant__ WordsArgument a) {
     int64 found = a.words[0];
     for (int64 i = 1; i < a.count; ++i) found = a.words[i] < found ? a.words[i] : found;
     *a.status = found;
-}
-
-// Note a routine's number, counted from `number`, where it is one of the matrix.
-extern "C" __global__ void note_info(const __grid_constant__ WordsArgument a) {
-    if (*a.info > 0) atomicMin(a.status, a.number + *a.info);
 }
 
 // Rows of the matrix, from 0, of a panel whose first row is `number`. One block.

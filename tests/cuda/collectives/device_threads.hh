@@ -89,6 +89,14 @@ inline unsigned long long atomicMax(unsigned long long* word, unsigned long long
     }
     return before;
 }
+inline long long atomicMin(long long* word, long long value) {
+    long long before = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    while (value < before && !__atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return before;
+}
+inline float rsqrt(float x) { return 1 / __builtin_sqrtf(x); }
+inline double rsqrt(double x) { return 1 / __builtin_sqrt(x); }
 
 constexpr unsigned kNoThread = ~0u;
 

@@ -51,6 +51,10 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
         "sm_90a",
     ),
+    *(
+        ("panel_cholesky", (f"ELEMENT={x}", "THREADS=64"), "sm_90")
+        for x in ("float", "double", "Complex<float>", "Complex<double>")
+    ),
     (
         "panel_gemm",
         (

@@ -31,14 +31,16 @@ _THREADS, _WAVES = 256, 16
 _CHUNK = 512  # kChunk
 _EXCHANGING = 4  # blocks on each multiprocessor
 _ALIGNMENT = 256  # of what a routine is given: its word, the rows that it has exchanged, its room
-_REAL = {"float32": "float", "float64": "double"}  # types of panels that our kernel factorises
+_REAL = {"float32": "float", "float64": "double"}  # types of panels of LU that our kernel takes
+_ELEMENTS = {**_REAL, "complex64": "Complex<float>", "complex128": "Complex<double>"}
 _PANEL_THREADS, _PANEL_BLOCKS = 384, 128  # rows of a block, and how many there are at most (kHeard)
-_WIDTH = 32  # kWidth
+_WIDTH = 32  # kWidth, of both kernels
+_DIVIDING = 64  # threads of a block of `divide`
 _PACKETS = 2 * (1 + _WIDTH) * 16  # bytes of a block's packets
 _SOMEWHERE = 1 << 20  # an aligned address that nothing reads
 KERNELS = (
     "check_finite", "conjugate", "set_identity", "keep_lower", "note_zeros", "begin", "least",
-    "note_info", "number_pivots", "exchange_rows",
+    "number_pivots", "exchange_rows",
 )  # fmt: skip
 
 
@@ -60,30 +62,49 @@ def load(device: Device, dtype: str) -> None:
         _kernel(device, name, dtype).load()
     for name in ("factorise_columns", "bring_up") if dtype in _REAL else ():
         _panel_kernel(device, name, dtype).load()
+    for name in ("factorise_diagonal", "divide"):
+        _cholesky_kernel(device, name, dtype).load()
 
 
 # -- factors ---------------------------------------------------------------------------------------
 
 
-def room(device: Device, routine: str, a: Matrix) -> int:
-    """The bytes of workspace that `cholesky` ("potrf") or `lu` ("getrf") takes for `a`."""
-    if routine == "getrf" and (blocks := blocks_of_lu(device, a)):
+def room(device: Device, a: Matrix, *, pivots: bool) -> int:
+    """The bytes of workspace that `lu` takes for `a`, or without `pivots` `cholesky`."""
+    if not pivots:
+        return WORKSPACE
+    if blocks := blocks_of_lu(device, a):
         return WORKSPACE + _ALIGNMENT + blocks * _PACKETS
-    return _room_of_rows(a) + _elements(device, routine, a) * a.itemsize
+    return _room_of_rows(a) + _elements(device, a) * a.itemsize
 
 
 def cholesky(
     device: Device, stream: int, a: Matrix, *, workspace: int, status: int, first: int
 ) -> None:
-    """Put A = L L^H on `stream`, in place, of the lower triangle. The order of the first leading
-    minor that is not positive is noted, counted from `first`.
+    """Put the Cholesky factor of a panel on `stream`, in place: L of the block A1 at its top, of
+    which the lower triangle is read, and X L^-H of the rows X below. The order of the first leading
+    minor of A1 that is not positive is noted, counted from `first`.
+
+    The left half of the columns is factorised, then subtracted from the right half, and so on in
+    each half (Toledo, "Locality of reference in LU decomposition with partial pivoting", SIAM J.
+    Matrix Anal. Appl. 18, 1997), down to the columns of kernels/panel_cholesky.cu.
     """
     if not a.size:
         return
-    elements, buffer = _elements(device, "potrf", a), workspace + _room_of_rows(a)
-    given = 0, a.columns, a.address, a.leading, buffer, elements, workspace
-    _called(device, stream, "potrf", a.dtype, *given)
-    _words(device, stream, "note_info", status, number=first, info=workspace)
+    if a.columns <= _WIDTH:
+        text = struct.pack("q2Qq2I", a.leading or 1, a.address, status, first, a.rows, a.columns)
+        argument, below = Argument(text), a.rows - a.columns
+        _cholesky_kernel(device, "factorise_diagonal", a.dtype).launch(stream, 1, _WIDTH, argument)
+        if below:
+            blocks = -(-below // _DIVIDING)
+            _cholesky_kernel(device, "divide", a.dtype).launch(stream, blocks, _DIVIDING, argument)
+        return
+    half, noted = up(a.columns // 2, _WIDTH), {"workspace": workspace, "status": status}
+    left, right, below = (0, half), (half, a.columns), (half, a.rows)
+    cholesky(device, stream, a.part((0, a.rows), left), first=first, **noted)
+    c, x, y = a.part(below, right), a.part(below, left), a.part(right, left)
+    _subtract(device, stream, c, x, y, a.leading, op="C", workspace=workspace)
+    cholesky(device, stream, c, first=first + half, **noted)
 
 
 def lu(
@@ -105,8 +126,11 @@ def lu(
         _lu_of_panel(device, stream, a, workspace=workspace, pivots=pivots, first=first)
     else:
         rows, buffer = workspace + _ALIGNMENT, workspace + _room_of_rows(a)
+        device.activate()
+        library, handle = bindings()[0], _solver(device)
+        library.set_stream(handle, stream)
         given = a.rows, a.columns, a.address, a.leading, buffer, rows, workspace
-        _called(device, stream, "getrf", a.dtype, *given)
+        getattr(library, _LETTERS[a.dtype] + "getrf")(handle, *given)
         found = {"count": min(a.rows, a.columns), "rows": rows, "pivots": pivots}
         _words(device, stream, "number_pivots", status, number=first, **found)
     note_zeros(device, stream, a, status=status, first=first)
@@ -130,8 +154,6 @@ def _lu_of_panel(
     factorise, bring_up = (_panel_kernel(device, name, a.dtype) for name in names)
     moves = workspace + WORKSPACE
     packets, leading = moves + _ALIGNMENT, a.leading or 1
-    plus = np.ones(1, to_numpy(a.dtype))
-    minus = -plus
     device.activate()
     call("cuMemsetD8Async", packets, 0, blocks_of_lu(device, a) * _PACKETS, stream)
     for lo in range(0, a.columns, _WIDTH):
@@ -143,11 +165,31 @@ def _lu_of_panel(
         if hi - lo < a.columns:
             bring_up.launch(stream, a.columns - (hi - lo), _WIDTH, argument)
         c, left, upper = a.part(below, right), a.part(below, (lo, hi)), a.part((lo, hi), right)
-        if c.size:
-            shape = _OPS["N"], _OPS["N"], c.rows, c.columns, hi - lo
-            factors = minus.ctypes.data, left.address, leading, upper.address, leading
-            given = *shape, *factors, plus.ctypes.data, c.address, leading
-            _called_blas(device, stream, "gemm", a.dtype, *given, workspace=workspace, beside=True)
+        _subtract(device, stream, c, left, upper, leading, workspace=workspace)
+
+
+def _subtract(
+    device: Device,
+    stream: int,
+    c: Matrix,
+    x: Matrix,
+    y: Matrix,
+    leading: int | None,
+    *,
+    op: Op = "N",
+    workspace: int,
+) -> None:
+    """Put C = C - X op(Y) on `stream`: parts of one panel, whose columns are `leading` elements
+    apart.
+    """
+    if not c.size:
+        return
+    plus = np.ones(1, to_numpy(c.dtype))
+    minus = -plus
+    shape = _OPS["N"], _OPS[op], c.rows, c.columns, x.columns
+    factors = minus.ctypes.data, x.address, leading, y.address, leading
+    given = *shape, *factors, plus.ctypes.data, c.address, leading
+    _called_blas(device, stream, "gemm", c.dtype, *given, workspace=workspace, beside=True)
 
 
 def _room_of_rows(a: Matrix) -> int:
@@ -155,24 +197,16 @@ def _room_of_rows(a: Matrix) -> int:
     return _ALIGNMENT + up(4 * a.columns, _ALIGNMENT)
 
 
-def _elements(device: Device, routine: str, a: Matrix) -> int:
-    """The elements of workspace that a routine takes, for a matrix that may lie anywhere."""
-    shape = (0, a.columns) if routine == "potrf" else (a.rows, a.columns)
-    return _room(device, _LETTERS[a.dtype] + routine, shape, a.leading or 1)
+def _elements(device: Device, a: Matrix) -> int:
+    """The elements of workspace that cuSOLVER takes for a matrix that may lie anywhere."""
+    return _asked(device, _LETTERS[a.dtype], (a.rows, a.columns), a.leading or 1)
 
 
 @cache
-def _room(device: Device, routine: str, shape: tuple[int, int], leading: int) -> int:
+def _asked(device: Device, letter: str, shape: tuple[int, int], leading: int) -> int:
     device.activate()
-    ask = getattr(bindings()[0], f"{routine}_buffer_size")
+    ask = getattr(bindings()[0], f"{letter}getrf_buffer_size")
     return int(ask(_solver(device), *shape, _SOMEWHERE, leading))
-
-
-def _called(device: Device, stream: int, routine: str, dtype: str, *given: Any) -> None:
-    device.activate()
-    library, handle = bindings()[0], _solver(device)
-    library.set_stream(handle, stream)
-    getattr(library, _LETTERS[dtype] + routine)(handle, *given)
 
 
 # -- solutions -------------------------------------------------------------------------------------
@@ -323,12 +357,11 @@ def _words(
     words: int = 0,
     count: int = 0,
     number: int = 0,
-    info: int = 0,
     rows: int = 0,
     pivots: int = 0,
 ) -> None:
     """Launch a kernel that visits a few words."""
-    text = struct.pack("2Q2q3Q", status, words, count, number, info, rows, pivots)
+    text = struct.pack("2Q2q2Q", status, words, count, number, rows, pivots)
     threads = _THREADS if name == "number_pivots" else 1
     _kernel(device, name, "float64").launch(stream, 1, threads, Argument(text))
 
@@ -340,6 +373,11 @@ def _kernel(device: Device, name: str, dtype: str) -> Kernel:
 def _panel_kernel(device: Device, name: str, dtype: str) -> Kernel:
     defines = f"ELEMENT={_REAL[dtype]}", f"THREADS={_PANEL_THREADS}"
     return kernel(device, "panel_lu", name, defines)
+
+
+def _cholesky_kernel(device: Device, name: str, dtype: str) -> Kernel:
+    defines = f"ELEMENT={_ELEMENTS[dtype]}", f"THREADS={_DIVIDING}"
+    return kernel(device, "panel_cholesky", name, defines)
 
 
 @cache
