@@ -268,9 +268,7 @@ class FactorisationProgram(GPUProgram):
     def memories(self) -> Mapping[str, Memory]:
         """The memories of the lane that are needed."""
         rooms = [
-            lapack.room(
-                self.device, self._block(step.panel), pivots=isinstance(step, FactoriseLU)
-            )
+            lapack.room(self.device, self._block(step.panel), pivots=isinstance(step, FactoriseLU))
             for _, step in self.steps
             if isinstance(step, FactoriseCholesky | FactoriseLU)
         ]

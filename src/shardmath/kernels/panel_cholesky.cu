@@ -124,8 +124,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) divide(const __grid_const
     for (u32 first = 0; first < kWidth * kWidth; first += kThreads) {
         const u32 c = (first + threadIdx.x) / kWidth, below = threadIdx.x % kWidth, i = c + below;
         const ELEMENT l = i < a.width ? a.data[i + c * a.leading] : ELEMENT{0};
-        if (below == 0) shared.inverse[c] = c < a.width ? 1 / real_part(l) : Real(1);
         shared.column[c][below] = conjugate(l);
+    }
+    if (threadIdx.x < kWidth) {
+        const u32 c = threadIdx.x;
+        shared.inverse[c] = c < a.width ? 1 / real_part(a.data[c + c * a.leading]) : Real(1);
     }
     __syncthreads();
     if (row >= a.rows) return;

@@ -25,7 +25,7 @@ H200 = Rates(
     latency=1e-5,
     gathering=2.7e-5,
     finishing=2e-5,
-    panel=512,
+    panel=768,
     room=6e10,
 )
 # The same on several hosts, with a network card of 400 Gb/s for each GPU.
