@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy as copying
 import itertools
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import field
+from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.base import current
@@ -62,10 +63,32 @@ class Argument(Immutable):
         return value if self.appended is None else value + (self.appended,) * (ndim - len(value))
 
 
-class Distribution(Immutable, ABC, hashes_once=True):
+class _OneOfAKind(ABCMeta):
+    """Of a class whose arguments are numbers, equal arguments make one object.
+
+    A call that comes again is recognised by its objects, and users write distributions in the call:
+    `distributions=[Slab(0), Slab(1), Slab(0)]`.
+    """
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        if cls._of_numbers:  # type: ignore[attr-defined]
+            try:
+                return _made(cls, *values, **named)
+            except TypeError:  # something has no hash, or is wrong
+                pass
+        return super().__call__(*values, **named)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _made(cls: type, *values: Any, **named: Any) -> Any:
+    return ABCMeta.__call__(cls, *values, **named)
+
+
+class Distribution(Immutable, metaclass=_OneOfAKind, hashes_once=True):
     """How a global array is split over ranks.
 
-    The `_arguments` of a class determine what ranks compare and send, and how it prints.
+    The `_arguments` of a class determine what ranks compare and send, and how it prints; they are
+    all numbers, or left out, where it is `_of_numbers`.
 
     `size=`, the number of ranks, may be left out where the distribution is bound to one or has a
     process grid, or where a context is current; `global_shape` where the distribution is bound.
@@ -73,6 +96,7 @@ class Distribution(Immutable, ABC, hashes_once=True):
     """
 
     _arguments: ClassVar[tuple[Argument, ...]]
+    _of_numbers: ClassVar[bool] = False
     binding: Binding | None = field(default=None, init=False)
 
     @property

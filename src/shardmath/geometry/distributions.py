@@ -37,6 +37,7 @@ class Slab(Distribution):
     """
 
     _arguments = (Argument("partition_dim"), Argument("ndim", keyword=True))
+    _of_numbers = True
     partition_dim: int
     ndim: int | None = None
 
@@ -336,6 +337,7 @@ class Replicated(Distribution):
     """Every rank holds everything."""
 
     _arguments = (Argument("ndim", keyword=True),)
+    _of_numbers = True
     ndim: int | None = None
 
     def __init__(self, ndim: int | None = None) -> None:

@@ -100,9 +100,9 @@ def cholesky(
             _cholesky_kernel(device, "divide", a.dtype).launch(stream, blocks, _DIVIDING, argument)
         return
     half, noted = up(a.columns // 2, _WIDTH), {"workspace": workspace, "status": status}
-    left, right, below = (0, half), (half, a.columns), (half, a.rows)
+    left, right, lower = (0, half), (half, a.columns), (half, a.rows)
     cholesky(device, stream, a.part((0, a.rows), left), first=first, **noted)
-    c, x, y = a.part(below, right), a.part(below, left), a.part(right, left)
+    c, x, y = a.part(lower, right), a.part(lower, left), a.part(right, left)
     _subtract(device, stream, c, x, y, a.leading, op="C", workspace=workspace)
     cholesky(device, stream, c, first=first + half, **noted)
 
