@@ -25,9 +25,9 @@ from typing import Any
 
 import record
 
+from shardmath.factorisations.blocks import Blocks
 from shardmath.factorisations.cholesky import CHOLESKY
 from shardmath.factorisations.lu import LU_FACTOR
-from shardmath.factorisations.panels import Blocks
 from shardmath.factorisations.problem import Problem
 from shardmath.geometry import Layout
 from shardmath.machine import Machine

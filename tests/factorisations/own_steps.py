@@ -60,6 +60,10 @@ def keep_lower(step, own):
     part[...] = np.tril(part, -step.first)
 
 
+def clear(step, own):
+    own[step.target][...] = 0
+
+
 def copy_diagonal(step, own):
     own[step.target][slice(*step.place)] = cut(own, step.block).diagonal()
 
@@ -150,6 +154,7 @@ OWN_STEPS = {
     steps.CheckFinite: check_finite,
     steps.Conjugate: conjugate,
     steps.SetIdentity: set_identity,
+    steps.Clear: clear,
     steps.KeepLower: keep_lower,
     steps.CopyDiagonal: copy_diagonal,
     steps.FactoriseCholesky: factorise_cholesky,

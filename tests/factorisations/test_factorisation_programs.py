@@ -18,6 +18,7 @@ from own_steps import interpret_on_gpus, interpreter
 from arrangements import distributions, part_of
 from draws import drawn
 from shardmath.arrays.libraries.numpy import NumPy
+from shardmath.factorisations.blocks import Blocks
 from shardmath.factorisations.cholesky import (
     CHOLESKY,
     ROUNDED_CHOLESKY,
@@ -31,7 +32,6 @@ from shardmath.factorisations.lu import (
     ROUNDED_LU_FACTOR,
     SOLVE,
 )
-from shardmath.factorisations.panels import Blocks
 from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A

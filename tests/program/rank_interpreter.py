@@ -105,11 +105,10 @@ class Rank:
         offset += sum(first * step for (first, _), step in zip(peer.box, strides, strict=True))
         return View(memory, tuple(hi - lo for lo, hi in peer.box), strides, peer.dtype, 0, offset)
 
-    def of_peer(self, peer, memory, layout, itemsize):
+    def of_peer(self, peer, memory, shape, itemsize):
         """A peer's array in the memory that corresponds to this one."""
         there = self.ranks[peer]
         name = there.program.shared[self.program.shared.index(memory)]
-        shape = layout.local_shape(peer)
         if name in there.users:  # of these a peer tells the strides; the others have no gaps
             strides = there.named(name).strides
         else:
@@ -147,7 +146,8 @@ def move(step, rank):
     elif rank.program.pushes(step.target):
         own = rank.array(source, element)
         for each in transfer.out_of(rank.number):
-            there = rank.of_peer(each.dst, target.memory, transfer.dst, transfer.itemsize)
+            shape = transfer.result_shape(each.dst)
+            there = rank.of_peer(each.dst, target.memory, shape, transfer.itemsize)
             if each.dst == rank.number:
                 there = rank.array(target, element)
             copy_move(each, own, there)
@@ -156,7 +156,8 @@ def move(step, rank):
         for each in transfer.into(rank.number):
             there = rank.array(source, element)
             if each.src != rank.number:
-                there = rank.of_peer(each.src, source.memory, transfer.src, transfer.itemsize)
+                shape = transfer.source_shape(each.src)
+                there = rank.of_peer(each.src, source.memory, shape, transfer.itemsize)
             copy_move(each, there, own)
 
 

@@ -26,7 +26,7 @@ from shardmath.program.steps import Program
 class CholeskySteps(PanelSteps):
     """The steps of one rank that make the Cholesky factor."""
 
-    reads_own_rows = True  # of the lower triangle alone
+    is_lower = True
 
     def factorise_panel(self, k: int) -> None:
         lo, _ = self.blocks.bounds(k)
@@ -66,7 +66,7 @@ class Cholesky(Factorisation):
         panels.bring_columns(a)
         panels.factorise()
         for k in blocks.owned(panels.rank):
-            panels.steps.append(KeepLower(panels.own(k, (0, blocks.n)), blocks.bounds(k)[0]))
+            panels.steps.append(KeepLower(panels.own(k, blocks.bounds(k)), 0))
         return panels.program([("columns", "out", result)], () if lower else ("a", "out"))
 
 

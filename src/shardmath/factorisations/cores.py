@@ -12,6 +12,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
     CheckFinite,
+    Clear,
     Conjugate,
     CopyDiagonal,
     Cut,
@@ -85,6 +86,10 @@ def _set_identity(step: SetIdentity, arrays: Arrays) -> Calls:
         np.fill_diagonal(target[step.first : step.first + target.shape[1]], 1)
 
     return [identity]
+
+
+def _clear(step: Clear, arrays: Arrays) -> Calls:
+    return [partial(arrays[step.target].fill, 0)]
 
 
 def _keep_lower(step: KeepLower, arrays: Arrays) -> Calls:
@@ -180,6 +185,7 @@ PERFORMERS: Mapping[type[Step], Performing] = {
     CheckFinite: _check_finite,
     Conjugate: _conjugate,
     SetIdentity: _set_identity,
+    Clear: _clear,
     KeepLower: _keep_lower,
     CopyDiagonal: _copy_diagonal,
     FactoriseCholesky: _factorise_cholesky,

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
     CheckFinite,
+    Clear,
     Conjugate,
     CopyDiagonal,
     Cut,
@@ -324,6 +325,10 @@ class FactorisationProgram(GPUProgram):
         target = self._block(step.target, memories)
         return lambda stream: lapack.set_identity(self.device, stream, target, step.first)
 
+    def _clear(self, step: Clear, memories: Memories) -> Launch:
+        target = self._block(step.target, memories)
+        return lambda stream: lapack.clear(self.device, stream, target)
+
     def _keep_lower(self, step: KeepLower, memories: Memories) -> Launch:
         columns = self._block(step.columns, memories)
         return lambda stream: lapack.keep_lower(self.device, stream, columns, step.first)
@@ -425,6 +430,7 @@ class FactorisationProgram(GPUProgram):
         CheckFinite: _check_finite,
         Conjugate: _conjugate,
         SetIdentity: _set_identity,
+        Clear: _clear,
         KeepLower: _keep_lower,
         FactoriseCholesky: _factorise_cholesky,
         FactoriseLU: _factorise_lu,

@@ -25,19 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmath.base.immutable import Immutable
+from shardmath.factorisations.blocks import Blocks, Rows
 from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import (
     GOOD,
     NOT_FINITE_A,
     NOT_FINITE_B,
     CheckFinite,
+    Clear,
     Cut,
     Fill,
     Substitute,
     Subtract,
 )
-from shardmath.geometry import Layout, Spans
+from shardmath.factorisations.triangle import LowerTriangle
+from shardmath.geometry import Layout
 from shardmath.local.lapack import Op
 from shardmath.local.reduction import Reduction
 from shardmath.program.steps import (
@@ -51,69 +53,9 @@ from shardmath.program.steps import (
     SplitArray,
     Step,
 )
-from shardmath.redistribution import TransferPlan
+from shardmath.redistribution import Transfer, TransferPlan
 
 STATUS = "status"
-_NOTHING = Spans(0, 0, 0, 0)
-
-Rows = tuple[int, int]  # from, to
-
-
-class Blocks(Immutable):
-    """Blocks of `width` of the n columns of an n x n matrix, dealt to `size` ranks in turn."""
-
-    n: int
-    width: int
-    size: int
-
-    @property
-    def count(self) -> int:
-        """The number of blocks; the last may be narrower."""
-        return -(-self.n // self.width)
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """The first column of block `k`, and the one behind it; also the rows of its diagonal."""
-        return k * self.width, min((k + 1) * self.width, self.n)
-
-    def owner(self, k: int) -> int:
-        """The rank that has block `k`."""
-        return k % self.size
-
-    def before(self, k: int, rank: int) -> int:
-        """How many columns `rank` has of blocks before `k`."""
-        owned = len(range(rank, min(k, self.count), self.size))
-        return min(owned * self.width, self.spans[rank].length)
-
-    def place(self, k: int) -> tuple[int, int]:
-        """The columns of block `k` among those of its owner."""
-        first = self.before(k, self.owner(k))
-        lo, hi = self.bounds(k)
-        return first, first + hi - lo
-
-    def owned(self, rank: int) -> range:
-        """The blocks of `rank`."""
-        return range(rank, self.count, self.size)
-
-    @property
-    def spans(self) -> list[Spans]:
-        """The columns of each rank."""
-        return [Spans.cyclic(self.n, self.width, self.size, rank) for rank in range(self.size)]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the matrix: every rank has all rows of its columns."""
-        return Layout.product((self.n, self.n), [None, self.spans], size=self.size)
-
-    @property
-    def vector(self) -> Layout:
-        """The layout of a vector with an element for each column, on the rank of the column."""
-        return Layout.product((self.n,), [self.spans], size=self.size)
-
-    def read(self, k: int, rows: Sequence[Rows | None]) -> Layout:
-        """The layout of the rows of block `k` that each rank reads, None if it reads nothing."""
-        columns, nothing = Spans.interval(*self.bounds(k)), (_NOTHING, _NOTHING)
-        parts = tuple(nothing if own is None else (Spans.interval(*own), columns) for own in rows)
-        return Layout((self.n, self.n), parts)
 
 
 class PanelSteps:
@@ -124,7 +66,7 @@ class PanelSteps:
     bfloat16.
     """
 
-    reads_own_rows = False  # whether columns need the rows of a panel from their own diagonal on
+    is_lower = False  # whether all is computed in the lower triangle, which alone is there
 
     def __init__(self, problem: Problem, width: int, rank: int, *, rounded: bool = False) -> None:
         self.problem, self.rank, self.rounded = problem, rank, rounded
@@ -143,9 +85,11 @@ class PanelSteps:
         """Bring this rank's columns of matrix "a"."""
         problem, blocks = self.problem, self.blocks
         self.workspace["columns"] = SplitArray(blocks.layout, problem.dtype, "F")
-        plan = TransferPlan(source, blocks.layout, problem.itemsize)
+        plan: Transfer = TransferPlan(source, blocks.layout, problem.itemsize)
+        if self.is_lower:
+            plan = LowerTriangle(blocks, source, problem.itemsize)
         self.steps.append(Move(plan, "a", "columns"))
-        self.check_finite("columns", NOT_FINITE_A)
+        self.check_finite("a" if self.is_lower else "columns", NOT_FINITE_A)
 
     def check_finite(self, buffer: str, code: int) -> None:
         """Note `code` where an element of a buffer is NaN or infinite, if the caller wants that."""
@@ -188,8 +132,12 @@ class PanelSteps:
         results: dict[str, SplitArray | LocalArray] = {}
         self.steps.append(READ)
         for source, target, layout in moves:
-            held = self.workspace[source].layout
-            self.steps.append(Move(TransferPlan(held, layout, problem.itemsize), source, target))
+            if source == "columns" and self.is_lower:
+                plan: Transfer = LowerTriangle(self.blocks, layout, problem.itemsize, returns=True)
+                self.steps.append(Clear(target))
+            else:
+                plan = TransferPlan(self.workspace[source].layout, layout, problem.itemsize)
+            self.steps.append(Move(plan, source, target))
             results[target] = SplitArray(problem.result, problem.dtype, problem.order)
         for target, (source, dtype) in (vectors or {}).items():
             held = self.workspace[source].layout
@@ -248,7 +196,7 @@ class PanelSteps:
         of the matrix on: that of its diagonal.
 
         Ranks that have neither columns behind it nor right-hand sides read nothing. A rank without
-        right-hand sides that `reads_own_rows` reads those from its next diagonal block on.
+        right-hand sides whose matrix `is_lower` reads those from its next diagonal block on.
         """
         blocks = self.blocks
         lo, _ = blocks.bounds(k)
@@ -257,7 +205,7 @@ class PanelSteps:
             behind = next((j for j in blocks.owned(rank) if j > k), None)
             if rank == blocks.owner(k) or (behind is None and not solves):
                 rows.append(None)
-            elif self.reads_own_rows and behind is not None and not solves:
+            elif self.is_lower and behind is not None and not solves:
                 rows.append((blocks.bounds(behind)[0], blocks.n))
             else:
                 rows.append((lo, blocks.n))

@@ -64,6 +64,12 @@ class SetIdentity(Step, words="fill {target} with the identity from column {firs
     first: int
 
 
+class Clear(Step, words="fill {target} with zeros"):
+    """Every element of a buffer becomes 0."""
+
+    target: str
+
+
 class KeepLower(Step, words="keep the lower triangle of {columns}"):
     """Elements of `columns` above the diagonal, which begins in row `first`, become 0."""
 

@@ -276,6 +276,12 @@ def set_identity(device: Device, stream: int, a: Matrix, first: int) -> None:
     _each(device, stream, "set_identity", a, first=first)
 
 
+def clear(device: Device, stream: int, a: Matrix) -> None:
+    """Every element of A, of any strides, becomes 0."""
+    x = a if a.by_columns else a.transposed()
+    _each(device, stream, "keep_lower", x, first=x.rows)  # all of it is above that diagonal
+
+
 def keep_lower(device: Device, stream: int, a: Matrix, first: int) -> None:
     """Elements above the diagonal, which begins in row `first`, become 0."""
     _each(device, stream, "keep_lower", a, first=first)
