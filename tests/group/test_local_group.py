@@ -113,41 +113,6 @@ def test_different_arrays_are_reported_on_every_rank(pool: Pool) -> None:
         assert "rank 1 passed an array of dtype and shape ('float64', (3,))" in message
 
 
-def split(group: ProcessGroup) -> None:
-    # 0 1 2        a grid of ranks: rows by color, columns by color, and an odd one out
-    # 3 4 5
-    n, rank = group.nranks, group.rank
-    row = group.split(rank // 3)
-    column = group.split(rank % 3, key=-rank)
-    rest = group.split(None if rank == 0 else 7)
-    assert row is not None and column is not None and (rest is None) == (rank == 0)
-    name = b"%d" % rank
-    for part, ranks in (
-        (row, [r for r in range(n) if r // 3 == rank // 3]),
-        (column, [r for r in reversed(range(n)) if r % 3 == rank % 3]),
-        (rest, list(range(1, n))),
-        (group, list(range(n))),
-    ):
-        if part is not None:
-            assert part.allgather_bytes(name) == [b"%d" % r for r in ranks]
-            assert (part.nranks, part.rank) == (len(ranks), ranks.index(rank))
-            part.allgather_bytes(bytes(100_000))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_split(pool: Pool, ranks: int) -> None:
-    pool.run(split, ranks=ranks)
-
-
-def split_of_users(group: ProcessGroup) -> None:
-    with pytest.raises(NotImplementedError, match="Minimal cannot be split"):
-        Minimal(group).split(0)
-
-
-def test_a_users_group_is_not_split(pool: Pool) -> None:
-    pool.run(split_of_users, ranks=1)
-
-
 def bad_root(group: ProcessGroup) -> None:
     for root in (-1, group.nranks):
         with pytest.raises(ValueError, match="root is"):

@@ -98,14 +98,6 @@ class ProcessGroup(ABC):
             for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
         ]
 
-    def split(self, color: int | None, *, key: int = 0) -> ProcessGroup | None:
-        """The group of the ranks that pass the same `color`, in the order of `key`, then of rank.
-
-        None for a rank whose `color` is None. Collective. Raises NotImplementedError for a group of
-        the user's own kind.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot be split; make the part yourself")
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, nranks={self.nranks})"
 
@@ -170,21 +162,10 @@ class SoloProcessGroup(GatheringGroup):
         """`data`, alone in a list."""
         return [bytes(data)]
 
-    def split(self, color: int | None, *, key: int = 0) -> SoloProcessGroup | None:
-        """The group itself, or None if `color` is None."""
-        return None if color is None else self
-
 
 def rank_names(ranks: Sequence[int]) -> str:
     """The ranks in words, such as `rank 2` or `ranks 2, 5`."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def parts_of(cards: Sequence[tuple[int | None, int]]) -> list[list[int]]:
-    """The ranks of each part, by color, when rank r has said (color, key) = `cards[r]`."""
-    colors = sorted({color for color, _ in cards if color is not None})
-    order = sorted(range(len(cards)), key=lambda rank: (cards[rank][1], rank))
-    return [[rank for rank in order if cards[rank][0] == color] for color in colors]
 
 
 def _reduced(arrays: Sequence[Array], op: ReductionOp) -> Array:

@@ -15,11 +15,10 @@ import struct
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import closing
 
 from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
-from shardmath.group.base import GatheringGroup, parts_of
+from shardmath.group.base import GatheringGroup
 from shardmath.group.links import (
     Link,
     receive_all,
@@ -29,7 +28,6 @@ from shardmath.group.links import (
 )
 
 _LENGTH = struct.Struct("<Q")
-_UNIX = (socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 class LocalProcessGroup(GatheringGroup):
@@ -102,42 +100,6 @@ class LocalProcessGroup(GatheringGroup):
             raise
         self._number += 1
         return gathered
-
-    def split(self, color: int | None, *, key: int = 0) -> LocalProcessGroup | None:
-        """The group of the ranks that pass the same `color`; None if that is None. Collective.
-
-        Its ranks meet anew, at an anonymous socket: the two groups serve at the same time. Raises
-        as `allgather_bytes`.
-        """
-        from shardmath.group.handshake import new_key
-        from shardmath.group.liveness import PeerWatch
-        from shardmath.group.meeting import BACKLOG, Call, Place, meet
-
-        own, name = new_key(), f"\0shardmath-{os.urandom(16).hex()}"
-        with socket.socket(*_UNIX) as listener:
-            listener.bind(name)
-            listener.listen(BACKLOG)
-            cards = self.allgather_values((color, key, name, own, os.getpid()))
-            parts = parts_of([card[:2] for card in cards])
-            ranks = next((part for part in parts if self._rank in part), [])
-            if not ranks:
-                return None
-            rank, (_, _, where, its_key, _) = ranks.index(self._rank), cards[ranks[0]]
-            hub = Call([Place(f"socket {where[1:]}", *_UNIX, where)], its_key)
-            peers = {r: (cards[ranks[r]][4], -1) for r in range(len(ranks)) if r != rank}
-            with closing(PeerWatch(peers)) as watch:
-                made = meet(
-                    rank,
-                    [listener],
-                    own,
-                    calls={0: hub} if rank else {},
-                    awaited=() if rank else range(1, len(ranks)),
-                    names=[f"rank {r}" for r in ranks],
-                    watch=watch,
-                    timeout=self._timeout,
-                )
-        sockets = [made[peer] for peer in sorted(made)]
-        return LocalProcessGroup(rank, len(ranks), sockets, timeout=self._timeout)
 
     def close(self) -> None:
         """Close this rank's sockets: peers that wait for it raise RankFailure."""

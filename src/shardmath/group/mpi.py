@@ -71,11 +71,6 @@ class MPIProcessGroup(GatheringGroup):
         """A communicator of the same ranks, for traffic that meets no other's. Collective."""
         return self._comm.Dup()
 
-    def split(self, color: int | None, *, key: int = 0) -> MPIProcessGroup | None:
-        """The group of the ranks that pass the same `color`; None if that is None. Collective."""
-        part = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        return None if color is None else MPIProcessGroup(part, timeout=self._timeout)
-
     def _wait(self, request: Any, what: str) -> None:
         deadline = time.monotonic() + self._timeout
         polls = 0

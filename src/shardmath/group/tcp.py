@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from shardmath.base.caller import process_name, who
 from shardmath.base.config import PREFIX, Settings, config_folder
@@ -40,10 +40,6 @@ _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 class TcpProcessGroup(LocalProcessGroup):
     """Ranks on any hosts, which RANK, WORLD_SIZE and MASTER_ADDR, or Slurm's variables, name."""
-
-    def split(self, color: int | None, *, key: int = 0) -> NoReturn:
-        """Raises NotImplementedError: sockets of other ranks cannot be handed on between hosts."""
-        raise NotImplementedError("TcpProcessGroup cannot be split; split the context")
 
 
 def connected(rank: int, size: int, hub: Endpoint, settings: Settings) -> TcpProcessGroup:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
-from shardmath.group.base import GatheringGroup, parts_of
+from shardmath.group.base import GatheringGroup
 
 MIN_ALL_REDUCE_OBJ_BUFFER_SIZE: Final = 128  # bytes
 """The least `TorchProcessGroup.allreduce_obj_buffer_size`."""
@@ -58,11 +58,10 @@ class TorchProcessGroup(GatheringGroup):
         self._torch: Any = sys.modules["torch"]
         self._group = group
         self._device = "cpu" if "cpu" in backends else f"cuda:{device_id}"
-        self._logger = logger if logger is not None else logging.getLogger(__name__)
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
         self._buffer_size = 2048
         self.device_id = device_id
-        self._logger.info("%r over %s", self, backends)
+        (logger or logging.getLogger(__name__)).info("%r over %s", self, backends)
 
     @property
     def allreduce_obj_buffer_size(self) -> int:
@@ -89,27 +88,6 @@ class TorchProcessGroup(GatheringGroup):
         ]
         parts = self._gather(data, max(sizes))
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-    def split(self, color: int | None, *, key: int = 0) -> TorchProcessGroup | None:
-        """The group of the ranks that pass the same `color`; None if that is None. Collective.
-
-        torch numbers a group's ranks by their number in the job: a `key` that asks for another
-        order raises ValueError. All ranks of the job must be in this group.
-        """
-        parts = parts_of(self.allgather_values((color, key)))
-        if any(part != sorted(part) for part in parts):
-            raise ValueError("torch.distributed keeps ranks in their order: leave out key")
-        # torch asks every rank to take part in the making of every group.
-        groups = [self._distributed.new_group(part) for part in parts]
-        mine = [group for part, group in zip(parts, groups, strict=True) if self.rank in part]
-        if not mine:
-            return None
-        return TorchProcessGroup(
-            device_id=self.device_id,
-            torch_process_group=mine[0],
-            logger=self._logger,
-            timeout=self._timeout,
-        )
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:
         """Every rank's `data`, padded to `size` bytes, which is the same on all."""
