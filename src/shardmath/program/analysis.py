@@ -26,6 +26,7 @@ from shardmath.program.steps import (
     Step,
     Synchronise,
     Transform,
+    buffers_of,
 )
 from shardmath.redistribution import TransferPlan
 
@@ -63,17 +64,6 @@ def _is_factor(move: Move, program: Program) -> bool:
     """Whether a move brings a matrix into workspace."""
     is_matrix = isinstance(move.transfer, TransferPlan) and move.transfer.dst.ndim == 2
     return is_matrix and move.target in program.workspace
-
-
-def buffers_of(step: object) -> set[str]:
-    """The names of all buffers that a step reads or writes, among other strings."""
-    if isinstance(step, str):
-        return {step}
-    if isinstance(step, Step):
-        step = tuple(vars(step).values())
-    return (
-        {name for part in step for name in buffers_of(part)} if isinstance(step, tuple) else set()
-    )
 
 
 def _rounds(sums: str, steps: Sequence[Step]) -> bool:

@@ -30,7 +30,6 @@ from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_read
 from shardmath.program import two_shots
 from shardmath.program.analysis import (
     agreed_at,
-    buffers_of,
     fused,
     overwritten,
     staged,
@@ -61,7 +60,15 @@ from shardmath.program.offers import (
 )
 from shardmath.program.passes import Blocks
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
-from shardmath.program.steps import Arrive, Combine, Program, SplitArray, Step, Synchronise
+from shardmath.program.steps import (
+    Arrive,
+    Combine,
+    Program,
+    SplitArray,
+    Step,
+    Synchronise,
+    buffers_of,
+)
 from shardmath.redistribution import Transfer
 from shardmath.redistribution.bound_copies import Calls, run
 from shardmath.redistribution.plan import Ranges

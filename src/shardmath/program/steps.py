@@ -334,6 +334,20 @@ def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(performed)
 
 
+def buffers_of(step: object) -> set[str]:
+    """The names of all buffers that a step reads or writes, among other strings; of a fused one,
+    those of its plan or else those of the steps that it replaces.
+    """
+    if isinstance(step, str):
+        return {step}
+    if isinstance(step, Fused):
+        return buffers_of(step.plan) or buffers_of(step.replaces)
+    if isinstance(step, Step):
+        step = tuple(vars(step).values())
+    parts = step if isinstance(step, tuple) else ()
+    return {name for part in parts for name in buffers_of(part)}
+
+
 # -- programs --------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,6 @@ from shardmath.operators.matmul.gpu.steps import (
     OneKernel,
     PanelProduct,
     Push,
-    buffer_names,
 )
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories, with_streams
 from shardmath.program.rank_program import Peer, RankProgram
@@ -49,6 +48,7 @@ from shardmath.program.steps import (
     Memory,
     Quantize,
     SumLines,
+    buffers_of,
 )
 
 # Compute types of cuBLASLt that sum faster or slower than the default.
@@ -324,7 +324,7 @@ class ProductProgram(GPUProgram):
 
 def memories_of(program: RankProgram, steps: Sequence[Any]) -> dict[str, Memory]:
     """The memories of the lane that these steps use, or that peers reach."""
-    names = {name for step in steps for name in buffer_names(step)}
+    names = buffers_of(tuple(steps))
     names = {program.arrays[name].memory if name in program.arrays else name for name in names}
     names |= {view.memory for view in program.told.values() if view is not None}
     return {name: memory for name, memory in program.memories.items() if name in names}

@@ -6,13 +6,11 @@ arrays, by their names; a user's memory begins at the multiple of ALIGNMENT befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardmath.base.immutable import Immutable
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
-from shardmath.program.steps import Fused
+from shardmath.program.steps import Step
 
 Name = str  # the name of a buffer, "" for none
 
@@ -20,13 +18,13 @@ Name = str  # the name of a buffer, "" for none
 # -- moves -----------------------------------------------------------------------------------------
 
 
-class Clear(Immutable, words="clear {target}"):
+class Clear(Step, words="clear {target}"):
     """Zeros in all bytes of a buffer."""
 
     target: Name
 
 
-class Push(Immutable):
+class Push(Step):
     """`source`, which has no gaps, is written to its place on every rank, by one kernel."""
 
     source: Name
@@ -46,7 +44,7 @@ class ScaleOf(NamedTuple):
     buffer: Name
 
 
-class Gemm(Immutable):
+class Gemm(Step):
     """target = F(alpha left right + beta addend), by cuBLASLt, where F is an epilog.
 
     `alpha` is the product of the numbers of these names, and `beta` the number of that name, "" for
@@ -74,7 +72,7 @@ class Gemm(Immutable):
         return f"multiply {self.left} by {self.right} into {self.target}{plus}"
 
 
-class AddUp(Immutable):
+class AddUp(Step):
     """target = F(alpha (the parts, added in this order) + beta addend), rounded once.
 
     `alpha` and `beta` are names of numbers, "" for 1. `unrounded` gets the result before it is
@@ -98,7 +96,7 @@ class AddUp(Immutable):
         return f"{self.target} becomes {' + '.join(self.parts) or 'zeros'}{plus}{then}"
 
 
-class LayOut(Immutable):
+class LayOut(Step):
     """Scales in the layout that a product wants, the same in all `targets`: element (i, j) is the
     scale of its block in `source`, 1 without a source, times `number`. Rows from `known` on are 0.
     """
@@ -113,7 +111,7 @@ class LayOut(Immutable):
         return f"lay out {self.source or self.number} in {', '.join(self.targets)}"
 
 
-class Greatest(Immutable):
+class Greatest(Step):
     """The greatest of some numbers, none of them negative, goes to the one element of `target`."""
 
     parts: tuple[Name, ...]
@@ -126,21 +124,21 @@ class Greatest(Immutable):
 # -- plans of fused steps --------------------------------------------------------------------------
 
 
-class OneKernel(Immutable, words="{kind}, by one kernel"):
+class OneKernel(Step, words="{kind}, by one kernel"):
     """One kernel for all of a product of this kind: see `patterns`."""
 
     kind: str
 
 
-class ByEngines(Immutable, words="move by the copy engines"):
+class ByEngines(Step, words="move by the copy engines"):
     """Copy engines for a move beside a product, where they can: they take no multiprocessor."""
 
 
-class PanelProduct(Immutable, words="multiply panels as they come, by one kernel"):
+class PanelProduct(Step, words="multiply panels as they come, by one kernel"):
     """One kernel that multiplies panels of the factors as they come: see `panel_gemm`."""
 
 
-class EpilogProduct(Immutable):
+class EpilogProduct(Step):
     """`steps` in which cuBLASLt does the epilog within the product: see `fused_epilog`."""
 
     steps: tuple[Any, ...]
@@ -149,7 +147,7 @@ class EpilogProduct(Immutable):
         return "; ".join(map(str, self.steps))
 
 
-class Collective(Immutable):
+class Collective(Step):
     """One collective that adds up the ranks' matrices. `counts` are the elements that each rank
     gets, () where all get all.
     """
@@ -160,20 +158,3 @@ class Collective(Immutable):
 
     def __str__(self) -> str:
         return f"{'reduce-scatter' if self.counts else 'all-reduce'} {self.source} by a collective"
-
-
-def buffer_names(step: Any) -> Iterator[Name]:
-    """The names in a step that may be those of buffers; of a fused one, those of its plan or else
-    those of the steps that it replaces.
-    """
-    if isinstance(step, str):
-        yield step
-    elif isinstance(step, tuple):
-        for part in step:
-            yield from buffer_names(part)
-    elif isinstance(step, Fused):
-        yield from tuple(buffer_names(step.plan)) or buffer_names(step.replaces)
-    elif isinstance(step, Immutable):
-        for name in step.__dataclass_fields__:
-            if name not in ("transfer", "delivery"):
-                yield from buffer_names(getattr(step, name))
