@@ -271,59 +271,27 @@ class TransformProgram(GPUProgram):
     # -- local transforms --------------------------------------------------------------------------
 
     def _transform(self, step: LocalFFT, memories: Memories) -> Launch:
-        source, target = memories.address(step.source), memories.address(step.target)
-        cufft, forward, work_area = CuFFT.of(self.device), self.forward, memories.stream
-
-        def launch(stream: int) -> None:
-            cufft.run(
-                step.kind,
-                source,
-                target,
-                stream,
-                double=step.double,
-                plan=step.plan,
-                forward=forward,
-                work_area=work_area,
-            )
-
-        return launch
+        ends, cufft = self._ends(step, memories), CuFFT.of(self.device)
+        named: dict[str, Any] = {"plan": step.plan, "double": step.double, "forward": self.forward}
+        named["work_area"] = memories.stream
+        return lambda stream: cufft.run(step.kind, *ends, stream, **named)
 
     def _scale(self, step: Scale, memories: Memories) -> Launch:
         one, two = real_numbers(step.source), real_numbers(step.target)
-        addresses = memories.address(step.source), memories.address(step.target)
-
-        def launch(stream: int) -> None:
-            scale(
-                self.device,
-                *addresses,
-                one.shape,
-                (one.strides, two.strides),
-                stream,
-                dtypes=(one.dtype, two.dtype),
-                factor=step.factor,
-            )
-
-        return launch
+        given = *self._ends(step, memories), one.shape, (one.strides, two.strides)
+        named: dict[str, Any] = {"dtypes": (one.dtype, two.dtype), "factor": step.factor}
+        return lambda stream: scale(self.device, *given, stream, **named)
 
     def _turn(self, step: Turn, memories: Memories) -> Launch:
         source, target = step.source, step.target
-        addresses = memories.address(source), memories.address(target)
-        factors = self._factors[step]
+        given = *self._ends(step, memories), target.shape, (source.strides, target.strides)
+        named: dict[str, Any] = {"axis": step.axis, "dtypes": (source.dtype, target.dtype)}
+        named |= {"length": step.factors.size, "factors": self._factors[step].address}
+        return lambda stream: turn(self.device, *given, stream, **named)
 
-        def launch(stream: int) -> None:
-            turn(
-                self.device,
-                *addresses,
-                target.shape,
-                (source.strides, target.strides),
-                stream,
-                axis=step.axis,
-                length=step.factors.size,
-                factors=factors.address,
-                dtypes=(source.dtype, target.dtype),
-            )
-
-        return launch
+    def _ends(self, step: LocalFFT | Scale | Turn, memories: Memories) -> tuple[int, int]:
+        """The addresses of a step's source and target."""
+        return memories.address(step.source), memories.address(step.target)
 
     # -- pushes ------------------------------------------------------------------------------------
 
