@@ -24,7 +24,7 @@ from shardmath.geometry import Move, Run, decode
 from shardmath.machine import Machine
 from shardmath.operators.fft.operation import FFT_OF_ANY_KIND
 from shardmath.operators.fft.options import FFTDirection
-from shardmath.operators.fft.passes import cores_program
+from shardmath.operators.fft.passes import cores_steps
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Exchange, Transform, choose
 from shardmath.program import passes, steps
@@ -171,7 +171,12 @@ def test_every_axis_once_in_layouts_where_it_is_whole(given_problem, block):
 
 
 def program_of(given_problem):
-    return cores_program(choose(given_problem), given_problem)
+    return program_by(choose(given_problem), given_problem)
+
+
+def program_by(strategy, given_problem):
+    made, workspace = cores_steps(strategy, given_problem)
+    return steps.Program(made, {}, workspace)
 
 
 def passes_of(program):
@@ -182,7 +187,7 @@ def check_blocks(given_problem, strategy, block):
     """Blocks cover each part once, and axes that are transformed are whole in them."""
     usual, passes.BLOCK_BYTES = passes.BLOCK_BYTES, block
     try:
-        program = cores_program(strategy, given_problem)
+        program = program_by(strategy, given_problem)
         assert passes_of(program)[-1].target == "out"
         for each in passes_of(program):
             axes = getattr(each, "axes", ())

@@ -12,7 +12,7 @@ from shardmath.local.fft import HALVING, Kind
 from shardmath.local.trigonometric import Series
 from shardmath.machine import Machine
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of
-from shardmath.operators.fft.passes import cores_program
+from shardmath.operators.fft.passes import cores_steps
 from shardmath.operators.fft.problem import (
     Description,
     Problem,
@@ -23,7 +23,7 @@ from shardmath.operators.fft.problem import (
 )
 from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS, choose
 from shardmath.program.performing import Names, Performer
-from shardmath.program.steps import Fused, Program, SplitArray
+from shardmath.program.steps import Fused, Program, SplitArray, Step
 
 
 class FourierTransform:
@@ -60,17 +60,18 @@ class FourierTransform:
         """On cores, passes over memory; on GPUs, one fused step for all stages. The same on all
         ranks.
         """
+        steps: tuple[Step, ...]
+        workspace: dict[str, SplitArray] = {}
         if machine.kind == "cpu":
-            return cores_program(choose(problem.widened), problem)
-        from shardmath.operators.fft.lowering import GPUPlan
+            steps, workspace = cores_steps(choose(problem.widened), problem)
+        else:
+            from shardmath.operators.fft.lowering import GPUPlan
 
-        model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS
-        plan = GPUPlan(problem, choose(problem, model), machine.hosts)
-        result = SplitArray(problem.target, problem.result, problem.order)
+            model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS
+            steps = (Fused(GPUPlan(problem, choose(problem, model), machine.hosts)),)
+        results = {"out": SplitArray(problem.target, problem.result, problem.order)}
         in_place = {"out": "operand"} if problem.inplace else {}
-        return Program(
-            (Fused(plan),), {"out": result}, blocking=problem.blocking, in_place=in_place
-        )
+        return Program(steps, results, workspace, blocking=problem.blocking, in_place=in_place)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
         """The strategy with predicted bytes and times, and the program."""

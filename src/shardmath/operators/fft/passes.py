@@ -1,4 +1,4 @@
-"""A strategy as a program for cores: passes over memory, between two buffers. Pure.
+"""A strategy as steps for cores: passes over memory, between two buffers. Pure.
 
 An exchange is fused with the transform that follows. Axes that do not fit together in a block of
 the size of a cache are transformed in several passes. Between passes the array is in one of two
@@ -23,7 +23,6 @@ from shardmath.program.steps import (
     TAKEN,
     Convert,
     Move,
-    Program,
     Reason,
     SplitArray,
     Step,
@@ -37,13 +36,14 @@ _WRITTEN_AND_READ = Synchronise(
 )
 
 
-def cores_program(strategy: Strategy, problem: Problem) -> Program:
-    """The program of every rank. `strategy` is for the `widened` problem: an operand and a result
-    of half precision are converted before and after.
+def cores_steps(
+    strategy: Strategy, problem: Problem
+) -> tuple[tuple[Step, ...], dict[str, SplitArray]]:
+    """The steps of every rank, and their workspace. `strategy` is for the `widened` problem: an
+    operand and a result of half precision are converted before and after.
     """
     passes = _passes(strategy)
     computed = strategy.problem
-    result = SplitArray(problem.target, problem.result, problem.order)
     workspace: dict[str, SplitArray] = {}
     steps: list[Step] = []
     source, target = "operand", "out"
@@ -74,8 +74,7 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         steps.append(TAKEN)
     if narrow:
         steps.append(Convert(target, "out"))
-    in_place = {"out": "operand"} if problem.inplace else {}
-    return Program(tuple(steps), {"out": result}, workspace, in_place=in_place)
+    return tuple(steps), workspace
 
 
 class _Pass(Immutable):
