@@ -5,23 +5,18 @@ transforms have those of scipy.fft.
 """
 
 from shardmath.geometry import Slab
-from shardmath.operators.fft import (
-    FFT,
-    FFTDirection,
-    FFTOptions,
-    allocate_operand,
+from shardmath.operators.fft.allocation import allocate_operand
+from shardmath.operators.fft.api import FFT, fft, ifft, irfft, rfft
+from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.trigonometric import (
     dct,
     dctn,
     dst,
     dstn,
-    fft,
     idct,
     idctn,
     idst,
     idstn,
-    ifft,
-    irfft,
-    rfft,
 )
 
 __all__ = [

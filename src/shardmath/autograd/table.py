@@ -19,7 +19,7 @@ from shardmath.collectives.operand import slab_counts
 from shardmath.collectives.reducing import reduce_scatter_by_own
 from shardmath.context.context import require_context
 from shardmath.geometry import Distribution
-from shardmath.operators import fft as transforms
+from shardmath.operators.fft import api, trigonometric
 from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.fft.options import FFTOptions
 from shardmath.operators.layouts import infer_layout
@@ -58,8 +58,9 @@ class Operator(Immutable, eq=False):
 
 
 def _perform_transform(name: str, xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
-    function = f"{name}n" if "type" in words else name
-    return getattr(transforms, function)(xs[0], **_arguments_of_transform(name, words))
+    several = "type" in words  # by cosines or sines, along several axes
+    function = getattr(trigonometric, f"{name}n") if several else getattr(api, name)
+    return function(xs[0], **_arguments_of_transform(name, words))
 
 
 @lru_cache(maxsize=1024)

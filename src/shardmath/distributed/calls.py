@@ -21,7 +21,8 @@ from shardmath.distributed.layouts import layout_of
 from shardmath.distributed.movement import end_explanation, redistributed
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
-from shardmath.operators import fft
+from shardmath.operators.fft import trigonometric
+from shardmath.operators.fft.api import fft, ifft, irfft, rfft
 from shardmath.operators.matmul import matmul
 from shardmath.operators.redistribute import redistribute
 
@@ -102,12 +103,13 @@ def _alike(function: Function, ours: Function) -> Function:
 
 
 _TRIGONOMETRIC: list[tuple[Function, Function]] = [  # along one axis, and along several
-    (fft.dct, fft.dctn), (fft.idct, fft.idctn), (fft.dst, fft.dstn), (fft.idst, fft.idstn),
-]  # fmt: skip
+    (getattr(trigonometric, name), getattr(trigonometric, f"{name}n"))
+    for name in ("dct", "idct", "dst", "idst")
+]
 _OURS: dict[Function, Function] = {
     matmul: _matmul,
     redistribute: _redistribute,
-    **{one: partial(transforms.transform, one) for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft)},
+    **{one: partial(transforms.transform, one) for one in (fft, ifft, rfft, irfft)},
     **{several: partial(transforms.trigonometric, several) for _, several in _TRIGONOMETRIC},
     **{
         one: partial(transforms.trigonometric_along_one, several) for one, several in _TRIGONOMETRIC

@@ -16,8 +16,9 @@ from shardmath.distributed.movement import agreed_layout, end_explanation, withi
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Slab, unbound
-from shardmath.operators import fft as of_parts
 from shardmath.operators.arguments import options_of
+from shardmath.operators.fft import api as of_parts
+from shardmath.operators.fft.options import FFTOptions
 
 Axes = Sequence[int] | None
 Call = Callable[..., Distributed]
@@ -211,7 +212,7 @@ def transform(
 
     Boxes become slabs where a real transform changes the extents. Errors are the function's.
     """
-    known = options_of(of_parts.FFTOptions, options)
+    known = options_of(FFTOptions, options)
     target = distribution if out is None else out.distribution
     if target is None:
         changes = function in (of_parts.rfft, of_parts.irfft)
