@@ -96,10 +96,8 @@ class ProductLowering(ProgramBuilder):
 
     def _numbers(self, name: str, index: int, granularity: str) -> Name:
         x, numbers = self.matrix(name), f"numbers {name}"
-        order = "F" if x.by_columns else "C"
-        packed = Matrix.packed(0, (x.rows, x.columns), "float32", order)
-        self.take(numbers, 4 * x.size, shared=index < 2 and not self.rank_plan.multi_host)
-        self.lay(numbers, numbers, packed)
+        self.new(numbers, self.arrays[name].shape, "float32", "F" if x.by_columns else "C")
+        self.take(numbers, 0, shared=index < 2 and not self.rank_plan.multi_host)
         blocks = blocks_of(granularity, index if index < 2 else 0)
         self.emit(Dequantize(name, self.scales_as(index, blocks.shape(x.rows, x.columns)), blocks,
                              numbers))  # fmt: skip
@@ -148,9 +146,7 @@ class ProductLowering(ProgramBuilder):
         writes_d = not target and self._can_write_d()
         in_panels = self._may_come_in_panels()
         if not (target or (writes_d and not epilog.changes_d)):
-            x = Matrix.packed(0, (self.out.rows, self.out.columns), self.wide, self.order)
-            self.take("product", x.size * x.itemsize)
-            target = self.lay("product", "product", x)
+            target = self.new("product", self.arrays["d"].shape, self.wide, self.order)
             writes_d = writes_d and self._does_epilog()
         plan: EpilogProduct | PanelProduct | None = PanelProduct() if in_panels else None
         if writes_d and epilog.changes_d:  # in the product, where there is an algorithm
@@ -191,8 +187,7 @@ class ProductLowering(ProgramBuilder):
             self.problem.sums_c
             or "alpha" in self.placement.zeros  # BLAS would skip the product, and lose its NaN
             or not takes_result(self.out)
-            or (several and self.out.dtype != self.wide)
-            or (self.problem.scaling is not None and self.out.dtype != self.wide)
+            or ((several or self.problem.scaling is not None) and self.out.dtype != self.wide)
             or (self.addend and not self._takes_c(self.matrix(self.addend)))
         )
 
@@ -469,15 +464,19 @@ class ProductLowering(ProgramBuilder):
             amax = "amax" if self.wants_amax else ""
             self.emit(Quantize(target, self.scales_as(3, (1, 1)), "d", amax))
 
+    def _added_up(self, name: str, shape: tuple[int, ...], room: str, target: Name) -> Name:
+        """The target, to which this adds up the ranks' matrices of that name: see `_collected`."""
+        parts = self._collected(self.rank_plan.added(name), name, shape, room)
+        self.emit(AddUp(parts, target))
+        return target
+
     def _sum_of_c(self) -> Name:
         """The addend: C, or the sum of the ranks' own."""
         if not self.addend or "own c" not in self.arrays:
             return self.addend
         shape = self.arrays["own c"].shape
         self.new("all c", shape, self.wide, self.order)
-        parts = self._collected(self.rank_plan.added("c"), "c", shape, "each c")
-        self.emit(AddUp(parts, "all c"))
-        return "all c"
+        return self._added_up("c", shape, "each c", "all c")
 
     def _add_gradients(self) -> None:
         """Add the gradient of a bias: each rank sums its own elements, then all ranks' sums."""
@@ -491,9 +490,7 @@ class ProductLowering(ProgramBuilder):
         self.emit(SumLines(lines, "vector", epilog is MatmulEpilog.BGRADB, conjugate))
         self.synchronise("vector")
         assert epilog.makes_bgrad is not None
-        shape = need.local_shape(self.rank)
-        parts = self._collected(self.rank_plan.added("vector"), "vector", shape, "vectors")
-        self.emit(AddUp(parts, output(epilog.makes_bgrad)))
+        self._added_up("vector", need.local_shape(self.rank), "vectors", output(epilog.makes_bgrad))
 
     # -- eight-bit results -------------------------------------------------------------------------
 
