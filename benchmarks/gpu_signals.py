@@ -141,11 +141,12 @@ def barriers(ranks, count):
 
 def on_streams(ranks):
     """A signal to the right and one from the left, two kernels, in a graph."""
-    team, size, rank = ranks.context.team, ranks.size, ranks.rank
+    size, rank = ranks.size, ranks.rank
+    handle = handle_of(ranks, size)
 
     def call():
-        team.put_signal((rank + 1) % size, ranks.stream())
-        team.wait_signal((rank - 1) % size, ranks.stream())
+        handle.put_signal((rank + 1) % size)
+        handle.wait_signal((rank - 1) % size)
 
     us = ranks.time(call, 200)
     return {"what": "put_signal + wait_signal, two kernels in a graph", "gpus": size, "ours_us": us}

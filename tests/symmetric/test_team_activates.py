@@ -12,8 +12,6 @@ from shardmath.symmetric.team import FarTeam, Team
 NEAR, FAR = 0, 1  # ranks
 OPERATIONS = {
     "barrier": lambda team, peer: team.barrier(7),
-    "put_signal": lambda team, peer: team.put_signal(peer, 7),
-    "wait_signal": lambda team, peer: team.wait_signal(peer, 7),
     "raise_flag": lambda team, peer: team.flag("raise_flag", peer, 7, slot=64, channel=0),
     "lower_flag": lambda team, peer: team.flag("lower_flag", peer, 7, slot=64, channel=0),
 }

@@ -40,12 +40,6 @@ struct SignalArgument {
     int peer;
 };
 
-// One more signal to `peer`, on another host: counted here; a copy on the stream carries the count there.
-extern "C" __global__ void count_signal(const __grid_constant__ SignalArgument a) {
-    Channel& own = a.team.own().channel(a.channel);
-    own.sent[a.peer] = load_relaxed(&own.sent[a.peer]) + 1;
-}
-
 // torch's semaphore of one bit as two counts: it is raised while more was sent than the peer has taken. What the
 // peer has taken comes back in the upper half of its signal. One that expires has sent, or taken, nothing.
 extern "C" __global__ void raise_flag(const __grid_constant__ SignalArgument a) {

@@ -1,5 +1,5 @@
-// A team's operations that move no data: barrier, put_signal, wait_signal. One block each; a channel is
-// used by one stream at a time.
+// A team's operations that move no data: barriers, flags and words. One block each; a channel is used by
+// one stream at a time.
 #include "symm.cuh"
 
 using namespace shardmath;
@@ -39,24 +39,6 @@ extern "C" __global__ void __launch_bounds__(1024) team_barrier(const __grid_con
     if (kRanks <= 32) return barrier_of_a_warp(a.team, a.channel);
     await_earlier();
     barrier(a.team, a.channel);
-}
-
-struct SignalArgument {
-    Team team;
-    u32 channel;
-    int peer;
-};
-
-// One more signal to `peer`. Never waits: signals are counted.
-extern "C" __global__ void send_signal(const __grid_constant__ SignalArgument a) {
-    await_earlier();
-    put_signal(a.team, a.peer, a.channel);
-}
-
-// Wait for one more signal of `peer`. One that expires is still owed: the next call waits for it again.
-extern "C" __global__ void await_signal(const __grid_constant__ SignalArgument a) {
-    await_earlier();
-    wait_signal(a.team, a.peer, a.channel);
 }
 
 struct FlagArgument {

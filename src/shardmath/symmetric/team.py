@@ -2,8 +2,8 @@
 
 `structs` has the layout of a pad, which is that of `kernels/symm.cuh`. A kernel whose wait expires
 notes in host memory whom it waited for, and ends; the host raises at its next call or at
-`synchronize`. Then everything can be used again: the next call waits anew for a barrier or a signal
-that did not come. A wait for a rank that has gone, as `departures` knows, ends early in the same
+`synchronize`. Then everything can be used again: the next call waits anew for a barrier that did
+not come. A wait for a rank that has gone, as `departures` knows, ends early in the same
 way.
 """
 
@@ -196,16 +196,6 @@ class Team:
         with order.section(stream):
             self.enqueue_barrier(stream, channel=channel, timeout=timeout)
 
-    def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
-        """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
-        self._signal("send_signal", dst, stream, channel, None)
-
-    def wait_signal(
-        self, src: int, stream: int, *, channel: int = 0, timeout: float | None = None
-    ) -> None:
-        """Make `stream` wait for one more signal of rank `src`."""
-        self._signal("await_signal", src, stream, channel, timeout)
-
     def flag(
         self,
         function: str,
@@ -239,16 +229,6 @@ class Team:
         src = -1 if peer is None else peer
         tail = struct.pack("QQiI", address, value & (1 << 64) - 1, src, at_least)
         self._launch(function, stream, None, tail)
-
-    def _signal(
-        self, function: str, peer: int, stream: int, channel: int, timeout: float | None
-    ) -> None:
-        self.check()
-        self._require(channel)
-        if not 0 <= peer < self.size:
-            raise ValueError(f"rank {peer} does not exist: there are {self.size}, numbered from 0")
-        self.device.activate()
-        self._launch(function, stream, timeout, struct.pack("Ii", channel, peer))
 
     def _launch(
         self,
@@ -439,18 +419,6 @@ class FarTeam(Team):
             inbox = structs.BARRIER * self.size + _WORD * self.rank
             self._put_word(rank, channel, structs.ROUND, inbox, stream)
         self._launch("await_round", stream, timeout, tail, file="far_signals", threads=threads)
-
-    def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
-        if dst not in self._far:
-            super().put_signal(dst, stream, channel=channel)
-            return
-        self.check()
-        self._require(channel)
-        self.device.activate()
-        self._launch(
-            "count_signal", stream, None, struct.pack("Ii", channel, dst), file="far_signals"
-        )
-        self._put_counter(dst, channel, structs.SENT, 0, stream)
 
     def flag(
         self,

@@ -114,20 +114,15 @@ def check_words(context, library, part):
     own = context.split(context.rank % 2) if part else context
     text = ""
     if own.rank == 0 and own.size > 1:
-        stream = library_stream(context, library)
-        own.team.wait_signal(1, stream, timeout=0.2)
+        stream, memory = library_stream(context, library), context.heap.allocate(8)
+        slot = memory.block.address
+        own.team.device.zero(slot, 8)
+        own.team.flag("lower_flag", 1, stream, slot=slot, channel=0, timeout=0.2)
         try:
             own.team.synchronize(stream)
         except OpTimeout as error:
             text = str(error)
     context.barrier()
-    if own.size > 1:  # the signal that is still owed
-        stream = library_stream(context, library)
-        if own.rank == 1:
-            own.team.put_signal(0, stream)
-        elif own.rank == 0:
-            own.team.wait_signal(1, stream)
-        own.team.synchronize(stream)
     return text, f"pid {os.getpid()} on {socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""Barriers and signals on streams: in graphs, late, and not at all."""
+"""Barriers on streams: in graphs, late, and not at all."""
 
 from __future__ import annotations
 
@@ -59,33 +59,6 @@ def test_barriers_order_writes_and_reads_in_graphs_too(gpus, size):
     count = 1 + 2 * 200
     wanted = (count, [count] * size, [0] * size)
     assert gpus.run(check_order, 200, ranks=size) == [wanted] * size
-
-
-def check_signals(context):
-    """Signals are counted: three may be sent before the first is waited for."""
-    team, stream = context.team, current(context)
-    right, left = (context.rank + 1) % context.size, (context.rank - 1) % context.size
-    for channel in (0, 63):
-        for _ in range(3):
-            team.put_signal(right, stream, channel=channel)
-        for _ in range(3):
-            team.wait_signal(left, stream, channel=channel)
-    team.synchronize(stream)
-    late = None
-    team.wait_signal(left, stream, timeout=0.2)
-    try:
-        team.synchronize(stream)
-    except OpTimeout as error:
-        late = error.ranks
-    context.barrier()
-    team.put_signal(right, stream)  # the one that is still owed
-    team.wait_signal(left, stream)
-    team.synchronize(stream)
-    return late == (left,)
-
-
-def test_signals_are_counted_and_a_missing_one_is_named(gpus, size):
-    assert gpus.run(check_signals, ranks=size) == [True] * size
 
 
 def check_timeout(context, library):
@@ -176,20 +149,16 @@ def check_arguments(context):
             streams.resolve_stream(foreign, "torch", device)
         except ValueError as error:
             found.append(f"device {another}" in str(error))
-    for call in (
-        lambda: context.team.barrier(0, channel=64),
-        lambda: context.team.put_signal(context.size, 0),
-    ):
-        try:
-            call()
-        except ValueError:
-            refused.append(call)
+    try:
+        context.team.barrier(0, channel=64)
+    except ValueError:
+        refused.append(64)
     context.barrier()
     return all(found), len(refused)
 
 
 def test_what_a_stream_may_be(gpus, size):
-    assert gpus.run(check_arguments, ranks=size) == [(True, 6)] * size
+    assert gpus.run(check_arguments, ranks=size) == [(True, 5)] * size
 
 
 def check_no_such_device(context):
