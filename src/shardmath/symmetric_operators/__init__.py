@@ -17,14 +17,14 @@ import torch
 import torch.distributed._symmetric_memory  # it defines a part of the operators
 
 from shardmath.base.collective_call import collective_call
-from shardmath.symmetric_operators import moves, products, rows, signals, sums
+from shardmath.symmetric_operators import moves, products, rows, sums
 
 __all__ = ["serve", "serve_gpus", "sums"]
 
 _Kernels = dict[str, Callable[..., Any]]
 _EVERYWHERE: _Kernels = {
     name: collective_call(kernel)
-    for kernels in (sums.KERNELS, moves.KERNELS, rows.KERNELS, signals.KERNELS)
+    for kernels in (sums.KERNELS, moves.KERNELS, rows.KERNELS)
     for name, kernel in kernels.items()
 }
 # On GPUs torch's own overlap the products with what is gathered, scattered or awaited.

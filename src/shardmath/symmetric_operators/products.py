@@ -18,7 +18,7 @@ from shardmath.collectives.operand import as_axis
 from shardmath.context.context import DistributedContext, require_context
 from shardmath.handles.rendezvous import context_of_group
 from shardmath.symmetric.rows import order
-from shardmath.symmetric_operators.arguments import reduction
+from shardmath.symmetric_operators.sums import reduction
 
 _PRODUCT = "torch.ops.symm_mem, a product"
 

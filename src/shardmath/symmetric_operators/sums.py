@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
+from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_reduce, reduce_scatter
 from shardmath.collectives.operand import slab_counts
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext
 from shardmath.handles.rendezvous import context_of_group
-from shardmath.symmetric_operators.arguments import reduction
+
+_OPS = {"sum": "sum", "avg": "mean", "min": "min", "max": "max", "product": "product"}
+
+
+def reduction(context: DistributedContext, reduce_op: str) -> str:
+    """Our name of torch's reduction. An unknown one raises ValueError on all ranks. Collective."""
+    if reduce_op not in _OPS:
+        error = ValueError(f"reduce_op is one of {', '.join(_OPS)}, not {reduce_op!r}")
+        raise_on_all_ranks(context, "torch.ops.symm_mem", error)
+    return _OPS[reduce_op]
 
 
 def _one_shot_all_reduce(x: Any, reduce_op: str, group_name: str, out: Any = None) -> Any:
