@@ -16,7 +16,6 @@ import numpy as np
 from shardmath.arrays import DType, array_of, library_and_spec, library_named, library_of
 from shardmath.arrays.dtypes import HALVES, to_numpy
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.arrays.spec import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.collectives.forms import OwnParts
@@ -32,10 +31,9 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.cuda.stream import capturing
 from shardmath.handles.allocation import allocate_on_all_ranks, array_on, require_live
-from shardmath.handles.device_array import require_separate
+from shardmath.handles.device_array import require_device, require_separate
 from shardmath.local.reduction import Reduction
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.team import Team
 
 # By rank: indices of the operand that go to it, or indices of the result that come from it.
 Counts = Sequence[int]
@@ -71,7 +69,7 @@ class DeviceOperand:
         x = array_of(x)
         self.library, self.spec = library_and_spec(x, "x")
         self._x = x
-        _require_device(self.spec, team)
+        require_device(context, self.spec, "an array")
         if self.spec.size:
             block = context.heap.find(self.library.pointer(x))
             if block is not None:
@@ -422,13 +420,6 @@ def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any)
     library = library_named(kind.removesuffix(ON_GPUS))
     device = f"cuda:{context.device_id}" if kind.endswith(ON_GPUS) else "cpu"
     return DeviceOperand(context, library.empty(shape, dtype, "C", device))
-
-
-def _require_device(spec: ArraySpec, team: Team) -> None:
-    if spec.device not in ("cpu", team.device.name):
-        raise ValueError(
-            f"an array on {spec.device} was given, and this rank computes on {team.device.name}"
-        )
 
 
 def _ravel(x: Any) -> Any:

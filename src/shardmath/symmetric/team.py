@@ -140,18 +140,9 @@ class Team:
         """Macros with which a kernel that includes symm.cuh is compiled."""
         return (f"SHARDMATH_RANKS={self.size}",)
 
-    def kernel(
-        self,
-        file: str,
-        function: str,
-        defines: Sequence[str] = (),
-        *,
-        shared: int = 0,
-        features: str = "",
-    ) -> Kernel:
-        """A kernel for this number of ranks."""
-        every = (*self.defines, *defines)
-        return kernel(self.device, file, function, every, shared=shared, features=features)
+    def kernel(self, file: str, function: str, defines: Sequence[str] = (), **how: Any) -> Kernel:
+        """A kernel for this number of ranks. `how` goes to `cuda.kernel.kernel`."""
+        return kernel(self.device, file, function, (*self.defines, *defines), **how)
 
     @property
     def ring_order(self) -> list[int]:
