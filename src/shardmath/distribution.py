@@ -16,7 +16,8 @@ from shardmath.geometry import (
     Slab,
     infer_global_shape,
 )
-from shardmath.operators.redistribute import Redistribute, RedistributeOptions, redistribute
+from shardmath.operators.redistribute.api import Redistribute, redistribute
+from shardmath.operators.redistribute.operation import RedistributeOptions
 
 __all__ = [
     "BindDistributionError",

@@ -22,8 +22,8 @@ from shardmath.collectives import all_gather, reduce_scatter
 from shardmath.context.context import require_context
 from shardmath.geometry import Distribution, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul import matmul
-from shardmath.operators.redistribute import redistribute
+from shardmath.operators.matmul.forms import matmul
+from shardmath.operators.redistribute.api import redistribute
 
 __all__ = ["heads_to_tokens", "linear", "tokens_to_heads"]
 

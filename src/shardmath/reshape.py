@@ -9,7 +9,8 @@ from typing import Any
 
 from shardmath.arrays import Array
 from shardmath.geometry import Box
-from shardmath.operators.redistribute import Redistribute, RedistributeOptions, redistribute
+from shardmath.operators.redistribute.api import Redistribute, redistribute
+from shardmath.operators.redistribute.operation import RedistributeOptions
 
 __all__ = ["Reshape", "ReshapeOptions", "reshape"]
 

@@ -16,7 +16,7 @@ from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Layout
 from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
 from shardmath.operators.layouts import bind_layout, infer_layout
-from shardmath.operators.redistribute import RedistributeOptions
+from shardmath.operators.redistribute.operation import RedistributeOptions
 from shardmath.program.performing import Arguments, Names
 from shardmath.program.steps import READ, TAKEN, Combine, Move, Multiply, Program, SplitArray
 from shardmath.redistribution import TransferPlan

@@ -26,7 +26,7 @@ from shardmath.operators.layouts import infer_layout
 from shardmath.operators.matmul.description import arguments_of
 from shardmath.operators.matmul.operation import MATMUL, given_results
 from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_dtype
-from shardmath.operators.redistribute import redistribute
+from shardmath.operators.redistribute.api import redistribute
 from shardmath.program.performing import Arguments
 from shardmath.traced import shapes
 from shardmath.traced.arguments import SWAPPED

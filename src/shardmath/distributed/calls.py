@@ -23,8 +23,8 @@ from shardmath.distributed.state import Distributed
 from shardmath.geometry import Replicated, Slab
 from shardmath.operators.fft import trigonometric
 from shardmath.operators.fft.api import fft, ifft, irfft, rfft
-from shardmath.operators.matmul import matmul
-from shardmath.operators.redistribute import redistribute
+from shardmath.operators.matmul.forms import matmul
+from shardmath.operators.redistribute.api import redistribute
 
 Function = Callable[..., Any]
 

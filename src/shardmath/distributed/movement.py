@@ -40,7 +40,7 @@ from shardmath.geometry import (
     unbound,
 )
 from shardmath.operators.layouts import bind_layout
-from shardmath.operators.redistribute import redistribute
+from shardmath.operators.redistribute.api import redistribute
 from shardmath.operators.redistribute.operation import Redistribution
 from shardmath.program.performing import Arguments, Names
 

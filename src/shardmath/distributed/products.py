@@ -33,7 +33,7 @@ from shardmath.distributed.manipulation import (
 from shardmath.distributed.movement import brought, explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans, unbound
-from shardmath.operators.matmul import matmul as product_of_parts
+from shardmath.operators.matmul.forms import matmul as product_of_parts
 
 
 def matmul(x: Any, y: Any) -> Distributed:

@@ -41,7 +41,7 @@ from shardmath.factorisations.problem import FactorisationOptions, dealt_columns
 from shardmath.geometry import Slab
 from shardmath.geometry.integers import slices
 from shardmath.operators.arguments import options_of
-from shardmath.operators.matmul import matmul as product_of_parts
+from shardmath.operators.matmul.forms import matmul as product_of_parts
 
 _ROUNDED = "bfloat16"
 _MOST_TURNS = 30  # as LAPACK's

@@ -4,7 +4,7 @@ Names and arguments are those of nvmath.distributed.linalg.advanced.
 """
 
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul import Matmul, matmul
+from shardmath.operators.matmul.forms import Matmul, matmul
 from shardmath.operators.matmul.options import (
     MatmulAlgoType,
     MatmulComputeType,
