@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import pytest
 import redistribution_cases as cases
@@ -12,7 +14,7 @@ from shardmath.redistribution import bound_copies
 from shardmath.redistribution import copies as copies_of
 
 PAGE = 4096
-SHORT, LONG, PAST_CACHES = range(3)
+SHORT, LONG, PAST_CACHES, TRANSPOSED, TRANSPOSED_PAST_CACHES = range(5)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,33 @@ def test_rows_at_every_alignment(compiled, unit, rows, where):
         assert (target == want).all()
 
 
+# Bytes between rows of the destination beyond those in use, and where its first row begins.
+ROWS = [(0, 0), (64, 0), (128, 16), (40, 8), (64 - 16, 32), (1, 3)]
+
+
+@pytest.mark.parametrize("where", [TRANSPOSED, TRANSPOSED_PAST_CACHES])
+@pytest.mark.parametrize("unit", [4, 8, 16])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 2, 37), (2, 600, 16), (5, 3)])
+def test_transposed_at_every_alignment(compiled, shape, unit, where):
+    """Boxes of which the source is dense along the last axis but one."""
+    *beside, across, along = shape
+    rng = np.random.default_rng(unit)
+    source = rng.integers(0, 250, (*beside, along, across, unit), dtype="u1").swapaxes(-3, -2)
+    for gap, ahead in ROWS:
+        step = along * unit + gap
+        strides = (*[across * step] * len(beside), step, unit)
+        target = np.full(ahead + step * prod(shape[:-1]) + 64, 0xFF, "u1")
+        start = -target.ctypes.data % 64 + ahead
+        ends = target.ctypes.data + start, source.ctypes.data
+        given = (*ends, shape, strides, source.strides[:-1], unit, where)
+        compiled.Boxes((given,), (target, source))()
+        want = np.full(len(target), 0xFF, "u1")
+        for number, row in enumerate(np.ndindex(*shape[:-1])):
+            at = start + number * step
+            want[at : at + along * unit] = source[row].reshape(-1)
+        assert (target == want).all()
+
+
 @pytest.mark.parametrize("past_caches", [True, False])
 def test_large_copies(way, compiled, monkeypatch, past_caches):
     used = []
@@ -119,16 +148,19 @@ def test_large_copies(way, compiled, monkeypatch, past_caches):
         copy_array(source[:, :3], target[:, :3])
         assert target.tobytes() == array.tobytes()
         assert cases.untouched(target, whole)
-    expected = {SHORT, PAST_CACHES if past_caches else LONG} if way == "compiled" else set()
-    assert set(used) == expected
+    past = {SHORT, PAST_CACHES, TRANSPOSED_PAST_CACHES}
+    expected = past if past_caches else {SHORT, LONG, TRANSPOSED}
+    assert set(used) == (expected if way == "compiled" else set())
 
 
 def test_few_copies_are_one_call(compiled, monkeypatch):
     monkeypatch.setattr(bound_copies, "_boxes", lambda: compiled.Boxes)
     x, y = np.arange(64.0).reshape(8, 8), np.zeros((8, 8))
     assert type(bound_copies.bind_array(x, y.T)[0]) is compiled.Boxes
-    large = np.zeros((256, 256))
-    assert type(bound_copies.bind_array(large, large.copy().T)[0]) is not compiled.Boxes
+    for dtype in ("f2", "f8"):
+        large = np.zeros((256, 256), dtype)
+        copies = bound_copies.bind_array(large, large.copy().T)
+        assert (type(copies[0]) is compiled.Boxes) == (dtype == "f8")
     many = np.zeros((1,) * 20 + (2,)), np.zeros((1,) * 20 + (3,))[..., :2]
     copy_array(*many)
 

@@ -28,7 +28,7 @@ class Built(NamedTuple):
 
 
 BUILT = {
-    "shardmath.redistribution._box": Built("copies of rows and of few bytes", 1),
+    "shardmath.redistribution._box": Built("copies of rows and of few bytes", 2),
     "shardmath.local._sum": Built("sums of long arrays"),
     "shardmath.symmetric._board": Built("rounds of agreement", 3),
     "shardmath.handles._fingerprint": Built("fingerprints of arrays", 1),

@@ -8,6 +8,10 @@
  * lies a little further in its page than the source, each load of an upward copy waits: on AMD's family 25 such
  * a copy reaches 2 GB/s in place of 12, and memcpy in the caches 2 in place of 40.
  *
+ * Transposing: the source is dense along another axis than the destination. A line of the destination is gathered
+ * from as many rows of the source as it has units, and written at once; next comes the line of the neighbouring
+ * units, so that each of these rows is read in its order.
+ *
  * Built at installation where there is a C compiler; without it bound_copies.py copies box by box. Invariant: no
  * byte is read or written outside the boxes; boxes are copied in their order; and all stores are visible to
  * other processes before any store that the caller makes afterwards.
@@ -103,7 +107,46 @@ static void end_stores(void) {
     _mm_sfence();
 }
 
+static inline int load4(const char *src) {
+    int unit;
+    memcpy(&unit, src, sizeof unit);
+    return unit;
+}
+
+static inline long long load8(const char *src) {
+    long long unit;
+    memcpy(&unit, src, sizeof unit);
+    return unit;
+}
+
+/* Gather a line of units, which are `step` bytes apart, and write it to `dst`, past the caches or not. */
+static inline void gather_line(char *dst, const char *src, Py_ssize_t step, Py_ssize_t unit, int past) {
+    __m128i line[4];
+    for (int i = 0; i < 4; i++, src += 16 / unit * step)
+        switch (unit) {
+            case 4:
+                line[i] = _mm_set_epi32(load4(src + 3 * step), load4(src + 2 * step), load4(src + step), load4(src));
+                break;
+            case 8:
+                line[i] = _mm_set_epi64x(load8(src + step), load8(src));
+                break;
+            default:
+                line[i] = _mm_loadu_si128((const __m128i *)src);
+        }
+    if (past)
+        stream_line(dst, line);
+    else
+        store_line(dst, line);
+}
+
 #else
+
+enum { LINE = 64 };
+
+static inline void gather_line(char *dst, const char *src, Py_ssize_t step, Py_ssize_t unit, int past) {
+    for (Py_ssize_t done = 0; done < LINE; done += unit, src += step)
+        memcpy(dst + done, src, (size_t)unit);
+}
 
 static void long_row(char *dst, const char *src, size_t n) {
     memcpy(dst, src, n);
@@ -118,8 +161,9 @@ static void end_stores(void) {
 
 #endif
 
-enum { MOST_AXES = 16 };
-enum { SHORT, LONG, PAST_CACHES }; /* short units; long units, through or past the caches */
+enum { MOST_AXES = 16, PAGES = 512 };
+/* Ways: short units; long units, through or past the caches; transposed units, through or past the caches. */
+enum { SHORT, LONG, PAST_CACHES, TRANSPOSED, TRANSPOSED_PAST_CACHES };
 
 typedef void (*copy_unit)(char *to, const char *from, size_t nbytes);
 
@@ -127,6 +171,8 @@ typedef struct {
     char *to;
     const char *from;
     copy_unit copy_long; /* NULL if the units are short */
+    int past;            /* whether transposed units go past the caches */
+    Py_ssize_t dense;    /* the axis along which the source of a transposing copy is dense, -1 for other copies */
     Py_ssize_t unit, axes, shape[MOST_AXES], to_strides[MOST_AXES], from_strides[MOST_AXES];
 } Box;
 
@@ -162,7 +208,61 @@ static void copy_row(char *to, const char *from, Py_ssize_t unit, Py_ssize_t n, 
         memmove(to, from, (size_t)unit);
 }
 
+/* Transpose as `transpose` does, unit by unit: less than a line along each row. */
+static void transpose_few(char *to, Py_ssize_t to_step, const char *from, Py_ssize_t from_step, Py_ssize_t across,
+                          Py_ssize_t along, Py_ssize_t unit) {
+    for (Py_ssize_t i = 0; i < across; i++)
+        for (Py_ssize_t j = 0; j < along; j++)
+            memcpy(to + i * to_step + j * unit, from + i * unit + j * from_step, (size_t)unit);
+}
+
+/* Transpose `across` x `along` units: `across` of them lie side by side in the source and go to as many rows of the
+ * destination, in each of which `along` lie side by side. Only whole lines of memory can be written past the caches,
+ * so the units before the first of them are copied one by one, if lines begin at the same unit in all rows. */
+static inline void transpose(char *to, Py_ssize_t to_step, const char *from, Py_ssize_t from_step, Py_ssize_t across,
+                             Py_ssize_t along, Py_ssize_t unit, int past) {
+    Py_ssize_t of_line = LINE / unit, head = 0;
+    if (to_step % LINE == 0 && (uintptr_t)to % (size_t)unit == 0)
+        head = (Py_ssize_t)((LINE - (uintptr_t)to % LINE) % LINE) / unit;
+    else
+        past = 0;
+    if (head > along)
+        head = along;
+    transpose_few(to, to_step, from, from_step, across, head, unit);
+    Py_ssize_t done = head;
+    for (; done + of_line <= along; done += of_line)
+        for (Py_ssize_t i = 0; i < across; i++)
+            gather_line(to + i * to_step + done * unit, from + i * unit + done * from_step, from_step, unit, past);
+    transpose_few(to + done * unit, to_step, from + done * from_step, from_step, across, along - done, unit);
+}
+
+/* Transpose the last axis with the axis along which the source is dense. Each unit of the latter goes to another row
+ * of the destination, and so to another page: only as many are taken at a time as the processor keeps pages in mind. */
+static void transpose_axes(const Box *box, char *to, const char *from) {
+    Py_ssize_t last = box->axes - 1, to_step = box->to_strides[box->dense], from_step = box->from_strides[last];
+    for (Py_ssize_t rest = box->shape[box->dense]; rest > 0; rest -= PAGES) {
+        Py_ssize_t across = rest < PAGES ? rest : PAGES, along = box->shape[last];
+        switch (box->unit) {
+            case 4:
+                transpose(to, to_step, from, from_step, across, along, 4, box->past);
+                break;
+            case 8:
+                transpose(to, to_step, from, from_step, across, along, 8, box->past);
+                break;
+            default:
+                transpose(to, to_step, from, from_step, across, along, 16, box->past);
+        }
+        to += across * to_step, from += across * box->unit;
+    }
+}
+
 static void copy(const Box *box, Py_ssize_t axis, char *to, const char *from) {
+    if (axis == box->dense)
+        axis++;
+    if (box->dense >= 0 && axis == box->axes - 1) {
+        transpose_axes(box, to, from);
+        return;
+    }
     if (axis == box->axes) {
         if (box->copy_long != NULL)
             box->copy_long(to, from, (size_t)box->unit);
@@ -213,17 +313,24 @@ static int read_box(PyObject *given, Box *box) {
     box->to = (char *)(uintptr_t)to;
     box->from = (const char *)(uintptr_t)from;
     box->axes = PyTuple_Check(shape) ? PyTuple_GET_SIZE(shape) : MOST_AXES + 1;
-    if (box->axes > MOST_AXES || box->unit < 1)
+    if (box->axes > MOST_AXES || box->unit < 1 || read_extents(shape, box->axes, box->shape) < 0 ||
+        read_extents(to_strides, box->axes, box->to_strides) < 0 ||
+        read_extents(from_strides, box->axes, box->from_strides) < 0)
         return -1;
-    return read_extents(shape, box->axes, box->shape) < 0 ||
-                   read_extents(to_strides, box->axes, box->to_strides) < 0 ||
-                   read_extents(from_strides, box->axes, box->from_strides) < 0
-               ? -1
-               : 0;
+    box->past = way == TRANSPOSED_PAST_CACHES;
+    box->dense = -1;
+    if (way != TRANSPOSED && way != TRANSPOSED_PAST_CACHES)
+        return 0;
+    for (Py_ssize_t axis = box->axes - 2; axis >= 0 && box->dense < 0; axis--)
+        if (box->from_strides[axis] == box->unit)
+            box->dense = axis;
+    int is_known = box->unit == 4 || box->unit == 8 || box->unit == 16;
+    return is_known && box->dense >= 0 && box->to_strides[box->axes - 1] == box->unit ? 0 : -1;
 }
 
 /* Boxes(boxes, keep): `boxes` are tuples (address to, address from, shape in units, strides to, strides from, bytes
- * of a unit, SHORT or LONG or PAST_CACHES). */
+ * of a unit, SHORT or LONG or PAST_CACHES or TRANSPOSED or TRANSPOSED_PAST_CACHES). Of a transposed box the last axis
+ * is dense in the destination, another one is in the source, and units are of 4, 8 or 16 bytes. */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     PyObject *given, *keep;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
@@ -248,7 +355,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
                 PyErr_SetString(PyExc_ValueError, "no such box");
             Py_DECREF(boxes);
             return NULL;
-        } else if (boxes->boxes[i].copy_long != NULL)
+        } else if (boxes->boxes[i].copy_long != NULL || boxes->boxes[i].dense >= 0)
             boxes->lets_others = 1;
     return (PyObject *)boxes;
 }
@@ -279,7 +386,7 @@ PyMODINIT_FUNC PyInit__box(void) {
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&boxes_type);
     if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Boxes", type) < 0)
         Py_CLEAR(module);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 2) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;
