@@ -139,31 +139,41 @@ def test_a_word_that_comes_late_is_said_again() -> None:
     assert spawn(meet_late, 3) == [3, 3, 3]
 
 
-# Limits of the start of MPI, and what happens in it; the program's status, and what is said.
-STARTS = {
-    "at once": ("notice=60.0, timeout=90.0", "pass", 0, []),
-    "late": (
-        "notice=0.2, timeout=90.0",
-        "time.sleep(1.0)",
-        0,
+# What bounds a call of MPI, and what happens in it; the program's status, and what is said.
+BOUNDED_START = "bounded_start(0, 2, notice={notice}, timeout={timeout})"
+BOUNDED_CALL = "bounded(notice={notice}, timeout={timeout}).bounded('MPI_Call', 'do not!')"
+CALLS = {
+    "start at once": (BOUNDED_START, (60.0, 90.0), "pass", 0, []),
+    "start late": (
+        *(BOUNDED_START, (0.2, 90.0), "time.sleep(1.0)", 0),
         ["waiting for all 2 ranks to start"],
     ),
-    "never": (
-        "notice=0.2, timeout=1.0",
-        "signal.pause()",
-        -signal.SIGTERM,
-        ["<string>:3: waiting", "<string>:3: ended after 1 s"],
+    "start never": (
+        *(BOUNDED_START, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),
+        ["<string>:9: waiting", "<string>:9: ended after 1 s"],
+    ),
+    "call at once": (BOUNDED_CALL, (60.0, 90.0), "pass", 0, []),
+    "call never": (
+        *(BOUNDED_CALL, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),
+        ["0 in MPI_Call, <string>:9: waiting", "ended after 1 s of", "same call: do not!"],
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def starts() -> Ends:
-    def program(limits: str, start: str) -> Program:
-        code = f"""import os, signal, time
-from shardmath.group.mpi import bounded_start
-with bounded_start(0, 2, {limits}):
-    {start}
+def calls() -> Ends:
+    def program(bound: str, limits: tuple[float, float], call: str) -> Program:
+        notice, timeout = limits
+        code = f"""import os, signal, sys, time
+sys.modules["mpi4py.MPI"] = None
+from shardmath.group.mpi import MPIProcessGroup, bounded_start
+class Ranks:
+    rank, size, is_inter = 0, 2, False
+def bounded(*, notice, timeout):
+    os.environ["SHARDMATH_NOTICE"] = str(notice)
+    return MPIProcessGroup(Ranks(), timeout=timeout)
+with {bound.format(notice=notice, timeout=timeout)}:
+    {call}
 try:
     os.wait()
 except ChildProcessError:
@@ -171,13 +181,13 @@ except ChildProcessError:
 """
         return [sys.executable, "-c", code], {}
 
-    return ends({name: program(*row[:2]) for name, row in STARTS.items()})
+    return ends({name: program(*row[:3]) for name, row in CALLS.items()})
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_a_start_of_mpi_is_bounded(starts: Ends, name: str) -> None:
-    _, _, expected, words = STARTS[name]
-    status, text = starts[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_mpi_is_bounded(calls: Ends, name: str) -> None:
+    *_, expected, words = CALLS[name]
+    status, text = calls[name]
     assert status == expected
     assert all(word in text for word in words)
     assert words or not text

@@ -64,7 +64,9 @@ def stand_apart() -> None:
 
     from shardmath.transport import mesh
 
-    mesh.host_identity = lambda: f"machine {MPI.COMM_WORLD.rank % 2}"
+    machine = MPI.COMM_WORLD.rank % 2
+    mesh.host_identity = lambda: f"machine {machine}"
+    mesh.socket.gethostname = lambda: f"machine{machine}.local"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ from mortal import ENDLESS, Job, Raised, limit_waits, on_ranks, run_job
 from shardmath import symmetric_memory
 from shardmath.context import startup
 from shardmath.errors import OpTimeout
+from shardmath.group.mpi import MPIProcessGroup
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.rendezvous import rendezvous
 from shardmath.transport import mesh
+from shardmath.transport.cores.mpi import MPITransport
 from shardmath.transport.mesh import hosts_of
 
 TWO_HOSTS = {"SHARDMATH_FAKE_HOSTS": "2"}
@@ -299,6 +302,22 @@ def test_mpi_is_chosen_between_machines():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.split() == ["mpi"] * 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "refused"),
+    [
+        (["a.far", "b.far"], ""),
+        (["a.far", "b.far", "a.far"], ""),
+        (["vm", "vm"], "2 hosts are called vm: "),
+        (["vm.far", "vm.near"], "2 hosts are called vm: "),  # Open MPI drops the domain
+    ],
+)
+def test_mpi_is_not_chosen_between_hosts_of_one_name(hosts, refused):
+    """There Open MPI hangs where a window is opened."""
+    group = Mock(spec=MPIProcessGroup, nranks=len(hosts))
+    why = MPITransport.unreached(Mock(hosts=hosts, real_hosts=2), group)
+    assert refused in why if refused else not why
 
 
 def apart(group):

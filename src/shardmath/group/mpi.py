@@ -3,9 +3,10 @@
 Only buffers travel: mpi4py's object calls would unpickle what a peer sends. Every wait polls a
 non-blocking request, so that it can end at a deadline.
 
-MPI_Init and MPI_Finalize have no deadline: they wait for all ranks of the job, even for one that
-never starts or never ends, and hold the interpreter meanwhile, so that no thread of this process
-can watch them. Another process watches the start, and an alarm the end.
+MPI's blocking calls have no deadline: they wait for all ranks of the job, even for one that never
+starts or never ends. MPI_Init and MPI_Finalize also hold the interpreter meanwhile, so that no
+thread of this process can watch them: another process watches the start, and an alarm the end. A
+thread watches the others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 from shardmath.base.caller import caller_line, who
@@ -71,6 +73,26 @@ class MPIProcessGroup(GatheringGroup):
         """A communicator of the same ranks, for traffic that meets no other's. Collective."""
         return self._comm.Dup()
 
+    @contextlib.contextmanager
+    def bounded(self, call: str, advice: str) -> Iterator[None]:
+        """Around a blocking `call` of MPI, in which other threads run: bounded as `bounded_start`.
+
+        The last words include the `advice`.
+        """
+        settings = Settings.from_environment()
+        whom = f"waiting for all {self.nranks} ranks in the same call"
+        words = _last_words(self.rank, call, whom, self._timeout, advice)
+        limits = settings.notice, self._timeout
+        returned = threading.Event()
+        watch = partial(_watch, returned.wait, os.getpid(), words, limits)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            returned.set()
+            watcher.join()  # a fork that comes next is one of a process without it
+
     def _wait(self, request: Any, what: str) -> None:
         deadline = time.monotonic() + self._timeout
         polls = 0
@@ -94,12 +116,9 @@ class MPIProcessGroup(GatheringGroup):
 @contextlib.contextmanager
 def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Iterator[None]:
     """Around MPI_Init: stderr says so after `notice` seconds, this process ends after `timeout`."""
-    doing = f"rank {rank} in MPI_Init, {caller_line()}"
     whom = f"waiting for all {size} ranks to start MPI"
-    words = (
-        f"shardmath: {doing}: {whom}\n",
-        f"shardmath: {doing}: ended after {timeout:g} s of {whom}: does every rank call "
-        "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit\n",
+    words = _last_words(
+        rank, "MPI_Init", whom, timeout, "does every rank call shardmath.initialize()?"
     )
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -109,7 +128,7 @@ def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Ite
     if watcher == 0:
         try:
             os.close(writing)
-            _watch(reading, parent, words, (notice, timeout))
+            _watch(partial(_closed, reading), parent, words, (notice, timeout))
         finally:
             os._exit(0)
     os.close(reading)
@@ -121,19 +140,34 @@ def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Ite
             os.waitpid(watcher, 0)
 
 
-def _watch(started: int, parent: int, words: tuple[str, str], limits: tuple[float, float]) -> None:
-    """Wait until the other end of `started` is closed, by the start or the end of `parent`."""
+def _last_words(rank: int, call: str, whom: str, timeout: float, advice: str) -> tuple[str, str]:
+    """What is said of a `call` that does not return: after a while, and at the deadline."""
+    doing = f"shardmath: rank {rank} in {call}, {caller_line()}:"
+    return (
+        f"{doing} {whom}\n",
+        f"{doing} ended after {timeout:g} s of {whom}: {advice} SHARDMATH_STARTUP_TIMEOUT sets the "
+        "limit\n",
+    )
+
+
+def _watch(
+    returned: Callable[[float], bool],
+    process: int,
+    words: tuple[str, str],
+    limits: tuple[float, float],
+) -> None:
+    """Wait until a call has returned, as `returned(seconds)` says; end `process` if it does not."""
     notice, timeout = limits
     if notice < timeout:
-        if _closed(started, notice):
+        if returned(notice):
             return
         os.write(2, words[0].encode())
         timeout -= notice
-    if not _closed(started, timeout):
+    if not returned(timeout):
         os.write(2, words[1].encode())
-        os.kill(parent, signal.SIGTERM)
-        if not _closed(started, _GRACE):
-            os.kill(parent, signal.SIGKILL)
+        os.kill(process, signal.SIGTERM)
+        if not returned(_GRACE):
+            os.kill(process, signal.SIGKILL)
 
 
 def _closed(descriptor: int, seconds: float) -> bool:

@@ -48,9 +48,21 @@ class MPITransport(MultiHostTransport):
 
     @classmethod
     def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
-        """See Transport. One rank needs no MPI."""
-        if group.nranks == 1 or isinstance(group, MPIProcessGroup):
+        """See Transport. One rank needs no MPI.
+
+        Open MPI tells hosts apart by their short names. Where two have the same one, as containers
+        may, it looks for memory that they share, and opening a window never returns.
+        """
+        if group.nranks == 1:
             return ""
+        if isinstance(group, MPIProcessGroup):
+            names = {name.partition(".")[0] for name in mesh.hosts}
+            if len(names) >= mesh.real_hosts:
+                return ""
+            return (
+                f"MPI tells hosts apart by name, and {mesh.real_hosts} hosts are called "
+                f"{', '.join(sorted(names))}: give each its own"
+            )
         return (
             "it needs the ranks of an mpi4py communicator: start the program with mpiexec, or pass "
             "one to initialize"
@@ -61,9 +73,11 @@ class MPITransport(MultiHostTransport):
         if not isinstance(group, MPIProcessGroup) or group.nranks == 1:
             return
         self._mpi = sys.modules["mpi4py.MPI"]
-        self._comm = group.duplicate()
-        self._window = self._mpi.Win.Create_dynamic(comm=self._comm)
-        self._window.Lock_all(self._mpi.MODE_NOCHECK)
+        advice = "SHARDMATH_TRANSPORT=tcp does without MPI's windows."
+        with group.bounded("MPI_Win_create_dynamic", advice):
+            self._comm = group.duplicate()
+            self._window = self._mpi.Win.Create_dynamic(comm=self._comm)
+            self._window.Lock_all(self._mpi.MODE_NOCHECK)
         if self._mesh.wires is not None:
             self._mesh.wires.progress_hooks.append(self._comm.Iprobe)  # lets MPI serve peers
 
