@@ -4,7 +4,8 @@
 
 A rank's first line is when its script begins, by the clock that all processes share; the slowest
 rank counts. "ready" is when `initialize` has returned there. "as srun" are processes that are
-started directly with the variables that srun sets, and meet over TCP.
+started directly with the variables that srun sets, and meet over TCP. "NumPy alone" are the same
+processes when they only import NumPy: the least that any start of Python processes takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TURNS = 7
 GOAL = 0.5  # seconds to the first line
 GOAL_OF_SRUN = 1.2  # times as long until all are ready as by this package's launcher
 AS_SRUN = "as srun"
+ALONE = "as srun, NumPy alone"
 SCRIPT = """
 import sys, time
 first = time.monotonic()
@@ -34,6 +36,7 @@ first = time.monotonic()
 sys.stderr.write(f"<{{first}} {{time.monotonic()}}>")
 """
 READY = "import shardmath; shardmath.initialize('cpu')"
+NUMPY = "import numpy"
 
 
 def main() -> None:
@@ -55,10 +58,16 @@ def main() -> None:
                 "ready, s": statistics.median(readies),
             }
         )
-    # In turns, so that other load on the machine affects both.
-    pairs = [(started([], READY)[1], started(ours, READY)[1]) for _ in range(TURNS)]
-    ratio = speedup(*zip(*pairs, strict=True))
-    rows.append({"launcher": f"{AS_SRUN}, of shardmath run", "ready, times": ratio})
+    # In turns, so that other load on the machine affects all.
+    rounds = [
+        [started(command, then)[1] for command, then in (([], READY), ([], NUMPY), (ours, READY))]
+        for _ in range(TURNS)
+    ]
+    as_srun_s, alone_s, ours_s = zip(*rounds, strict=True)
+    rows.append({"launcher": ALONE, "ready, s": statistics.median(alone_s)})
+    for name, seconds in ((AS_SRUN, as_srun_s), (ALONE, alone_s)):
+        ratio = speedup(seconds, ours_s)
+        rows.append({"launcher": f"{name}, of shardmath run", "ready, times": ratio})
     goals = {"first line, s": GOAL, "ready, times": GOAL_OF_SRUN}
     record.write("starting", rows, ranks=RANKS, goal=goals)
 
