@@ -12,6 +12,9 @@ from pathlib import Path
 from shardmath import __version__
 from shardmath.errors import ShardmathError
 
+_RANK_BYTES = 24 << 20  # of memory that a rank takes which has imported NumPy and met the others
+_RANKS_PER_CORE = 16  # more than these take seconds to start
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well.
@@ -130,10 +133,35 @@ def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     module = "shardmath.tools.hello"
     if not is_launched():
+        if why := _too_many(options.n):
+            print(f"shardmath hello: {why}", file=sys.stderr)
+            return 1
         return run(Program(module, (options.device,), is_module=True), options.n)
     from shardmath.tools.hello import main as hello
 
     return hello(options.device)
+
+
+def _too_many(size: int) -> str:
+    """Why this machine has no room for so many ranks; empty if it has. Says if they will be slow.
+
+    What runs out is memory: the system would then kill processes, of whatever program.
+    """
+    from shardmath.transport.available import available_memory
+
+    available, cores = available_memory(), len(os.sched_getaffinity(0))
+    if size * _RANK_BYTES > available:
+        return (
+            f"{size} ranks take about {size * _RANK_BYTES / 1e9:.1f} GB, and "
+            f"{available / 1e9:.1f} GB are available here: start at most "
+            f"{available // _RANK_BYTES}"
+        )
+    if size > _RANKS_PER_CORE * cores:
+        print(
+            f"shardmath hello: {size} processes start on {cores} cores, which takes a while",
+            file=sys.stderr,
+        )
+    return ""
 
 
 def _bench(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -46,6 +46,7 @@ def test_what_an_operator_can_mend_is_one_line():
     """The first line of what each command says, and its status."""
     tries = {
         ("hello", "-n", "0"): (2, "usage: python -m shardmath hello"),
+        ("hello", "-n", "9999999"): (1, "shardmath hello: 9999999 ranks take about 251658.2 GB"),
         ("hello", "--device", "gpu"): (
             1,
             "shardmath run: rank 0 exited with status 1\nshardmath hel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from launched import END_SIGNALS, RUN, await_ends, hearing, run, started, write
+
+from shardmath.launch.ranks import fork_ranks
 
 FOREVER = """
 while True:
@@ -346,6 +349,15 @@ def test_too_few_descriptors(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     words = "shardmath run: no rank was started: 20 ranks need more descriptors than 32"
     assert done.stderr == f"{words}: raise ulimit -n\n"
+
+
+def test_too_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    with pytest.raises(OSError, match="20 ranks are more processes than may start: raise ulimit"):
+        fork_ranks(20, variables={})
 
 
 def test_bad_calls(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def fork_ranks(
 
     `variables` are added to their environment. With `share_stdin` rank 0 reads the starter's
     standard input; all others read nothing. Starts no rank if it raises: OSError where the system
-    refuses, saying what to raise where that are descriptors.
+    refuses, saying what to raise where descriptors or processes are too few.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -106,11 +106,14 @@ def fork_ranks(
             rank.send_signal(signal.SIGKILL)
             os.waitpid(rank.pid, 0)
             rank.close()
-        if getattr(error, "errno", 0) == errno.EMFILE:
+        code = getattr(error, "errno", 0)
+        if code == errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise OSError(
-                errno.EMFILE, f"{size} ranks need more descriptors than {limit}: raise ulimit -n"
-            ) from error
+            why = f"{size} ranks need more descriptors than {limit}: raise ulimit -n"
+            raise OSError(code, why) from error
+        if code == errno.EAGAIN:
+            why = f"{size} ranks are more processes than may start: raise ulimit -u, or the "
+            raise OSError(code, f"{why}container's limit of processes") from error
         raise
     finally:
         for ends in sockets:  # in a rank, its own are detached by now

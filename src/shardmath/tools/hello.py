@@ -18,6 +18,7 @@ from shardmath.errors import ShardmathError
 from shardmath.tools.tables import show
 
 _BYTES = 16 << 20
+_LONG = 1.0  # seconds that the measurement of one call takes at most, or two calls
 
 
 def main(device: str = "cpu") -> int:
@@ -52,7 +53,23 @@ def measured(context: DistributedContext, nbytes: int) -> tuple[float, float]:
     """The seconds of a barrier, and of an all_gather of `nbytes` bytes in all. Collective."""
     part = np.ones(nbytes // context.size, np.uint8)
     whole = np.ones(len(part) * context.size, np.uint8)
-    return median_seconds(context.barrier, 200), median_seconds(lambda: all_gather(part, out=whole))
+
+    def gather() -> None:
+        all_gather(part, out=whole)
+
+    return (
+        median_seconds(context.barrier, _turns(context, context.barrier, 200)),
+        median_seconds(gather, _turns(context, gather, 5)),
+    )
+
+
+def _turns(context: DistributedContext, call: Callable[[], object], most: int) -> int:
+    """How often a call is measured: `most` times, and fewer if ranks without cores of their own
+    would take long. The same on all ranks. Collective.
+    """
+    seconds = median_seconds(call, 1)
+    slowest: float = context.agree("hello", lambda: seconds, max)
+    return max(1, min(most, int(_LONG / slowest)))
 
 
 def median_seconds(call: Callable[[], object], turns: int = 5) -> float:
