@@ -301,6 +301,7 @@ def performed(row: Row, *, short: bool) -> dict[str, Any]:
     properties = [each for case in cases for each in case.iter("property")]
     seconds = [float(p.get("value", "")) for p in properties if p.get("name") == "seconds"]
     steps = sum(int(p.get("value", "")) for p in properties if p.get("name") == "steps")
+    gpus = [p.get("value", "") for p in properties if p.get("name") == "gpus"]
     return {
         "row": row.name,
         "tests": len(cases),
@@ -311,6 +312,7 @@ def performed(row: Row, *, short: bool) -> dict[str, Any]:
         "minutes": round((time.monotonic() - start) / 60, 1),
         **({"ms": milliseconds(seconds)} if seconds else {}),
         **({"steps": steps} if steps else {}),
+        **({"gpus": gpus[0]} if gpus else {}),
     }
 
 
@@ -373,6 +375,8 @@ def in_words(found: dict[str, Any]) -> str:
         words += f"; median {ms['median']} ms, p99 {ms['p99']}, the longest {ms['most']}"
     if "steps" in found:
         words += f"; {found['steps']:,} steps"
+    if "gpus" in found:
+        words += f"; on {found['gpus']}"
     return words
 
 
