@@ -72,9 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command")
 
-    def command(name: str, what: str, does: object) -> argparse.ArgumentParser:
+    def command(
+        name: str, what: str, does: object, *parents: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
         sentence = f"{what[0].upper()}{what[1:]}."
-        made = commands.add_parser(name, help=what, description=sentence)
+        made = commands.add_parser(name, help=what, description=sentence, parents=parents)
         made.set_defaults(command=does, word=name)
         return made
 
@@ -91,10 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     hello.add_argument("-n", type=positive, metavar="N", default=1, help=count)
     device = 'where the ranks compute: "cpu" (the default), "cuda", or "cuda:1"'
     hello.add_argument("--device", default="cpu", help=device)
-    bench = command("bench", "measure: run a benchmark by its name, or list them all", _bench)
-    folder = "where its JSON is written (default: the current folder)"
-    bench.add_argument("-o", dest="output", metavar="FOLDER", default=".", help=folder)
-    bench.add_argument("--plot", action="store_true", help="draw a picture beside the JSON")
+    measure = "measure: run a benchmark by its name, or list them all"
+    bench = command("bench", measure, _bench, _bench_options())
     bench.add_argument("name", nargs="?", default="", help="without one, all are listed")
     own = "arguments of the benchmark itself"
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=own)
@@ -107,6 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     command("env", "list the environment variables, and what was built from C", _env)
     shells = command("completion", "print what makes a shell complete these commands", _completion)
     shells.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+def _bench_options() -> argparse.ArgumentParser:
+    """The options of `bench`, which stand before or behind the benchmark's name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    folder = "where its JSON is written (default: the current folder)"
+    parser.add_argument("-o", dest="output", metavar="FOLDER", default=".", help=folder)
+    parser.add_argument("--plot", action="store_true", help="draw a picture beside the JSON")
     return parser
 
 
@@ -167,8 +176,8 @@ def _too_many(size: int) -> str:
 def _bench(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.tools.bench import bench
 
-    output = Path(options.output)
-    return bench(options.name, options.arguments, output=output, plot=options.plot)
+    options, own = _bench_options().parse_known_args(options.arguments, options)
+    return bench(options.name, own, output=Path(options.output), plot=options.plot)
 
 
 def _doctor(*_: object) -> int:

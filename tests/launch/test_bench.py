@@ -65,12 +65,14 @@ def test_the_list(folder, capsys):
     assert "sibling" not in text
 
 
-def test_a_benchmark(folder, capfd):
+@pytest.mark.parametrize(
+    "arguments", ["--plot -o {} one apples pears", "-o {} one --plot apples pears"]
+)
+def test_a_benchmark(folder, capfd, arguments):
     other = folder / "out" / "other.json"
     other.parent.mkdir()
     other.write_text("no JSON: it is none of this benchmark")
-    arguments = ["bench", "--plot", "-o", str(other.parent), "one", "apples", "pears"]
-    assert main(arguments) == 0
+    assert main(["bench", *arguments.format(other.parent).split()]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[:4] == ["one:", "  what    s", "  apples  0", "  pears   0.5"]
     assert json.loads((folder / "out" / "one.json").read_text())["rows"][1]["s"] == 0.5
