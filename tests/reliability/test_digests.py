@@ -67,14 +67,14 @@ def test_the_first_call_that_was_given_other_bits_is_named(tmp_path, number):
     for rank, told in enumerate(run(tmp_path, range(4), number)):
         [text] = told
         assert text.startswith(f"rank {rank}: {NAMES[number]} of ") and "test_digests.py:" in text
-        assert "gives other bits" in text and text.endswith("and was given others")
+        assert "gives other bits" in text and text.endswith("and this rank gave it others")
 
 
 def test_a_call_that_is_at_fault_itself_is_told_so(tmp_path):
     assert run(tmp_path, (0, 4, 2)) == [[]] * SIZE
     for told in run(tmp_path, (0, 4, 2), 2):
         [text] = told
-        assert "unsteady of no array" in text and text.endswith("though it was given the same")
+        assert "unsteady of no array" in text and text.endswith("though this rank gave it the same")
 
 
 def test_other_calls_end_the_comparison(tmp_path):

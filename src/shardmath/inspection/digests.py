@@ -99,7 +99,8 @@ class _Digests:
             return f"was {called}, {line}, in the run of {self._path}: the rest is not compared"
         if made == then:
             return ""
-        cause = "though it was given the same" if given == before else "and was given others"
+        same = given == before
+        cause = "though this rank gave it the same" if same else "and this rank gave it others"
         return f"gives other bits than in the run of {self._path}, {cause}"
 
 
