@@ -91,7 +91,7 @@ def test_a_view_outlives_its_owner(ending):
 )
 def test_what_no_device_is(device, kind):
     """Programs written for nvmath.distributed expect a TypeError, of a text too."""
-    with pytest.raises(kind, match=f"index of a CUDA device, not {re.escape(repr(device))}"):
+    with pytest.raises(kind, match=f'name such as "cuda:1"; not {re.escape(repr(device))}'):
         startup.initialize(device)
 
 

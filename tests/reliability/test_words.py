@@ -182,7 +182,7 @@ LOCAL = {
     "device": (
         lambda r: startup.new_context("gpu"),
         "InvalidDevice",
-        "the index of a CUDA device",
+        "or a CUDA device: its index",
     ),
     "fft": (
         used_after_free(FFT, SQUARE, distribution=Slab.X),

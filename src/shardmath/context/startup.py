@@ -172,7 +172,8 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
             if (ordinal := operator.index(device_id)) >= 0:  # type: ignore[arg-type]
                 return ordinal
     raise InvalidDevice(
-        f'device_id is "cpu", a name as "cuda:1", or the index of a CUDA device, not {device_id!r}'
+        f'device_id is "cpu", or a CUDA device: its index, or a name such as "cuda:1"; not '
+        f"{device_id!r}"
     )
 
 
