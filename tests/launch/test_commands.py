@@ -12,7 +12,7 @@ import shardmath
 from shardmath.__main__ import _parser, main
 from shardmath.tools import doctor
 from shardmath.tools.completion import SHELLS, completion
-from shardmath.tools.tables import plain
+from shardmath.tools.tables import plain, show
 
 
 def run(*arguments, **variables):
@@ -26,7 +26,7 @@ def test_hello(ranks):
     done = run("hello", "-n", str(ranks))
     lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
-    assert lines[0] == f"{ranks} ranks:"
+    assert lines[0] == ("1 rank:" if ranks == 1 else f"{ranks} ranks:")
     assert [line.split()[0] for line in lines[2 : 2 + ranks]] == [*map(str, range(ranks))]
     assert all("cpu" in line for line in lines[2 : 2 + ranks])
     assert any("memory is reached by  host" in line for line in lines)
@@ -159,6 +159,16 @@ COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
 _shardmath shardmath {words[-1]}; echo "${{COMPREPLY[@]}}" """
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_tables_of_narrow_terminals_are_whole(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "14")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show("Two", ("name", "value"), [("a" * 9, "b" * 11)])
+    text = capsys.readouterr().out
+    assert (text.count("a"), text.count("b")) == (9 + 2, 11)
+    assert text.count("\n") == 5
 
 
 def test_tables():

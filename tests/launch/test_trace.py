@@ -139,6 +139,11 @@ def test_nothing_to_write(tmp_path, arguments, status, says):
     assert says in done.stderr
 
 
+def test_a_traceback_begins_in_the_program(tmp_path):
+    done, _ = traced(tmp_path, write(tmp_path, "1 / 0"), ranks=1)
+    assert done.stderr.count("File ") == 1
+
+
 # -- what follows from records ---------------------------------------------------------------------
 
 

@@ -114,7 +114,8 @@ def _be_rank(place: Place, program: Program) -> int:
         if failure.status == 0:
             return 0
     except BaseException as error:
-        hide = (__file__, runpy.__file__ or "", "<frozen runpy>")
+        executes = type(program).execute.__code__.co_filename  # this file, or a subclass's
+        hide = (__file__, executes, runpy.__file__ or "", "<frozen runpy>")
         failure = from_exception(place.rank, error, hide=hide)
     else:
         return 0

@@ -36,7 +36,8 @@ def main(device: str = "cpu") -> int:
     barrier, gathered = measured(context, _BYTES)
     if context.rank == 0:
         header = "rank", "host", "pid", "device", "cores"
-        show(f"{context.size} ranks", header, [tuple(map(str, card)) for card in cards])
+        title = "1 rank" if context.size == 1 else f"{context.size} ranks"
+        show(title, header, [tuple(map(str, card)) for card in cards])
         rows = [
             ("hosts", str(len(set(context.hosts)))),
             ("found each other by", type(context.process_group).__name__),

@@ -17,13 +17,17 @@ def show(
     """
     if sys.stdout.isatty():
         try:
+            from rich.box import SIMPLE_HEAD
             from rich.console import Console
-            from rich.table import Table
+            from rich.table import Column, Table
             from rich.text import Text
         except ImportError:
             pass
         else:
-            made = Table(*header, title=title, title_justify="left")
+            # Cells go on in the next line of a narrow terminal: by default they would be cut.
+            columns = [Column(text, overflow="fold") for text in header]
+            made = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
+            made.padding, made.pad_edge, made.show_edge = (0, 1, 0, 0), False, False
             for row in rows:
                 made.add_row(*map(Text, row))
             Console().print(made)
