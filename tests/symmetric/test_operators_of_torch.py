@@ -44,9 +44,12 @@ def test_sums(dtype):
             assert torch.equal(made, rows)
         columns = torch.full((2, 2), 99, dtype=dtype)
         x = of_rank(context.rank, (2, 6), dtype)
+        made = ops.one_shot_all_reduce(x.T, "sum", "g")
+        assert made.stride() == x.T.stride()  # as torch's compiler is told
         ops.reduce_scatter_out(x, "g", True, columns)
         whole = summed((2, 6), context.size, dtype)
         assert torch.equal(columns, whole.chunk(context.size, 1)[context.rank])
+        assert torch.equal(made.T, whole)
         x, sizes = of_rank(context.rank, (7, 2), dtype), [3, 2, 2]
         made = ops._low_contention_reduce_scatter(x, "sum", "g")
         assert torch.equal(made, summed((7, 2), context.size, dtype).split(sizes)[context.rank])

@@ -12,6 +12,14 @@ from shardmath import symmetric_memory as symm_mem
 EIGHT = torch.float8_e4m3fn
 
 
+def is_gathered_first(x, dim):
+    """Whether the gathered axis lies first in memory, unless it is the last, as torch's compiler is
+    told.
+    """
+    last = dim % x.ndim == x.ndim - 1
+    return (x if last else x.movedim(dim, 0)).is_contiguous()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_gathered(size):
     def body(context):
@@ -30,9 +38,10 @@ def test_gathered(size):
             whole = torch.cat(parts, dim)
             bs = [of_rank(0, (whole.shape[-1], n)) for n in (3, 1, 0)]
             a, made = ops.fused_all_gather_matmul(parts[rank], bs, dim, "g")
-            assert torch.equal(a, whole)
+            assert torch.equal(a, whole) and is_gathered_first(a, dim)
             for b, c in zip(bs, made, strict=True):
                 torch.testing.assert_close(c, whole @ b)
+                assert is_gathered_first(c, dim)
             kept, _ = ops.fused_all_gather_matmul(parts[rank], bs, dim, "g", return_A=False)
             assert kept is None
 
@@ -89,6 +98,7 @@ def test_gathered_and_scaled():
                     *([None, None], [None, None], dtypes, [False, False]),
                 )
                 assert torch.equal(a.view(torch.uint8), whole.view(torch.uint8))
+                assert is_gathered_first(a, dim)
                 for b, b_scale, dtype, c in zip(bs, b_scales, dtypes, made, strict=True):
                     check(c, scaled(whole, b, scale, b_scale, dtype))
 

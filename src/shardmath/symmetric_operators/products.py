@@ -28,12 +28,20 @@ def _fused_all_gather_matmul(
 ) -> tuple[Any, list[Any]]:
     """All ranks' `a` along `gather_dim`, gathered once, and its product with each of `bs`."""
     context = context_of_group(group_name)
-    gathered = _gathered(context, a, bs, gather_dim)
-    return gathered if return_A else None, [gathered @ b.detach() for b in bs]
+    gathered, place = _gathered(context, a, bs, gather_dim)
+    products = [(gathered @ b.detach()).movedim(0, place) for b in bs]
+    return gathered.movedim(0, place) if return_A else None, products
 
 
-def _gathered(context: DistributedContext, a: Any, bs: Sequence[Any], gather_dim: int) -> Any:
-    """All ranks' `a`. Raises on all ranks where a rank's factors do not fit it."""
+def _gathered(
+    context: DistributedContext, a: Any, bs: Sequence[Any], gather_dim: int
+) -> tuple[Any, int]:
+    """All ranks' `a`, and the axis to which its first one has to be moved.
+
+    The gathered axis is first, unless the rows themselves are gathered, and is moved as a view:
+    torch's compiler is told of strides like these. Raises on all ranks where a rank's factors do
+    not fit.
+    """
 
     def describe() -> Any:
         along = as_axis(gather_dim, a.ndim)
@@ -53,7 +61,10 @@ def _gathered(context: DistributedContext, a: Any, bs: Sequence[Any], gather_dim
                 raise ValueError(f"rank {rank}: A has {k} columns, and its B {list(rows)} rows")
 
     context.agree("all-gather and product", describe, check)
-    return all_gather(a.detach(), axis=gather_dim, context=context)
+    place = as_axis(gather_dim, a.ndim)
+    if place == a.ndim - 1:
+        return all_gather(a.detach(), axis=place, context=context), 0
+    return all_gather(a.detach().movedim(place, 0), context=context), place
 
 
 def _fused_matmul_reduce_scatter(
@@ -95,15 +106,17 @@ def _fused_all_gather_scaled_matmul(
         return list(a.shape), list(a_scale.shape), as_axis(gather_dim, a.ndim)
 
     by_row = context.agree("all-gather of scales", describe, _are_of_rows)
-    gathered, scale = _gathered(context, a, bs, gather_dim), a_scale.detach()
+    (gathered, place), scale = _gathered(context, a, bs, gather_dim), a_scale.detach()
     if by_row:
-        scale = all_gather(scale, axis=gather_dim, context=context)
+        scale = all_gather(scale, axis=place, context=context)
+    if scale.numel() > 1:
+        scale = scale.movedim(place, 0)
 
     def multiply() -> list[Any]:
         each = zip(bs, *words, strict=True)
-        return [_scaled(gathered, b, scale, *rest) for b, *rest in each]
+        return [_scaled(gathered, b, scale, *rest).movedim(0, place) for b, *rest in each]
 
-    return gathered, context.on_all_ranks(_PRODUCT, multiply)
+    return gathered.movedim(0, place), context.on_all_ranks(_PRODUCT, multiply)
 
 
 def _are_of_rows(specs: Sequence[Any]) -> bool:
