@@ -25,7 +25,7 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.base.collective_call import collective_call
 from shardmath.base.untraced import untraced
 from shardmath.context.context import DistributedContext, get_context, require_context
-from shardmath.context.startup import initialize
+from shardmath.context.startup import begun, group_of_torch, initialize
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
@@ -199,7 +199,13 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Do nothing: symmetric memory needs no enabling. Deprecated in torch, and still called."""
+    """Begin, as the first `empty` does: in a program of torch.distributed without a context this
+    call makes it, and serves torch.ops.symm_mem. Collective then; otherwise it does nothing.
+
+    Deprecated in torch, whose programs still call it before their operators.
+    """
+    if group_of_torch() is not None:
+        _begun(None)
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
@@ -366,7 +372,9 @@ def register() -> None:
 
     Operators are served on CPU tensors and, if the current context computes on GPUs, there too, in
     place of torch's kernels; docs/from-symmetric-memory.md lists them. Call it after torch has been
-    imported, any number of times. A `group_name` is looked up as by `rendezvous`. Raises
+    imported, any number of times. A `group_name` is looked up as by `rendezvous`. In a program of
+    torch.distributed without a context, the first operator makes one on cores, as `empty` does, and
+    all ranks must call it. Raises
     BackendUnavailable without torch, NotImplementedError where this version of torch does not
     define one of them.
     """
@@ -417,14 +425,14 @@ def _operators_of_torch() -> Any:
 
 
 def _begun(device: Any) -> DistributedContext:
-    """The current context; the first call makes it from the group of torch.distributed, if there is
-    one.
+    """The current context. In a program of torch.distributed the first call makes it, and serves
+    the operators.
     """
-    torchs = None if get_context() is not None else sys.modules.get("torch.distributed")
-    if torchs is not None and torchs.is_available() and torchs.is_initialized():
-        initialize("cpu" if device is None else device, torchs.group.WORLD)
+    known = get_context()
+    context = begun(device)
+    if known is None:
         register()
-    return require_context()
+    return context
 
 
 class _SymmetricMemory(SymmetricMemory):

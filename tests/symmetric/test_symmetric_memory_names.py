@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mortal import on_ranks
-from shardmath import get_context
+from shardmath import finalize, get_context
 from shardmath import symmetric_memory as symm_mem
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
 from shardmath.handles.allocation import block_of, free_symmetric_memory
@@ -268,6 +268,11 @@ def test_a_group_is_enabled_if_rendezvous_finds_it(tmp_path):
         found = [enabled("all"), enabled(name), enabled("nope")]
         for known in ("all", name):
             assert symm_mem.rendezvous(symm_mem.empty(3), known).world_size == 2
+        for begin in (symm_mem.register, lambda: symm_mem.enable_symm_mem_for_group(name)):
+            finalize()
+            begin()  # or the operator does
+            x = torch.ops.symm_mem.one_shot_all_reduce(torch.ones(2), "sum", name)
+            assert (x.tolist(), get_context().size) == ([2, 2], 2)
         dist.destroy_process_group()
         return [*found, enabled(name)]
 

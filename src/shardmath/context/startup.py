@@ -23,7 +23,7 @@ from shardmath.base.config import Settings, warn_of_unknown
 from shardmath.base.log import LOGGER
 from shardmath.base.untraced import tell_compiler
 from shardmath.context import agreement
-from shardmath.context.context import DistributedContext, open_contexts
+from shardmath.context.context import DistributedContext, open_contexts, require_context
 from shardmath.context.runtime import Runtime
 from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
@@ -57,6 +57,25 @@ def initialize(
     context = new_context(device_id, process_group, backends)
     current.set_default(context)
     return context
+
+
+def begun(device_id: Any = None) -> DistributedContext:
+    """The current context; in a program of torch.distributed the first call makes it, the default
+    one, of the ranks of torch's default group. Collective then.
+
+    `device_id` None is "cpu". Raises RuntimeError where there is no context and torch has no group.
+    """
+    if current.get() is None and (group := group_of_torch()) is not None:
+        return initialize("cpu" if device_id is None else device_id, group)
+    return require_context()
+
+
+def group_of_torch() -> Any:
+    """The default group of torch.distributed; None where the program has not initialized it."""
+    torchs = sys.modules.get("torch.distributed")
+    if torchs is None or not torchs.is_available() or not torchs.is_initialized():
+        return None
+    return torchs.group.WORLD
 
 
 @collective_call

@@ -29,6 +29,7 @@ from shardmath.context.context import (
     open_contexts,
     require_context,
 )
+from shardmath.context.startup import begun
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
@@ -242,8 +243,10 @@ def _group_at_allocation(tensor: Any) -> str | None:
 
 
 def context_of_group(group: Any) -> DistributedContext:
-    """The context that computes for `group`. Collective among its ranks, the first time."""
-    context = None if isinstance(group, DistributedContext) else require_context()
+    """The context that computes for `group`. Collective among its ranks, the first time; among all,
+    where that makes the context of a program of torch.distributed.
+    """
+    context = None if isinstance(group, DistributedContext) else begun()
     if isinstance(group, str):
         assert context is not None
         group = _named(context, group)
