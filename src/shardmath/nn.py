@@ -20,7 +20,7 @@ from shardmath.base.untraced import constant, is_compiling, operator_of, operato
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_gather, reduce_scatter
 from shardmath.context.context import require_context
-from shardmath.geometry import Distribution, Replicated, Slab
+from shardmath.geometry import Distribution, Replicated, Slab, unbound
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul.forms import matmul
 from shardmath.operators.redistribute.api import redistribute
@@ -140,6 +140,8 @@ def _linear(
     except (AttributeError, TypeError, ValueError) as error:
         _refuse(error, "all_gather" if several else "matmul")
     rows, others = _rows(x, way.front)
+    if 0 in others:
+        return _of_no_tokens(x, weight, bias, distributions, activation, way.front)
     exact = _is_exact(way, rows, others)
     if _is_recorded(rows):
         rows = operator_of("narrowed")(rows)  # before it is gathered
@@ -156,6 +158,37 @@ def _linear(
 
 
 operators["linear"] = _linear
+
+
+def _of_no_tokens(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    distributions: Sequence[Distribution],
+    activation: str | None,
+    front: int,
+) -> Any:
+    """The layer where leading axes other than `front` are empty, such as that of the batch. It is
+    that of zeros, one for each such axis, none of which is kept: the extents of the result, and
+    gradients that are zeros, are found as those of any other.
+    """
+    last = len(x.shape) - 1
+    empty = tuple([axis for axis in range(last) if axis != front and x.shape[axis] == 0])
+    of_x, of_weight, of_y = distributions
+    split = [_with_one(of_x, empty), of_weight, _with_one(of_y, empty)]
+    zeros = x.sum(axis=empty, keepdims=True, dtype=x.dtype)
+    made = _linear(zeros, weight, bias, distributions=split, activation=activation)
+    kept = tuple([slice(0 if axis in empty else None) for axis in range(last + 1)])
+    return tuple([y[kept] for y in made]) if isinstance(made, tuple) else made[kept]
+
+
+@constant
+def _with_one(distribution: Distribution, axes: Sequence[int]) -> Distribution:
+    """The distribution where these axes, if it is bound, have one index instead of none."""
+    if distribution.binding is None:
+        return distribution
+    shape = enumerate(distribution.binding.global_shape)
+    return unbound(distribution).bind([1 if axis in axes else extent for axis, extent in shape])
 
 
 @constant
@@ -229,8 +262,7 @@ def _rows(x: Any, front: int) -> tuple[Any, tuple[int, ...]]:
 
 
 def _shaped(y: Any, others: tuple[int, ...], front: int) -> Any:
-    count = prod(others)
-    y = y.reshape(y.shape[0] // count if count else 0, *others, y.shape[-1])
+    y = y.reshape(y.shape[0] // prod(others), *others, y.shape[-1])
     return y.swapaxes(0, front) if front else y
 
 
@@ -241,7 +273,7 @@ def _is_exact(way: _Way, rows: Any, others: tuple[int, ...]) -> bool:
         return True
     if way.extent >= 0:
         return way.extent % _ranks() == 0
-    if way.x == "rows" or not count:
+    if way.x == "rows":
         return False
     divides = rows.shape[0] // count % _ranks() == 0
     return bool(operator_of("certain")(divides)) if is_compiling() else divides
@@ -289,9 +321,8 @@ def _apart(
             ),
             "linear",
         )
-    count = prod(others)
     sums = _local(rows, weight, None, None)
-    sums = sums.reshape(rows.shape[0] // count if count else 0, *others, sums.shape[-1])
+    sums = sums.reshape(rows.shape[0] // prod(others), *others, sums.shape[-1])
     made = reduce_scatter(sums)
     return _finished(made.reshape(prod(made.shape[:-1]), made.shape[-1]), bias, activation)
 

@@ -24,6 +24,7 @@ SHAPES = [
     ((3, 2, 2, 4), 1),
     ((2, 1, 4), 1),
     ((0, 3, 4), 0),
+    ((0, 7, 4), 1),
 ]
 ACTIVATIONS = {
     None: lambda y: y,
@@ -183,7 +184,7 @@ MISTAKES = {
     "biases": (lambda x, w: {"bias": [w[:, 0], w[:, 0]]}, "1 weight(s) have 2 biases"),
     "a bias": (lambda x, w: {"bias": w[0]}, "has a bias (4,)"),
     "uneven tokens": (
-        lambda x, w: {"x": np.ones((2, 3, 4)), "distributions": [TOKENS, COLUMNS, TOKENS]},
+        lambda x, w: {"distributions": [TOKENS, COLUMNS, TOKENS]},
         "call redistribute first",
     ),
 }
@@ -192,7 +193,7 @@ MISTAKES = {
 def mistake(context, name):
     """What is said where rank 1 makes it."""
     with context:
-        x, w = np.ones((1, 3, 4)), np.ones((5, 4))
+        x, w = np.ones((2, 3, 4)), np.ones((5, 4))
         given = {"x": x, "weight": w, "distributions": [TOKENS, ROWS, FEATURES]}
         if context.rank == 1 or name == "uneven tokens":
             given |= MISTAKES[name][0](x, w)

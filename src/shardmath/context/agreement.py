@@ -16,7 +16,7 @@ from shardmath.base import wire
 from shardmath.base.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.messages import TRAVELLING, header
+from shardmath.symmetric.messages import TRAVELLING, body, difference, header
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
@@ -30,8 +30,9 @@ def agree(
 ) -> Agreed:
     """`check` of every rank's `describe()`, in rank order. Collective.
 
-    Raises on every rank what `describe` raised on the first rank where it did (the message then
-    begins with that rank), what `check` raises, or CollectiveMismatch when the operations differ.
+    Raises on every rank what `describe` raised on the first rank where it did, whatever it had
+    called (the message then begins with that rank), what `check` raises, or CollectiveMismatch when
+    the operations differ.
     """
     return agree_keeping(board, operation, lambda: (None, describe()), check)[1]
 
@@ -96,7 +97,7 @@ def require_accepted(board: Board, operation: str, texts: Sequence[bytes]) -> li
     prefix = beginning(operation)
     for text in texts:
         if not text.startswith(prefix):
-            _raise_refusal(board, board.bodies(texts, operation), None)
+            _raise_refusal(board, operation, texts, None)
     start = len(prefix)
     return [text[start:] for text in texts]
 
@@ -105,7 +106,7 @@ def refuse(board: Board, operation: str, mistake: Exception) -> NoReturn:
     """Send an error in place of a description, and raise the first rank's on all of them."""
     try:
         texts, _ = board.exchange_raw(operation, header(operation) + _refusal(mistake))
-        _raise_refusal(board, board.bodies(texts, operation), mistake)
+        _raise_refusal(board, operation, texts, mistake)
     finally:
         del mistake
     raise AssertionError("one was sent")
@@ -153,18 +154,25 @@ def _refusal(error: Exception) -> bytes:
     return _REFUSED + wire.encode((name, text, facts))
 
 
-def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | None) -> None:
+def _raise_refusal(
+    board: Board, operation: str, texts: Sequence[bytes], own: Exception | None
+) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
     An error that every rank sent is said to be every rank's. `own` is no cause where it is the same
-    error, which would only be shown twice.
+    error, which would only be shown twice. Where ranks called different operations, and one of them
+    refused its own, its error says more than CollectiveMismatch, which becomes a note.
     """
+    mismatch, messages = difference(texts, operation), [body(text) for text in texts]
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
             everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
-            raise _noted(board, _rebuilt(who, text[1:])) from (None if same else own)
+            note = f"Besides, {mismatch}." if mismatch else ""
+            raise _noted(board, _rebuilt(who, text[1:], note)) from (None if same else own)
+    if mismatch:
+        raise _noted(board, CollectiveMismatch(mismatch))
 
 
 def refused_by(rank: int, error: Exception) -> Exception:
@@ -185,10 +193,12 @@ def _travelling_name(error: Exception) -> str:
     return "RuntimeError"
 
 
-def _rebuilt(who: str, data: bytes) -> Exception:
+def _rebuilt(who: str, data: bytes, note: str = "") -> Exception:
     name, text, facts = wire.decode(data)
     error = TRAVELLING.get(name, RuntimeError)(f"{who}: {text}")
     for fact, value in facts.items():
         if fact in _FACTS and hasattr(error, fact):
             setattr(error, fact, value)
+    if note:
+        error.add_note(note)
     return error

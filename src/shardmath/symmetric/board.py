@@ -131,9 +131,9 @@ class Board:
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
         texts, _ = self.exchange_raw(operation, header(operation) + message)
-        return self.bodies(texts, operation)
+        return self._bodies(texts, operation)
 
-    def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
+    def _bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
         """The bodies of all ranks' texts of an `exchange_raw`, without their headers.
 
         Raises CollectiveMismatch, on all ranks, where they called different operations.

@@ -50,12 +50,23 @@ def header(operation: str) -> bytes:
 
 def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
     """All ranks' messages without their header. Raises CollectiveMismatch where headers differ."""
+    if mismatch := difference(texts, operation):
+        raise CollectiveMismatch(mismatch)
+    start = len(header(operation))
+    return [text[start:] for text in texts]
+
+
+def body(text: bytes) -> bytes:
+    """A rank's message without its header, whatever operation that names."""
+    return text.partition(_END)[2]
+
+
+def difference(texts: Sequence[bytes], operation: str) -> str:
+    """The words for ranks that called different operations; "" where all called this one."""
     prefix = header(operation)
-    for text in texts:
-        if not text.startswith(prefix):
-            names = [text.partition(_END)[0].decode(errors="replace") for text in texts]
-            raise CollectiveMismatch(different(names))
-    return [text[len(prefix) :] for text in texts]
+    if all(text.startswith(prefix) for text in texts):
+        return ""
+    return different([text.partition(_END)[0].decode(errors="replace") for text in texts])
 
 
 def different(names: Sequence[str | None]) -> str:
