@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import TYPE_CHECKING, assert_type
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shardmath
-from shardmath import fft, nn
+from shardmath import autograd, fft, nn
 from shardmath.collectives import (
     all_gather,
     all_reduce,
@@ -63,7 +63,7 @@ def main() -> None:
     assert_type(reduce_scatter(x, axis=1), Matrix)
     assert_type(all_to_all(x, axis=1), Matrix)
     assert_type(broadcast(x if rank == 0 else None), Matrix)
-    assert_type(all_gather(x, async_op=True).is_completed(), bool)
+    assert_type(all_gather(x, async_op=True).wait(), Matrix)
     assert_type(redistribute(x, Slab.X, Slab.Y), Matrix)
     box = Box((3 * rank, 0), (3 * rank + 3, 4 * size))
     assert_type(reshape(x, box, box), Matrix)
@@ -74,6 +74,8 @@ def main() -> None:
     assert_type(nn.linear(x, x, distributions=split), Matrix)
     values: Matrix = x.reshape(3, size, 4)
     assert_type(nn.tokens_to_heads(values, token_axis=0, head_axis=1), Matrix)
+    if TYPE_CHECKING:  # it takes tensors of torch
+        assert_type(autograd.copies(x), Matrix)
     found = [product(x, x.T), masked(x, x.T)[0], whole(x), q, k]
     assert all(isinstance(y, np.ndarray) for y in found)
     assert spectrum(x.astype(np.complex128)).shape == x.shape

@@ -286,7 +286,7 @@ def all_reduce(
     return _collected("all_reduce", x, out, context, async_op, op=op)
 
 
-def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
+def copies(x: T, *, context: DistributedContext | None = None) -> T:
     """`x`, a tensor that all ranks have, as each rank's own: gradients of all copies are summed.
 
         y = norm(tokens, autograd.copies(weight))     # each rank has tokens of its own
@@ -295,7 +295,7 @@ def copies(x: Any, *, context: DistributedContext | None = None) -> Any:
     share of that rank. The call is local, and its backward pass an `all_reduce`. Whether `x`
     requires grad the ranks compare in the next call that records or computes a gradient.
     """
-    return _collected("copies", x, None, context, False, op="sum")
+    return cast(T, _collected("copies", x, None, context, False, op="sum"))
 
 
 def certain(condition: Any) -> Any:

@@ -15,8 +15,9 @@ import atexit
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
+from shardmath.arrays import Array
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import CollectiveCall, require_function, this_thread
 from shardmath.base.untraced import unrecorded
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 _NAME = "background"  # under which a context keeps its _Background
 
 
-class Work:
+class Work(Generic[Array]):
     """A collective under way. Its operand and its `out` belong to it until it is completed."""
 
-    def __init__(self, task: Task[Any]) -> None:
+    def __init__(self, task: Task[Array]) -> None:
         self._task = task
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Array:
         """The result of the call, once there is one. Raises what the call raised.
 
         Raises TimeoutError after `timeout` seconds: the call goes on, and may be waited for again.
@@ -68,7 +69,7 @@ class _Background:
         self._has_board = False  # whether the context's board is the thread's
         self._call: CollectiveCall | None = None  # the last that has given work
 
-    def start(self, function: Callable[[], Any]) -> Work:
+    def start(self, function: Callable[[], Array]) -> Work[Array]:
         """`function()`, which makes one call in `context`, on the thread."""
         call, last = this_thread.call, self._call
         if last is not None and last is not call and not last.finished:
@@ -96,7 +97,7 @@ class _Background:
 
 def start(
     function: Callable[..., Any], context: DistributedContext | None, x: Any, **words: Any
-) -> Work:
+) -> Work[Any]:
     """`function(x, context=context, **words)`, under way. Collective.
 
     On GPUs the call is put on the current stream, as every call is, before this returns.

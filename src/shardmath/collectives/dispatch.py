@@ -110,7 +110,7 @@ def perform(
     return driver.call(Arguments((array_of(x),), (out,), (size, rank, *words)))
 
 
-def in_background(function: Callable[..., Any], context: Any, x: Any, **words: Any) -> Work:
+def in_background(function: Callable[..., Any], context: Any, x: Any, **words: Any) -> Work[Any]:
     """The handle of a call that goes on beside the program. Collective."""
     from shardmath.collectives.background import start
 

@@ -101,13 +101,13 @@ def broadcast(
 
 @overload
 def broadcast(
-    x: Any,
+    x: Array | None,
     *,
     root: int = 0,
     out: Any = None,
     context: DistributedContext | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[Array]: ...
 
 
 @differentiable
@@ -187,13 +187,13 @@ def all_gather(
 
 @overload
 def all_gather(
-    x: Any,
+    x: Array,
     *,
     axis: int = 0,
     out: Any = None,
     context: DistributedContext | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[Array]: ...
 
 
 @differentiable
@@ -258,7 +258,7 @@ def all_to_all(
 
 @overload
 def all_to_all(
-    x: Any,
+    x: Array,
     *,
     axis: int = 0,
     send_counts: Sequence[int] | None = None,
@@ -266,7 +266,7 @@ def all_to_all(
     out: Any = None,
     context: DistributedContext | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[Array]: ...
 
 
 @differentiable

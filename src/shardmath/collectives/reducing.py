@@ -49,13 +49,13 @@ def all_reduce(
 
 @overload
 def all_reduce(
-    x: Any,
+    x: Array,
     *,
     op: str = "sum",
     out: Any = None,
     context: DistributedContext | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[Array]: ...
 
 
 @differentiable
@@ -155,7 +155,7 @@ def reduce_scatter(
 
 @overload
 def reduce_scatter(
-    x: Any,
+    x: Array,
     *,
     op: str = "sum",
     axis: int = 0,
@@ -163,7 +163,7 @@ def reduce_scatter(
     out: Any = None,
     context: DistributedContext | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[Array]: ...
 
 
 @differentiable
