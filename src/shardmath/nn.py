@@ -134,7 +134,7 @@ def _linear(
     biases = tuple(bias) if isinstance(bias, list | tuple) else (bias,)
     biases = (None,) * len(weights) if bias is None else biases
     try:
-        shapes = [tuple(array.shape) for array in (x, *weights)]
+        shapes = [_shape_of_part(array) for array in (x, *weights)]
         way = _Way(*_way([len(shape) for shape in shapes], distributions, activation))
         _check(way, shapes, biases)
     except (AttributeError, TypeError, ValueError) as error:
@@ -158,6 +158,15 @@ def _linear(
 
 
 operators["linear"] = _linear
+
+
+def _shape_of_part(array: Any) -> tuple[int, ...]:
+    """The shape of this rank's part. Raises TypeError for an array that knows how it is split."""
+    if hasattr(array, "device_mesh"):
+        raise TypeError("layers take parts, not DTensors: pass x.to_local()")
+    if hasattr(array, "__shardmath_functions__"):
+        raise TypeError("layers take parts, not arrays that know how they are split: pass x.local")
+    return tuple(array.shape)
 
 
 def _of_no_tokens(

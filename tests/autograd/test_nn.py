@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import shardmath
 from shardmath import collectives, nn
 from shardmath.autograd import table
 from shardmath.distribution import Box, Replicated, Slab
@@ -180,6 +181,7 @@ MISTAKES = {
     ),
     "one axis": (lambda x, w: {"x": x[0, 0]}, "two axes or more"),
     "no array": (lambda x, w: {"x": 1.0}, "shape"),
+    "no part": (lambda x, w: {"weight": shardmath.array(w, Replicated())}, "pass x.local"),
     "other features": (lambda x, w: {"x": x[..., :3]}, "x has 3 features"),
     "biases": (lambda x, w: {"bias": [w[:, 0], w[:, 0]]}, "1 weight(s) have 2 biases"),
     "a bias": (lambda x, w: {"bias": w[0]}, "has a bias (4,)"),
@@ -195,7 +197,7 @@ def mistake(context, name):
     with context:
         x, w = np.ones((2, 3, 4)), np.ones((5, 4))
         given = {"x": x, "weight": w, "distributions": [TOKENS, ROWS, FEATURES]}
-        if context.rank == 1 or name == "uneven tokens":
+        if context.rank == 1 or name in ("uneven tokens", "no part"):
             given |= MISTAKES[name][0](x, w)
         try:
             nn.linear(**given)

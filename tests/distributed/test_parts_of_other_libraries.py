@@ -38,8 +38,9 @@ CASES = (  # mesh, shape, the axes that each axis of the mesh shards, None for r
 
 @pytest.fixture(scope="module")
 def distributed_torch():
-    """Four ranks, forked when torch's DTensor was loaded."""
+    """Four ranks, forked when torch's DTensor was loaded, and its compiler."""
     importlib.import_module("torch.distributed.tensor")
+    importlib.import_module("torch._dynamo")
     with Pool(4, with_context) as ranks:
         yield ranks
 
@@ -179,7 +180,10 @@ def computed(mesh, torch, tensors):
         assert (z.full_tensor() == a).all() and tensors.Shard(1) in z.placements
         waves = rfft(x.detach(), distribution=Slab.X)
         assert torch.allclose(waves.full_tensor(), torch.fft.rfft2(a), atol=1e-4)
-    with pytest.raises(TypeError, match="make arrays of the parts"):
+    compiled = torch.compile(lambda x, w: 2 * matmul(x, w), backend="eager")
+    y = compiled(x.detach(), w.detach())  # called between graphs
+    assert type(y) is tensors.DTensor and torch.allclose(y.full_tensor(), 2 * a @ b, atol=1e-5)
+    with pytest.raises(TypeError, match="pass DTensors alone"):
         matmul(w.detach(), torch.ones(5, 2))
 
 

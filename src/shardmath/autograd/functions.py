@@ -305,10 +305,17 @@ def certain(condition: Any) -> Any:
     return guard_or_false(condition)
 
 
+def between_graphs(name: str) -> None:
+    """Have torch's compiler end the graph before a call with DTensors, which then runs as it is."""
+    torch._dynamo.graph_break(
+        msg=f"{name} of DTensors is called between graphs: within one, pass x.to_local()"
+    )
+
+
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
 _OTHERS = (
     *(matmul, redistribute, all_gather, reduce_scatter, all_to_all, broadcast, all_reduce),
-    *(certain, copies, finished, narrowed),
+    *(between_graphs, certain, copies, finished, narrowed),
 )
 
 operators.update({function.__name__: function for function in _OTHERS})

@@ -136,6 +136,9 @@ def traced_as(name: str, call: Call) -> Call:
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         load_operators()
+        for x in (*args, *kwargs.values()):
+            if hasattr(x, "device_mesh"):
+                operators["between_graphs"](name)
         return operators[name](*args, **kwargs)
 
     vars(call)["_torchdynamo_inline"] = traced

@@ -18,6 +18,7 @@ import numpy as np
 from shardmath.arrays.spec import packed_strides
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.context.context import DistributedContext, require_context
+from shardmath.distributed import parts
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import distribution_of
 from shardmath.geometry import Box, Layout, Slab, Spans
@@ -43,7 +44,10 @@ def from_dtensor(x: Any) -> DistributedArray:
         x = x.redistribute(placements=[summed if p.is_partial() else p for p in x.placements])
     placements = tuple(x.placements)
     if not all(place.is_shard() or place.is_replicate() for place in placements):
-        raise ValueError(f"{placements}: Shard, Replicate and Partial are known: x.redistribute()")
+        raise ValueError(
+            f"{placements}: expected Shard, Replicate and Partial; call "
+            "x.redistribute(placements=[...]) first"
+        )
     layout = _layout(context, shape, mesh, placements)
     distribution = distribution_of(layout, context.rank)
     if distribution is not None:
@@ -127,6 +131,12 @@ def _call_with_dtensors(
             named["out"] = ours_of(out)
     except (ValueError, NotImplementedError) as error:
         raise_on_all_ranks(require_context(), name, ValueError(f"{error}; or pass x.to_local()"))
+    if any(parts.is_array(x) for x in (*operands, *named.values())):
+        mixed = TypeError(
+            f"{name} of DTensors and of other arrays: pass DTensors alone, "
+            "distribute_tensor(x, mesh, placements), or parts alone, x.to_local()"
+        )
+        raise_on_all_ranks(require_context(), name, mixed)
     made = ours(*operands, **named)
     if out is not None:
         return out
@@ -250,12 +260,12 @@ def _layout(
     for rank, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
         low, high = [0] * len(shape), list(shape)
         along = list(zip(placements, place, mesh.shape, strict=False))
-        splits = [(p.dim, number, parts) for p, number, parts in along if p.is_shard()]
+        splits = [(p.dim, number, count) for p, number, count in along if p.is_shard()]
         if shares:
             first = min(axis for axis, *_ in splits)
-            splits += [(first, number, parts) for p, number, parts in along if p.is_replicate()]
-        for axis, number, parts in splits:
-            wide = -(-(high[axis] - low[axis]) // parts)
+            splits += [(first, number, count) for p, number, count in along if p.is_replicate()]
+        for axis, number, count in splits:
+            wide = -(-(high[axis] - low[axis]) // count)
             low[axis] = min(high[axis], low[axis] + number * wide)
             high[axis] = min(high[axis], low[axis] + wide)
         by_rank[rank] = tuple(map(Spans.interval, low, high))
