@@ -449,6 +449,21 @@ def test_mistakes_are_raised_on_all_ranks(contexts, name):
     assert MISTAKES[name][1] in said
 
 
+def say_where(context):
+    """Where this rank was, as the error of a backward pass that rank 1 does not make says it."""
+    with context:
+        y = collectives.all_gather(torch.ones(2, requires_grad=True))
+        try:
+            y.sum().backward() if context.rank == 0 else collectives.all_reduce(torch.ones(1))
+        except ValueError as error:
+            return error.__notes__[0]
+
+
+def test_the_error_of_a_backward_pass_says_where_the_program_was(contexts):
+    for said in contexts.run(say_where, ranks=2):
+        assert "test_gradients.py:" in said
+
+
 FORWARD = {
     "all_reduce": collectives.all_reduce,
     "all_reduce, max": lambda x: collectives.all_reduce(x, op="max"),

@@ -10,8 +10,12 @@ from pathlib import Path
 # How the files of the package begin, and that of the context managers it makes.
 PACKAGE = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 
-# Parts of the names of torch's files through which its compiler and its operators call.
-TORCH = ("/torch/_dynamo/", "/torch/_ops.py", "/torch/_library/", "/torch/autograd/function.py")
+# Parts of the names of files through which torch and JAX call on the user's behalf, in a backward
+# pass, a transform or a compiled program. The last two are of code that torch's compiler makes.
+BETWEEN = (
+    *("/torch/_", "/torch/autograd/", "/torch/library.py", "/torch/utils/checkpoint.py"),
+    *("/jax/_src/", "<eval_with_key>", "/torchinductor_"),
+)
 
 
 def caller_place() -> tuple[str, int]:
@@ -43,5 +47,5 @@ def process_name() -> str:
 
 
 def _passed_through(file: str) -> bool:
-    """Whether the file is this package's, or one of torch's that calls it."""
-    return file.startswith(PACKAGE) or any(part in file for part in TORCH)
+    """Whether the file is this package's, or one that calls it on the user's behalf."""
+    return file.startswith(PACKAGE) or any(part in file for part in BETWEEN)

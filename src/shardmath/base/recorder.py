@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
-from shardmath.base.caller import PACKAGE, TORCH, caller_place
+from shardmath.base.caller import BETWEEN, PACKAGE, caller_place
 from shardmath.base.compiled import extension
 
 OPERATIONS = 256
@@ -106,7 +106,7 @@ class Recorder:
         """Record from now on in `memory`, as long as `bytes_for` says."""
         built = extension("shardmath.base._record")
         if built is not None:
-            built.record_in(memory, PACKAGE, TORCH)
+            built.record_in(memory, PACKAGE, BETWEEN)
         way = built or _Writer(memory)
         self.memory, self.on_stream = memory, way.on_stream
         self.begin, self.end, self.leave = way.begin, way.end, way.leave
@@ -116,7 +116,7 @@ class Recorder:
         if self.memory is not None:
             built = extension("shardmath.base._record")
             if built is not None:
-                built.record_in(None, PACKAGE, TORCH)
+                built.record_in(None, PACKAGE, BETWEEN)
         self.memory = self.compared = None
         self.begin = self.on_stream = self.end = self.leave = _nothing
 
