@@ -30,8 +30,10 @@ def note(status, code):
 
 
 def cholesky(a, *, workspace, status, first):
-    if order := on_cores.cholesky(view(a))():
+    diagonal, below = np.vsplit(view(a), [a.columns])
+    if order := on_cores.cholesky(diagonal)():
         note(status, first + order)
+    on_cores.solve_triangular(diagonal, below, lower=True, op="C", right=True)()
 
 
 def lu(a, *, workspace, pivots, status, first):
@@ -67,6 +69,10 @@ def conjugate(a):
 
 def set_identity(a, first):
     view(a)[...] = np.eye(a.rows)[:, first : first + a.columns]
+
+
+def clear(a):
+    view(a)[...] = 0
 
 
 def keep_lower(a, first):
@@ -121,7 +127,7 @@ def launched(function):
 def factorisations_at_once():
     """Within, factorisations of a `pretended_gpu` are performed when they are launched."""
     functions = (
-        *(cholesky, lu, check_finite, conjugate, set_identity, keep_lower),
+        *(cholesky, lu, check_finite, conjugate, set_identity, clear, keep_lower),
         *(note_zeros, begin, least, exchange_rows),
     )
     _beside.clear()
@@ -135,7 +141,7 @@ def factorisations_at_once():
             (lapack, "solve_triangular", solve_triangular),
             (lapack, "bindings", lambda: None),
             (lapack, "load", lambda *_: None),
-            (lapack, "room", lambda *_: 1),
+            (lapack, "room", lambda *_, **__: 1),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

@@ -93,10 +93,10 @@ def cholesky(
         return
     if a.columns <= _WIDTH:
         text = struct.pack("q2Qq2I", a.leading or 1, a.address, status, first, a.rows, a.columns)
-        argument, below = Argument(text), a.rows - a.columns
+        argument, height = Argument(text), a.rows - a.columns
         _cholesky_kernel(device, "factorise_diagonal", a.dtype).launch(stream, 1, _WIDTH, argument)
-        if below:
-            blocks = -(-below // _DIVIDING)
+        if height:
+            blocks = -(-height // _DIVIDING)
             _cholesky_kernel(device, "divide", a.dtype).launch(stream, blocks, _DIVIDING, argument)
         return
     half, noted = up(a.columns // 2, _WIDTH), {"workspace": workspace, "status": status}
