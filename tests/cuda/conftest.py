@@ -26,6 +26,7 @@ HOST = (
     "fft",
     "local",
     "matmul",
+    "program",
     "redistribution",
     "reliability",
     "symmetric",

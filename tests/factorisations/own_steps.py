@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "program"))
 
 import interpreter
 import rank_interpreter
-from gpu_arithmetic import address_of, on_gpu
+from gpu_arithmetic import address_of, on_gpu, packed_factor, subtract_packed
 
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.factorisations import gpus, steps
@@ -126,7 +126,7 @@ def near_bfloat16(x):
 
 def subtract(step, own):
     left, right = op(cut(own, step.left), step.ops[0]), op(cut(own, step.right), step.ops[1])
-    if step.rounded:
+    if step.precision == "bfloat16":
         left, right = (near_bfloat16(np.array(x)) for x in (left, right))
     cut(own, step.target)[...] -= left @ right
 
@@ -137,6 +137,17 @@ def performer(function):
 
 def least(step, own):
     own[step.target][0] = own[step.source].min()
+
+
+def pack_factor(step, rank):
+    x = op(cut(Buffers(rank), step.source), step.op)
+    x = x.T if step.right else x
+    rank.array(step.target)[...] = packed_factor(x, step.precision, right=step.right)
+
+
+def multiply_packed(step, rank):
+    factors = rank.array(step.left), rank.array(step.right)
+    subtract_packed(cut(Buffers(rank), step.target), *factors)
 
 
 class Buffers:
@@ -169,6 +180,7 @@ rank_interpreter.PERFORM |= {
     kind: lambda step, rank, function=function: function(step, Buffers(rank))
     for kind, function in OWN_STEPS.items()
 }
+rank_interpreter.PERFORM |= {gpus.PackFactor: pack_factor, gpus.SubtractPacked: multiply_packed}
 
 
 def interpret_on_gpus(programs, parts, *, seed, staged):

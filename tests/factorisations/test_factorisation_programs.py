@@ -21,15 +21,15 @@ from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.factorisations.blocks import Blocks
 from shardmath.factorisations.cholesky import (
     CHOLESKY,
-    ROUNDED_CHOLESKY,
+    CHOLESKYS,
     SOLVE_POSITIVE_DEFINITE,
 )
 from shardmath.factorisations.lu import (
     DIAGONAL,
     INVERSE,
     LU_FACTOR,
+    LU_FACTORS,
     LU_SOLVE,
-    ROUNDED_LU_FACTOR,
     SOLVE,
 )
 from shardmath.factorisations.prediction import predicted
@@ -131,18 +131,20 @@ def test_lu_factors(call, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("gpus", [None, 5])
-def test_products_of_factors_rounded_to_bfloat16(dtype, gpus):
-    a, split = positive(40, dtype), [[Slab.X.encode()] * 3] * 2
-    words = {"block": 8, "order": [1, 2, 0], "gpus": gpus}
-    made = performed(ROUNDED_CHOLESKY, {"a": a}, split, (True, True), 3, **words)
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32x3"])
+def test_products_in_a_lower_precision(dtype, gpus, precision):
+    a, split = positive(43, dtype), [[Slab.X.encode()] * 3] * 2
+    words = {"block": 7, "order": [1, 2, 0], "gpus": gpus}
+    made = performed(CHOLESKYS[precision], {"a": a}, split, (True, True), 3, **words)
     lower = np.concatenate([rank["out"] for rank in made])
-    made = performed(ROUNDED_LU_FACTOR, {"a": a}, split, (True,), 3, **words)
+    made = performed(LU_FACTORS[precision], {"a": a}, split, (True,), 3, **words)
     lu = np.concatenate([rank["lu"] for rank in made])
-    for left, right in ((lower, lower.conj().T), (np.tril(lu, -1) + np.eye(40), np.triu(lu))):
+    for left, right in ((lower, lower.conj().T), (np.tril(lu, -1) + np.eye(43), np.triu(lu))):
         for row, other in () if left is lower else list(enumerate(made[0]["pivots"]))[::-1]:
             left[[row, other]] = left[[other, row]]
         error = np.linalg.norm(left @ right - a) / np.linalg.norm(a)
-        assert 1e-5 < error < 2**-8  # between float32's and bfloat16's
+        least, most = {"bfloat16": (1e-5, 2.0**-8), "tf32x3": (0, 2.0**-20)}[precision]
+        assert least < error < most
 
 
 @FEW
@@ -306,7 +308,7 @@ def received(operation, flags, n, size, block):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize(("operation", "flags"), [
-    (CHOLESKY, (True, True)), (ROUNDED_CHOLESKY, (True, True)), (LU_FACTOR, (True,)),
+    (CHOLESKY, (True, True)), (CHOLESKYS["bfloat16"], (True, True)), (LU_FACTOR, (True,)),
 ])  # fmt: skip
 def test_a_rank_receives_what_it_needs_of_each_panel_once(operation, flags, size):
     """Of others' panels, where it has columns behind: for LU all rows from the diagonal on, for

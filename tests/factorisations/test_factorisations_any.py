@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,36 @@ def views(context, split, library, a, b, wants, flag):
     of_arrays(context, pairs, 1e3)
 
 
+# In units of the matrix's norm. Tensor cores truncate sums: each addition may lose 2^-23 of them.
+MOST_ERROR = {"full": 2.0**-20, "tf32x3": 2.0**-15, "bfloat16": 2.0**-8}
+
+
+def in_precisions(context, cases):
+    """The factors of (n, block size) whose products are in some precision, and errors too large."""
+    wrong = []
+    for (n, block), dtype in product(cases, ("float32", "complex64")):
+        a, one = positive(n, dtype), {"options": {"block_size": block}}
+        part = np.array(part_of(a, Slab.X, context.rank, context.size))
+        for precision, most in MOST_ERROR.items():
+            one |= {"distributions": [Slab.X, Replicated()], "precision": precision}
+            with context:
+                factor = linalg.cholesky(part, **one)
+                lu, pivots = linalg.lu_factor(part, **one)
+            product_of_lu = (np.tril(lu, -1) + np.eye(n)) @ np.triu(lu)
+            for row, other in list(enumerate(pivots))[::-1]:
+                product_of_lu[[row, other]] = product_of_lu[[other, row]]
+            for made in (factor @ factor.conj().T, product_of_lu):
+                error = np.linalg.norm(made - a) / np.linalg.norm(a)
+                least = 2.0**-16 if precision == "bfloat16" and n > 2 * block else 0
+                if not least <= error <= most:
+                    wrong.append((n, block, dtype, precision, error))
+    return wrong
+
+
+def test_factors_by_products_in_a_lower_precision(contexts):
+    assert contexts.run(in_precisions, [(1, 16), (65, 16)], ranks=2) == [[]] * 2
+
+
 test_positive_definite_matrices = drawn_cases(positive_definite, systems, 4, most=5, shrunk=False)
 
 
@@ -374,7 +405,8 @@ def mistaken(context):
         "pivots": (lambda: linalg.lu_solve(
             (a, np.full(n, n if own else 0, "i4")), b, **general_words), b),
         "other pivots": (lambda: linalg.lu_solve((a, np.arange(n)), b, **general_words), b),
-        "rounded": (lambda: linalg.lu_factor(a, rounded=True, **one), a),
+        "rounded": (lambda: linalg.lu_factor(a, precision="bfloat16", **one), a),
+        "precision": (lambda: linalg.cholesky(a, precision="float16" if own else "full", **one), a),
         "trans": (lambda: linalg.lu_solve((a, np.arange(n)), b, 3, **general_words), b),
         "structure": (lambda: linalg.solve(a, b, **(two | {"assume_a": "banded"})), a),
     }  # fmt: skip
@@ -411,6 +443,7 @@ def test_mistakes_are_the_same_error_on_all_ranks(contexts):
         "other pivots": "int64",
         "trans": "not 3",
         "rounded": "float32 or complex64",
+        "precision": "one of full, tf32x3, bfloat16, not 'float16'",
     }
     assert {
         name: words.get(name, "") in text for name, (_, text) in first.items()

@@ -94,6 +94,35 @@ def multiply(
     finish(total, target, epilog, bias, aux, target.dtype)
 
 
+def packed_factor(x, precision, *, right):
+    """The lines of a factor, or of the transpose of a `right` one, as kernels/pack_factor.cu packs
+    them: each is a column here.
+    """
+    numbers = np.ascontiguousarray(x).view("float32").reshape(len(x), -1)  # re, im, re, im, ...
+    if x.dtype.kind == "c" and not right:
+        one, two = (np.ascontiguousarray(y).view("float32") for y in (x.conj(), 1j * x.conj()))
+        numbers = np.stack([one, two], 1).reshape(2 * len(x), -1)
+    filled = np.zeros((len(numbers), -(-numbers.shape[1] // 8) * 8), "float32")
+    filled[:, : numbers.shape[1]] = numbers
+    if precision == "bfloat16":
+        return filled.astype(to_numpy("bfloat16")).T
+    high = near_tf32(filled)
+    low = near_tf32(filled - high)
+    return np.hstack([high, high, low] if right else [high, low, high]).T
+
+
+def near_tf32(x):
+    """The nearest numbers of 11 bits."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(np.ldexp(mantissa, 11)), exponent - 11).astype("float32")
+
+
+def subtract_packed(target, left, right):
+    """`target`, an array, minus the product of packed factors."""
+    product = left.T.astype("float64") @ right.astype("float64")
+    target[...] -= product if target.dtype.kind == "f" else product[::2] + 1j * product[1::2]
+
+
 class Elements(NamedTuple):
     """A copy of an array that can be looked up."""
 

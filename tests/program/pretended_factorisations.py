@@ -14,7 +14,7 @@ from pretended import BESIDE, Lane
 
 from shardmath.factorisations import gpus
 from shardmath.local import lapack as on_cores
-from shardmath.local.gpu import Matrix, lapack
+from shardmath.local.gpu import Matrix, lapack, packing
 
 __all__ = ["factorisations_at_once"]
 
@@ -101,22 +101,20 @@ def exchange_rows(a, pivots, count, *, first, backward, status, code):
         on_cores.exchange_rows(view(a), (rows + 1).astype(np.int32), backward=backward)()
 
 
-def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, compute, **how):
-    assert compute in (None, gpus._ROUNDED)
+def multiply(device, a, b, d, *, stream, conj_a, conj_b, workspace, **how):
     require_own(workspace, stream)
-    product = arithmetic.multiply if compute is None else multiply_rounded
-    device.launch(stream, product, a, b, d, conj_a, conj_b, **how)
+    device.launch(stream, arithmetic.multiply, a, b, d, conj_a, conj_b, **how)
 
 
-def multiply_rounded(a, b, *args, **how):
-    """The product of factors that are rounded to bfloat16 in their own type."""
-    factors = [on_cores.rounded(view(x)) for x in (a, b)]
-    arithmetic.multiply(*map(matrix_of, factors), *args, **how)
+def pack(x, target, *, precision, right, conjugate):
+    lines = view(x).conj() if conjugate else view(x)
+    view(target)[...] = arithmetic.packed_factor(lines, precision, right=right)
 
 
-def matrix_of(x):
-    """A matrix of which the columns lie one behind the other."""
-    return Matrix(x.ctypes.data, *x.shape, 1, max(1, x.shape[0]), x.dtype.name)
+def subtract_packed(device, stream, target, left, right, *, workspace):
+    require_own(workspace, stream)
+    factors = view(left), view(right)
+    device.launch(stream, arithmetic.subtract_packed, view(target), *factors)
 
 
 def launched(function):
@@ -138,6 +136,9 @@ def factorisations_at_once():
             (gpus, "Lane", Lane),
             (gpus, "WORKSPACE", 1),
             (gpus, "multiply", multiply),
+            (packing, "pack", launched(pack)),
+            (packing, "subtract_packed", subtract_packed),
+            (packing, "load", lambda *_: None),
             (lapack, "solve_triangular", solve_triangular),
             (lapack, "bindings", lambda: None),
             (lapack, "load", lambda *_: None),

@@ -49,6 +49,12 @@ def test_matrices_split_at_random(contexts, body):
     check()
 
 
+def test_factors_by_products_in_a_lower_precision(contexts):
+    """Once more by graphs, which are captured the second time."""
+    cases = [(1, 16), (65, 16)] * 3
+    assert contexts.run(on_gpus, "in_precisions", cases, ranks=2) == [[]] * 2
+
+
 def test_mistakes_are_the_same_error_on_all_ranks(contexts):
     first, second = contexts.run(on_gpus, "mistaken", ranks=2)
     assert first == second

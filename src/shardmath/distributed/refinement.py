@@ -40,10 +40,11 @@ from shardmath.factorisations.operands import require_equations, require_square
 from shardmath.factorisations.problem import FactorisationOptions, dealt_columns, panel_width
 from shardmath.geometry import Slab
 from shardmath.geometry.integers import slices
+from shardmath.local.lapack import Precision
 from shardmath.operators.arguments import options_of
 from shardmath.operators.matmul.forms import matmul as product_of_parts
 
-_ROUNDED = "bfloat16"
+_ROUNDED: Precision = "bfloat16"
 _MOST_TURNS = 30  # as LAPACK's
 # The types that factors can have; the first is the type in which they are stored.
 _LOWER = {
@@ -100,7 +101,8 @@ def solve(
     DistributedArrays they are left out, or that of x alone.
 
     With `factor_dtype`, "float32" for operands of float64 or complex128, the factors are of that
-    type; of "bfloat16", of float32 by products of factors rounded to bfloat16. x is refined in the
+    type, on GPUs by products of two numbers of TF32 in place of each; with "bfloat16", of float32
+    by products of factors rounded to bfloat16. x is refined in the
     operands' type until its backward error is at most 2^-53, or not halved any more: a
     RefinedSolution. Where it is then above 2 sqrt(n) 2^-52, or there are no such factors, a
     RuntimeWarning says so, and x is that of factors in the operands' type.
@@ -242,11 +244,12 @@ class _System:
 
         Powers of 2 keep A and each column of r within the range of the type.
         """
-        rounded, low = low == _ROUNDED, _LOWER[self.kind.name][0]
+        precision: Precision = _ROUNDED if low == _ROUNDED else "tf32x3"
+        low = _LOWER[self.kind.name][0]
         plain = not self.norm or 1 / _PLAIN < self.norm < _PLAIN
         scale = 1.0 if plain else 0.5 ** math.frexp(self.norm)[1]
         columns = _in_columns(self.seen if plain else self.seen * scale, low)
-        solved = self._factorised(columns, rounded=rounded)
+        solved = self._factorised(columns, precision)
 
         def correct(r: Any, sizes: HostArray) -> Any:
             units = _units(sizes)
@@ -255,7 +258,7 @@ class _System:
 
         return correct
 
-    def _factorised(self, a: Any, *, rounded: bool) -> Solution:
+    def _factorised(self, a: Any, precision: Precision) -> Solution:
         """The function that solves with A by its factors, which are dealt to the ranks for that."""
         n, context = a.shape[0], a.context
         machine = Driver.of(context, LU_FACTOR).machine
@@ -264,9 +267,10 @@ class _System:
         dealt = dealt_columns(n, context.size, width)
         words = {"check_finite": False, "options": self.options}
         if self.diagonal is None:
-            factors = api.lu_factor(a, distributions=dealt, rounded=rounded, **words)
+            factors = api.lu_factor(a, distributions=dealt, precision=precision, **words)
             return lambda r: api.lu_solve(factors, r, **words)
-        factor = api.cholesky(a, self.lower, distributions=dealt, rounded=rounded, **words)
+        how = {"distributions": dealt, "precision": precision, **words}
+        factor = api.cholesky(a, self.lower, **how)
         first, second = (0, 2) if self.lower else (2, 0)
 
         def solved(r: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,19 +13,19 @@ from shardmath.base.collective_call import collective_call, settled
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
-from shardmath.factorisations.cholesky import CHOLESKY, ROUNDED_CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.cholesky import CHOLESKYS, SOLVE_POSITIVE_DEFINITE
 from shardmath.factorisations.lu import (
     DIAGONAL,
     INVERSE,
-    LU_FACTOR,
+    LU_FACTORS,
     LU_SOLVE,
-    ROUNDED_LU_FACTOR,
     SOLVE,
 )
 from shardmath.factorisations.operands import SingularMatrix, not_finite
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
+from shardmath.local.lapack import Precision
 from shardmath.program.performing import Arguments
 
 Distributions = Any  # of the operands, and of the result where that has another
@@ -57,7 +58,7 @@ def cholesky(
     *,
     distributions: Distributions,
     check_finite: bool = True,
-    rounded: bool = False,
+    precision: Precision = "full",
     options: Options = None,
 ) -> Any:
     """The Cholesky factor of a positive definite matrix: this rank's part of it. Collective.
@@ -70,17 +71,19 @@ def cholesky(
     is that of `a`, or a pair, of `a` and of the factor. For a DistributedArray it is left out, or
     is that of the factor alone. `a` stays as it is.
 
-    With `rounded`, for float32 and complex64, all products but those within panels are of factors
-    rounded to bfloat16, and summed in the matrix's type. GPUs do these fast; the solution is then
-    refined, as by `solve(a, b, factor_dtype="bfloat16")`.
+    `precision` other than "full", for float32 and complex64, is that of the factors of all products
+    but those within panels; sums are of the matrix's type. With "bfloat16" factors are rounded to
+    that type. With "tf32x3" GPUs multiply each as two numbers of TF32, with errors of some 2^-21;
+    on cores it is "full". GPUs do these fast; a solution is then refined, as by `solve(a, b,
+    factor_dtype=...)`.
 
     Raises the same on all ranks. LinAlgError: `a` is not square, or a leading minor is not
     positive; its order is named. ValueError: NaN or infinity in `a`, unless `check_finite` is
-    False; parts do not fit. TypeError: another type. NotImplementedError: GPUs of several hosts.
-    BackendUnavailable: without SciPy, or on GPUs without cuSOLVER. Source: scipy.linalg.cholesky,
-    whose `lower` is False by default; numpy.linalg.cholesky's is True.
+    False; parts do not fit; no such `precision`. TypeError: another type. NotImplementedError: GPUs
+    of several hosts. BackendUnavailable: without SciPy, or on GPUs without cuSOLVER. Source:
+    scipy.linalg.cholesky, whose `lower` is False by default; numpy.linalg.cholesky's is True.
     """
-    operation = ROUNDED_CHOLESKY if rounded else CHOLESKY
+    operation = _in_precision("cholesky", CHOLESKYS, precision)
     out, fault = _called(operation, (a,), distributions, (bool(lower), bool(check_finite)), options)
     require_good(fault, _MINOR)
     return out
@@ -92,7 +95,7 @@ def lu_factor(
     *,
     distributions: Distributions,
     check_finite: bool = True,
-    rounded: bool = False,
+    precision: Precision = "full",
     options: Options = None,
 ) -> tuple[Any, Any]:
     """The factors of P A = L U with partial pivoting: (lu, pivots). Collective.
@@ -105,7 +108,7 @@ def lu_factor(
     singular matrix are returned, too; `lu_solve` raises for them. Arguments and errors as
     `cholesky`, but for minors. Source: scipy.linalg.lu_factor.
     """
-    operation = ROUNDED_LU_FACTOR if rounded else LU_FACTOR
+    operation = _in_precision("lu_factor", LU_FACTORS, precision)
     lu, pivots, fault = _called(operation, (a,), distributions, (bool(check_finite),), options)
     require_good(fault)
     return lu, pivots
@@ -273,6 +276,19 @@ def _op(operation: str, trans: int | str) -> str:
         return letters[trans]
 
     return raising_on_all_ranks(require_context(), operation, letter)
+
+
+def _in_precision(
+    name: str, operations: Mapping[Precision, Operation[Any]], precision: Precision
+) -> Operation[Any]:
+    """The operation whose products have that precision. Collective where there is none."""
+
+    def operation() -> Operation[Any]:
+        if precision not in operations:
+            raise ValueError(f"precision is one of {', '.join(operations)}, not {precision!r}")
+        return operations[precision]
+
+    return raising_on_all_ranks(require_context(), name, operation)
 
 
 def _called(

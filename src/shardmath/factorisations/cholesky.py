@@ -19,6 +19,7 @@ from shardmath.factorisations.steps import (
     Substitute,
     Subtract,
 )
+from shardmath.local.lapack import PRECISIONS
 from shardmath.program.performing import Names
 from shardmath.program.steps import Program
 
@@ -39,7 +40,7 @@ class CholeskySteps(PanelSteps):
                 lo, hi = self.blocks.bounds(j)
                 left, right = self.panel_rows(lo, n), self.panel_rows(lo, hi)
                 target = self.own(j, (lo, n))
-                self.steps.append(Subtract(target, left, right, ("N", "C"), self.rounded))
+                self.steps.append(Subtract(target, left, right, ("N", "C"), self.precision))
 
     def update_right_sides(self, k: int) -> None:
         n, (lo, hi) = self.blocks.n, self.blocks.bounds(k)
@@ -91,6 +92,6 @@ class SolvePositiveDefinite(Factorisation):
         return panels.program([("rhs", "x", panels.problem.result)], () if lower else ("a",))
 
 
-CHOLESKY = Cholesky()
-ROUNDED_CHOLESKY = Cholesky(rounded=True)
+CHOLESKYS = {precision: Cholesky(precision) for precision in PRECISIONS}
+CHOLESKY = CHOLESKYS["full"]
 SOLVE_POSITIVE_DEFINITE = SolvePositiveDefinite()

@@ -170,7 +170,7 @@ def _substitute(step: Substitute, arrays: Arrays) -> Calls:
 def _subtract(step: Subtract, arrays: Arrays) -> Calls:
     target, left, right = (block(arrays, cut) for cut in (step.target, step.left, step.right))
     one, two = step.ops
-    if not step.rounded:
+    if step.precision != "bfloat16":
         return [lapack.subtract_product(target, left, one, right, two)]
 
     def subtract() -> None:

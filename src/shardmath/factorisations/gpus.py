@@ -11,6 +11,10 @@ meanwhile, and none waits for long, because ranks have panels in turn.
 
 A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
 for its GPU: pivots and faults of numbers stay there until the results are read.
+
+Products in a lower precision than their type become steps that pack their factors, in memory of
+each stream's own, and steps that multiply these (`local/gpu/packing.py`). Consecutive products with
+rows of one panel share its packing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
 
 from shardmath.factorisations.steps import (
     NOT_PIVOTS,
@@ -38,9 +43,10 @@ from shardmath.factorisations.steps import (
 )
 from shardmath.geometry import Layout
 from shardmath.handles.operand import Operand
-from shardmath.local.gpu import Matrix, lapack
+from shardmath.local.gpu import Matrix, lapack, packing
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.gemm import multiply
+from shardmath.local.lapack import Op, Precision
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.program.gpu_performing import Execution, Facts, Given, GPUArrays, GPUPerformer
 from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
@@ -64,7 +70,6 @@ AHEAD = "panels"  # the stream on which the next panel is factorised
 _IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
-_ROUNDED = 75  # cuBLASLt's COMPUTE_32F_FAST_16BF
 
 
 class Least(Step, words="the least of {source} to {target}"):
@@ -72,6 +77,29 @@ class Least(Step, words="the least of {source} to {target}"):
 
     source: str
     target: str
+
+
+class PackFactor(Step):
+    """op(source), a factor of a product in that precision, is packed in `target`: a left factor, or
+    a `right` one.
+    """
+
+    source: Cut
+    op: Op
+    precision: Precision
+    right: bool
+    target: View
+
+    def __str__(self) -> str:
+        return f"pack {self.source}{'' if self.op == 'N' else '^' + self.op} in {self.precision}"
+
+
+class SubtractPacked(Step, words="subtract the product of packed factors from {target}"):
+    """`target` minus the product of two packed factors."""
+
+    target: Cut
+    left: View
+    right: View
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -104,10 +132,9 @@ def lowered(
         else:
             steps.append(step)
     shared = {arrays[name].memory for name in program.published}
-    memories = lane_memories(arrays.values(), users, shared)
-    return RankProgram(
-        tuple(_on_streams(steps)), arrays, memories, tuple(sorted(shared)), "F", pulls=True
-    )
+    steps, packed_factors = _with_packed_factors(_on_streams(steps), arrays)
+    memories = lane_memories([*arrays.values(), *packed_factors], users, shared)
+    return RankProgram(tuple(steps), arrays, memories, tuple(sorted(shared)), "F", pulls=True)
 
 
 def _workspace(program: Program, rank: int) -> dict[str, View]:
@@ -193,6 +220,99 @@ def _on_streams(steps: Iterable[Any]) -> list[Any]:
         made += [*segment[arrival + 1 :], Record(last_but_one)]
         rests += 1
     return made
+
+
+class _Factor(NamedTuple):
+    """What products with the same rows or columns of a factor have in common."""
+
+    buffer: str
+    op: Op
+    right: bool
+    depth: tuple[int, int]  # the rows or columns of the buffer along which products sum
+
+    @classmethod
+    def of(cls, product: Subtract, *, right: bool) -> _Factor:
+        """The left factor of a product, or the right one."""
+        cut, op = (product.left, product.right)[right], product.ops[right]
+        depth = cut.rows if right is (op == "N") else cut.columns
+        return cls(cut.buffer, op, right, depth)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a line of the factor is a row of the buffer."""
+        return self.right is not (self.op == "N")
+
+    def lines(self, product: Subtract) -> tuple[int, int]:
+        """The lines of a product's factor: rows or columns of the buffer."""
+        cut = (product.left, product.right)[self.right]
+        return cut.rows if self.has_rows else cut.columns
+
+    def cut(self, lines: tuple[int, int]) -> Cut:
+        """The block of the buffer that these lines are."""
+        rows, columns = (lines, self.depth) if self.has_rows else (self.depth, lines)
+        return Cut(self.buffer, rows, columns)
+
+
+def _with_packed_factors(
+    steps: Iterable[Any], arrays: Mapping[str, View]
+) -> tuple[list[Any], list[View]]:
+    """The steps, with products in a lower precision than their type as products of packed factors;
+    and the views of these.
+
+    No product of a run reads what another one writes, so the factors of all are packed first.
+    """
+    made: list[Any] = []
+    views: list[View] = []
+    for of_run, run in groupby(steps, _run_of):
+        if of_run is None:
+            made += run
+            continue
+        stream, precision, factors = of_run
+        products = [step.step if isinstance(step, On) else step for step in run]
+        packs, parts = zip(
+            *(_packed_once(factor, products, precision, stream, arrays) for factor in factors),
+            strict=True,
+        )
+        views += [pack.target for pack in packs]
+        own = [
+            SubtractPacked(product.target, left, right)
+            for product, left, right in zip(products, *parts, strict=True)
+        ]
+        made += [On(stream, step) if stream else step for step in (*packs, *own)]
+    return made, views
+
+
+def _packed_once(
+    factor: _Factor,
+    products: Sequence[Subtract],
+    precision: Precision,
+    stream: str,
+    arrays: Mapping[str, View],
+) -> tuple[PackFactor, list[View]]:
+    """The step that packs all lines of a factor that these products read, in the stream's place for
+    such factors, and what each product reads.
+    """
+    lines = [factor.lines(product) for product in products]
+    whole = min(lo for lo, _ in lines), max(hi for _, hi in lines)
+    dtype, side = arrays[factor.buffer].dtype, "right" if factor.right else "left"
+    extents = whole[1] - whole[0], factor.depth[1] - factor.depth[0]
+    shape, kind = packing.packed_form(*extents, dtype, precision, right=factor.right)
+    view = packed(" ".join(["factors: packed", side, stream]).rstrip(), shape, kind, "F")
+    each = packing.lines_of_each(dtype, right=factor.right)
+    parts = [view.part(1, *(each * (end - whole[0]) for end in one)) for one in lines]
+    return PackFactor(factor.cut(whole), factor.op, precision, factor.right, view), parts
+
+
+def _run_of(step: Any) -> tuple[str, Precision, tuple[_Factor, _Factor]] | None:
+    """What products that share their packed factors have in common: stream, precision and factors;
+    None for any other step.
+    """
+    stream, inner = (step.stream, step.step) if isinstance(step, On) else ("", step)
+    if not isinstance(inner, Subtract) or inner.precision == "full":
+        return None
+    if any(cut.is_empty for cut in (inner.target, inner.left, inner.right)):
+        return None
+    return stream, inner.precision, (_Factor.of(inner, right=False), _Factor.of(inner, right=True))
 
 
 def _segments(steps: Iterable[Any]) -> list[list[Any]]:
@@ -281,6 +401,9 @@ class FactorisationProgram(GPUProgram):
         super().prepare(own, stream, span)
         for dtype in {view.dtype for view in self.program.arrays.values()} & {*lapack.DTYPES}:
             lapack.load(self.device, dtype)
+        packs = [step for _, step in self.steps if isinstance(step, PackFactor)]
+        for dtype, precision in {(self._block(x.source).dtype, x.precision) for x in packs}:
+            packing.load(self.device, dtype, precision)
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -382,8 +505,8 @@ class FactorisationProgram(GPUProgram):
         """A launch of B = op(A)^-1 B, or of what the flags say."""
 
         def launch(stream: int) -> None:
+            workspace = self._workspace_of_blas(stream, memories)
             beside = self._is_beside(stream)
-            workspace = memories.own[_BLAS_AHEAD if beside else _BLAS]
             lapack.solve_triangular(
                 self.device, stream, a, b, workspace=workspace, beside=beside, **flags
             )
@@ -395,6 +518,10 @@ class FactorisationProgram(GPUProgram):
         beside the capturing one: routines on the two must not share memory.
         """
         return stream == int(self.lane.stream(AHEAD))
+
+    def _workspace_of_blas(self, stream: int, memories: Memories) -> int:
+        """The workspace of cuBLAS and cuBLASLt on that stream."""
+        return memories.own[_BLAS_AHEAD if self._is_beside(stream) else _BLAS]
 
     def _subtract(self, step: Subtract, memories: Memories) -> Launch | None:
         target, left, right = (
@@ -413,13 +540,29 @@ class FactorisationProgram(GPUProgram):
                 self.device,
                 *(one[0], two[0], target),
                 stream=stream,
-                workspace=memories.own[_BLAS_AHEAD if self._is_beside(stream) else _BLAS],
+                workspace=self._workspace_of_blas(stream, memories),
                 alpha=-1.0,
                 beta=1.0,
                 conj_a=one[1],
                 conj_b=two[1],
-                compute=_ROUNDED if step.rounded else None,
             )
+
+        return launch
+
+    def _pack_factor(self, step: PackFactor, memories: Memories) -> Launch:
+        source, target = self._block(step.source, memories), _matrix(step.target, memories)
+        lines = source.transposed() if step.right is (step.op == "N") else source
+        how: dict[str, Any] = {"precision": step.precision, "right": step.right}
+        how["conjugate"] = step.op == "C"
+        return lambda stream: packing.pack(self.device, stream, lines, target, **how)
+
+    def _subtract_packed(self, step: SubtractPacked, memories: Memories) -> Launch:
+        target = self._block(step.target, memories)
+        left, right = (_matrix(view, memories) for view in (step.left, step.right))
+
+        def launch(stream: int) -> None:
+            workspace = self._workspace_of_blas(stream, memories)
+            packing.subtract_packed(self.device, stream, target, left, right, workspace=workspace)
 
         return launch
 
@@ -437,4 +580,11 @@ class FactorisationProgram(GPUProgram):
         ExchangeRows: _exchange_rows,
         Substitute: _substitute,
         Subtract: _subtract,
+        PackFactor: _pack_factor,
+        SubtractPacked: _subtract_packed,
     }
+
+
+def _matrix(view: View, memories: Memories) -> Matrix:
+    """A view of two axes as a matrix at its address."""
+    return view.matrix._replace(address=memories.address(view))

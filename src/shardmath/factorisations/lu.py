@@ -28,7 +28,7 @@ from shardmath.factorisations.steps import (
     Subtract,
 )
 from shardmath.geometry import Layout, Spans
-from shardmath.local.lapack import Op
+from shardmath.local.lapack import PRECISIONS, Op
 from shardmath.program.performing import Names
 from shardmath.program.steps import READ, Move, Program, SplitArray
 from shardmath.redistribution import TransferPlan
@@ -76,7 +76,7 @@ class LUSteps(PanelSteps):
         self.steps += [
             ExchangeRows(self.pivots, (0, hi - lo), columns.of_rows(lo, n), lo, STATUS),
             Substitute(self.panel_rows(lo, hi), here, lower=True, unit=True),
-            Subtract(below, self.panel_rows(hi, n), here, rounded=self.rounded),
+            Subtract(below, self.panel_rows(hi, n), here, precision=self.precision),
         ]
 
 
@@ -178,8 +178,8 @@ class Diagonal(Factorisation):
         return panels.program([], vectors=vectors)
 
 
-LU_FACTOR = LUFactor()
-ROUNDED_LU_FACTOR = LUFactor(rounded=True)
+LU_FACTORS = {precision: LUFactor(precision) for precision in PRECISIONS}
+LU_FACTOR = LU_FACTORS["full"]
 LU_SOLVE = LUSolve()
 SOLVE = Solve()
 INVERSE = Inverse()

@@ -20,6 +20,7 @@ from shardmath.factorisations.panels import PanelSteps
 from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import FactorisationOptions, Problem
 from shardmath.geometry import Distribution, Layout
+from shardmath.local.lapack import Precision
 from shardmath.machine import Machine
 from shardmath.operators.facts import ArrayFacts, agreed_facts
 from shardmath.operators.layouts import (
@@ -32,7 +33,7 @@ from shardmath.operators.layouts import (
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Arrive, Program
 
-_ROUNDED = ("float32", "complex64")  # what is rounded to bfloat16
+_SINGLE = ("float32", "complex64")  # the types of which products have lower precisions
 _SHOWN = 40  # steps, in an explanation
 
 
@@ -42,7 +43,8 @@ class Factorisation:
     Words are the distributions of operands and of the result, and flags: the arguments of `built`
     after the first, and whether operands are checked for NaN and infinity. The operands are a
     matrix, in some operations one more with as many rows, which has the shape of the result, and
-    `pivots`, which every rank has whole. `rounded`: products are of factors rounded to bfloat16.
+    `pivots`, which every rank has whole. `precision` is that of the products of which most of the
+    work consists.
     """
 
     names: Names
@@ -50,10 +52,10 @@ class Factorisation:
     options = FactorisationOptions
     on_cores = FactorisationsOnCores
 
-    def __init__(self, *, rounded: bool = False) -> None:
-        self.rounded = rounded
-        if rounded:
-            self.names = self.names._replace(operation=f"{self.names.operation}, rounded")
+    def __init__(self, precision: Precision = "full") -> None:
+        self.precision = precision
+        if precision != "full":
+            self.names = self.names._replace(operation=f"{self.names.operation}, {precision}")
 
     def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
         """See Operation."""
@@ -78,9 +80,9 @@ class Factorisation:
             spec = arrays[name]
             assert spec is not None, "required"
             facts.append(_facts(self.names.operation, name, spec))
-            if self.rounded and spec.dtype not in _ROUNDED:
+            if self.precision != "full" and spec.dtype not in _SINGLE:
                 raise TypeError(
-                    f"products of bfloat16 take a matrix of {' or '.join(_ROUNDED)}, "
+                    f"products in {self.precision} take a matrix of {' or '.join(_SINGLE)}, "
                     f"and {name} has {spec.dtype}: convert it"
                 )
         distributions = self._distributions(given)
@@ -131,7 +133,7 @@ class Factorisation:
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""
-        steps = self.steps(problem, problem.block_on(machine), rank, rounded=self.rounded)
+        steps = self.steps(problem, problem.block_on(machine), rank, precision=self.precision)
         return self.built(steps, *problem.flags[:-1])
 
     def built(self, panels: Any, *args: Any, **kwargs: Any) -> Program:

@@ -40,7 +40,7 @@ from shardmath.factorisations.steps import (
 )
 from shardmath.factorisations.triangle import LowerTriangle
 from shardmath.geometry import Layout
-from shardmath.local.lapack import Op
+from shardmath.local.lapack import Op, Precision
 from shardmath.local.reduction import Reduction
 from shardmath.program.steps import (
     READ,
@@ -62,14 +62,15 @@ class PanelSteps:
     """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`.
 
     A subclass for each factorisation says how a panel is factorised, and what it does to the
-    columns behind. `rounded`: products that bring columns up to date are of factors rounded to
-    bfloat16.
+    columns behind. `precision` is that of the products that bring columns up to date.
     """
 
     is_lower = False  # whether all is computed in the lower triangle, which alone is there
 
-    def __init__(self, problem: Problem, width: int, rank: int, *, rounded: bool = False) -> None:
-        self.problem, self.rank, self.rounded = problem, rank, rounded
+    def __init__(
+        self, problem: Problem, width: int, rank: int, *, precision: Precision = "full"
+    ) -> None:
+        self.problem, self.rank, self.precision = problem, rank, precision
         size = problem.a.size
         self.blocks = Blocks(problem.n, width, size)
         one = Layout.replicated((1,), size)

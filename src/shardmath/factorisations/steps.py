@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardmath.local.lapack import Op
+from shardmath.local.lapack import Op, Precision
 from shardmath.program.steps import Step
 
 # Codes of a `status`. Numbers from 1 on are that of the first minor or pivot at fault.
@@ -140,20 +140,20 @@ class Substitute(Step):
 
 
 class Subtract(Step):
-    """`target` minus op(left) op(right), or, `rounded`, minus the product of these rounded to
-    bfloat16, summed in the target's type.
+    """`target` minus op(left) op(right), with factors in that precision and sums in the target's
+    type.
     """
 
     target: Cut
     left: Cut
     right: Cut
     ops: tuple[Op, Op] = ("N", "N")
-    rounded: bool = False
+    precision: Precision = "full"
 
     def __str__(self) -> str:
         left, right = (
             f"{cut}{'' if op == 'N' else '^' + op}"
             for cut, op in zip((self.left, self.right), self.ops, strict=True)
         )
-        rounded = ", rounded to bfloat16," if self.rounded else ""
-        return f"subtract {left} {right}{rounded} from {self.target}"
+        precision = "" if self.precision == "full" else f", in {self.precision},"
+        return f"subtract {left} {right}{precision} from {self.target}"

@@ -1,8 +1,10 @@
-// Element types, and the operations that combine them. Includes nothing.
+// Element types, and the operations that combine them.
 //
 // A narrow float is summed as float32 and rounded once at the end. A NaN stays a NaN in every operation,
 // minimum and maximum included, as in NumPy; integers wrap.
 #pragma once
+
+#include "numbers.cuh"
 
 namespace shardmath {
 
@@ -12,14 +14,6 @@ struct float16 {
 struct bfloat16 {
     unsigned short bits;
 };
-template <class Real>
-struct complex_of {
-    Real real, imag;
-};
-typedef complex_of<float> complex64;
-typedef complex_of<double> complex128;
-typedef float float32;
-typedef double float64;
 typedef signed char int8;
 typedef short int16;
 typedef int int32;

@@ -33,14 +33,6 @@ template <class Real>
 __device__ bool is_zero(complex_of<Real> x) {
     return x.real == 0 && x.imag == 0;
 }
-template <class Real>
-__device__ Real conjugate_of(Real x) {
-    return x;
-}
-template <class Real>
-__device__ complex_of<Real> conjugate_of(complex_of<Real> x) {
-    return {x.real, -x.imag};
-}
 
 // f(row, column, element) of all elements.
 template <class Function>

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from shardmath.errors import BackendUnavailable
 
 Call = Callable[[], object]
 Op = Literal["N", "T", "C"]  # a factor itself, its transpose, its conjugate transpose
+# Of a product's factors: their own type; two numbers of TF32 in place of each of float32, where a
+# GPU has units for that, so that nearly all digits stay; or rounded to bfloat16.
+Precision = Literal["full", "tf32x3", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 DTYPES = tuple(_LETTERS)
 

@@ -78,6 +78,16 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return value;
 }
 inline unsigned __reduce_min_sync(unsigned all, unsigned value) { return ~__reduce_max_sync(all, ~value); }
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long atomicAdd(unsigned long long* word, unsigned long long value) {

@@ -21,13 +21,16 @@ NONE = 0xFFFFFFFF  # no thread is late
 _HERE = Path(__file__).parent
 
 
-def source_of(name, behind="// The threads of a block in a row."):
-    """A kernel's source for the host. Its words end where `behind` begins."""
+def source_of(name, behind="// The threads of a block in a row.", words=None):
+    """A kernel's source for the host. Its words end where `behind` begins; `words` stand for them,
+    by default those that kernels exchange with peers.
+    """
     text = (KERNELS / name).read_text()
     before, _, after = text.partition("// -- words ---")
     if after:
         _, later, rest = after.partition(behind)
-        text = before + (_HERE / "device_words.hh").read_text() + later + rest
+        words = (_HERE / "device_words.hh").read_text() if words is None else words
+        text = before + words + later + rest
     return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
 
 

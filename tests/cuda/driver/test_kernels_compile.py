@@ -52,6 +52,11 @@ CASES = [
         "sm_90a",
     ),
     *(
+        ("pack_factor", (f"ELEMENT={x}", f"SPLIT={split}"), "sm_90")
+        for x in ("complex64", "float32")
+        for split in (0, 1)
+    ),
+    *(
         ("panel_cholesky", (f"ELEMENT={x}", "THREADS=64"), "sm_90")
         for x in ("float", "double", "Complex<float>", "Complex<double>")
     ),

@@ -42,7 +42,12 @@ def test_hard_matrices(gpus, size):
     assert gpus.run(bodies.of_lapack, ranks=size) == [[]] * size
 
 
-LOWER = ("float64", "float32"), ("float64", "bfloat16"), ("complex128", "bfloat16")
+LOWER = (
+    ("float64", "float32"),
+    ("float64", "bfloat16"),
+    ("complex128", "complex64"),
+    ("complex128", "bfloat16"),
+)
 
 
 def refined(context):
@@ -73,6 +78,12 @@ def refined(context):
 
 def test_solutions_by_factors_of_a_lower_type(gpus, size):
     assert gpus.run(refined, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize("n", [1, 33, 700, 1100])
+def test_factors_by_products_in_a_lower_precision(gpus, size, n):
+    cases = [(n, block) for block in (16, 48, 512)]
+    assert gpus.run(bodies.in_precisions, cases, ranks=size) == [[]] * size
 
 
 def test_determinants_beyond_the_type(gpus, size):
