@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "program"))
 import interpreter
 import rank_interpreter
 from gpu_arithmetic import address_of, on_gpu, packed_factor, subtract_packed
+from stream_order import unordered
 
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.factorisations import gpus, steps
@@ -200,6 +201,7 @@ def interpret_on_gpus(programs, parts, *, seed, staged):
         }
         views = {name: View(name, x.shape, x.strides, x.dtype) for name, x in seen.items()}
         lowered = gpus.lowered(program, views, number, len(programs), staged=staged)
+        assert not unordered(lowered, number)
         users = {name: (x.keep, x.address - address_of(x.keep)) for name, x in arrays.items()}
         ranks.append(rank_interpreter.Rank(number, lowered, users))
     rank_interpreter.interpret_ranks(ranks, seed=seed)

@@ -6,6 +6,7 @@ perform them, in any order that their streams allow.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrices import general, is_small, positive, right_sides, singular
 from own_steps import interpret_on_gpus, interpreter
+from stream_order import unordered
 
 from arrangements import distributions, part_of
 from draws import drawn
 from shardmath.arrays.libraries.numpy import NumPy
+from shardmath.factorisations import gpus as gpu_programs
 from shardmath.factorisations.blocks import Blocks
 from shardmath.factorisations.cholesky import (
     CHOLESKY,
@@ -36,9 +39,10 @@ from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A
 from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
-from shardmath.geometry import Slab, decode
+from shardmath.geometry import Layout, Slab, decode
 from shardmath.machine import CORES, Machine
-from shardmath.program.steps import Arrive, Move
+from shardmath.program.rank_program import packed
+from shardmath.program.steps import Arrive, Await, Move, On
 
 FEW = drawn(12)
 TYPES = st.sampled_from(["float64", "complex128"])
@@ -175,6 +179,30 @@ def test_systems_by_factors(call, dtype, op):
         part = part_of(want, decode(split[-1][rank]), rank, size)
         assert made["fault"].tolist() == [GOOD]
         assert is_small(made["x"] - part, want, n=n, dtype=dtype, growth=1e7)
+
+
+def test_a_solution_waits_for_what_it_reads_and_no_more():
+    """Without any one of the waits of its streams it would read or write too early."""
+    n, size, block = 20, 2, 4
+    a, b = Blocks(n, block, size).layout, Layout.slab((n, 2 * size), size, axis=0)
+    problem = Problem(a, b, b, "float32", 4, "F", ("N", True), block)
+    program = LU_SOLVE.program(problem, Machine("cpu", (0,) * size), 0)
+    looks = {"lu": (a.local_shape(0), "float32"), "b": (b.local_shape(0), "float32")}
+    looks |= {"pivots": ((n,), "int32")}
+    looks |= {name: (look.local_shape(0), look.dtype) for name, look in program.results.items()}
+    views = {name: packed(name, *look, "F") for name, look in looks.items()}
+    lowered = gpu_programs.lowered(program, views, 0, size, staged=False)
+    assert unordered(lowered, 0) == []
+    needed = []
+    for at, step in enumerate(lowered.steps):
+        if isinstance(step.step if isinstance(step, On) else step, Await):
+            without = replace(lowered, steps=lowered.steps[:at] + lowered.steps[at + 1 :])
+            try:
+                needed.append(bool(unordered(without, 0)))
+            except AssertionError:  # the last copy is not joined to the user's stream
+                needed.append(True)
+    # The first copies to both places wait for nothing but the synchronisation.
+    assert needed == [False, True] * 2 + [True] * (4 * (n // block) - 4)
 
 
 @FEW

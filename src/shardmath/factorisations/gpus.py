@@ -9,8 +9,13 @@ meanwhile, and none waits for long, because ranks have panels in turn.
     panels   meet ─ pull k ─ subtract from k+1 ─ factorise k+1 ┬─ meet ─ pull k+1 ─ ...
     user's                                                     └─ subtract k from the rest ─ ...
 
-A panel is copied to one of two places in turn: the last but one is not read any more. No host waits
-for its GPU: pivots and faults of numbers stay there until the results are read.
+A panel is copied to one of two places in turn: the last but one is not read any more. Solutions by
+factors that are complete wait for no peer: panels are copied one ahead of the one that is used.
+
+    panels   pull k ─ pull k+1 ──┬─ pull k+2 ─ ...
+    user's         └─ use k ─────┴─ use k+1 ─ ...
+
+No host waits for its GPU: pivots and faults of numbers stay there until the results are read.
 
 Products in a lower precision than their type become steps that pack their factors, in memory of
 each stream's own, and steps that multiply these (`local/gpu/packing.py`). Consecutive products with
@@ -20,9 +25,9 @@ rows of one panel share its packing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from shardmath.factorisations.steps import (
@@ -132,7 +137,8 @@ def lowered(
         else:
             steps.append(step)
     shared = {arrays[name].memory for name in program.published}
-    steps, packed_factors = _with_packed_factors(_on_streams(steps), arrays)
+    panels = {name for name, array in program.workspace.items() if array.memory}
+    steps, packed_factors = _with_packed_factors(_on_streams(steps, panels), arrays)
     memories = lane_memories([*arrays.values(), *packed_factors], users, shared)
     return RankProgram(tuple(steps), arrays, memories, tuple(sorted(shared)), "F", pulls=True)
 
@@ -197,8 +203,10 @@ def _goes_on(last: ExchangeRows, step: ExchangeRows) -> bool:
     )
 
 
-def _on_streams(steps: Iterable[Any]) -> list[Any]:
-    """The steps on their streams; see the top of this module."""
+def _on_streams(steps: Iterable[Any], panels: Collection[str]) -> list[Any]:
+    """The steps on their streams; see the top of this module. `panels` are the buffers that lie in
+    one of two places in turn.
+    """
     made: list[Any] = []
     rests = 0  # how many times both streams have been in use
     for segment in _segments(steps):
@@ -207,7 +215,7 @@ def _on_streams(steps: Iterable[Any]) -> list[Any]:
             if rests:
                 made += [On(AHEAD, Record("next")), Await("next")]
                 rests = 0
-            made += segment
+            made += _with_panels_ahead(segment, panels)
             continue
         last_but_one, last = f"rest {rests % 2}", f"rest {1 - rests % 2}"
         if not rests:  # peers will read what the user's stream has done so far
@@ -301,6 +309,34 @@ def _packed_once(
     each = packing.lines_of_each(dtype, right=factor.right)
     parts = [view.part(1, *(each * (end - whole[0]) for end in one)) for one in lines]
     return PackFactor(factor.cut(whole), factor.op, precision, factor.right, view), parts
+
+
+def _with_panels_ahead(segment: Sequence[Any], panels: Collection[str]) -> list[Any]:
+    """The steps of a segment that waits for no peer, with the copies of its panels on their own
+    stream: each as soon as the steps that use the last panel but one, in the same place, are done.
+
+    From the first copy on, no step of the segment writes what a copy reads.
+    """
+    runs: list[list[Any]] = [[]]  # from the first copy of a panel to the next panel's
+    for last, step in pairwise([None, *segment]):
+        if _copies(step, panels) and not _copies(last, panels):
+            runs.append([])
+        runs[-1].append(step)
+    before, *of_panels = runs
+    if len(of_panels) < 2:
+        return [*segment]
+    made = [*before, Record("rest 0"), Record("rest 1")]
+    for number, run in enumerate(of_panels):
+        rest = f"rest {number % 2}"
+        copies = [step for step in run if _copies(step, panels)]
+        made += [On(AHEAD, step) for step in (Await(rest), *copies, Record("panel"))]
+        made += [Await("panel"), *run[len(copies) :], Record(rest)]
+    return made
+
+
+def _copies(step: Any, panels: Collection[str]) -> bool:
+    """Whether a step copies a panel to its place, or its pivots."""
+    return isinstance(step, Move) and step.target in panels
 
 
 def _run_of(step: Any) -> tuple[str, Precision, tuple[_Factor, _Factor]] | None:
