@@ -85,6 +85,11 @@ CASES = [
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
     ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),
     ("signals", RANKS, "sm_90"),
+    *(
+        ("solve_triangular", (f"ELEMENT={x}", f"BY_ROWS={by_rows}"), "sm_90")
+        for x in ("complex128", "complex64", "float32", "float64")
+        for by_rows in (0, 1)
+    ),
     ("turn", ("SOURCE=bfloat16", "TARGET=complex64", "FACTOR=complex64"), "sm_90"),
     ("turn", ("SOURCE=complex128", "TARGET=float64", "FACTOR=complex128"), "sm_90"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest.mock import patch
 
 import numpy as np
@@ -84,6 +85,28 @@ def test_solutions_by_factors_of_a_lower_type(gpus, size):
 def test_factors_by_products_in_a_lower_precision(gpus, size, n):
     cases = [(n, block) for block in (16, 48, 512)]
     assert gpus.run(bodies.in_precisions, cases, ranks=size) == [[]] * size
+
+
+def of_a_few_columns(context, n, block):
+    """Which solutions of triangular systems are wrong, of (type, lower, unit, trans)."""
+    wrong = []
+    for dtype in ("float32", "float64", "complex64", "complex128"):
+        whole = general(n, dtype) / n + 2 * np.eye(n, dtype=dtype)
+        b = right_sides(n, 5, dtype)
+        words = {"distributions": [Slab.X, Slab.X, Replicated()], "options": {"block_size": block}}
+        x, y = (np.array(part_of(z, Slab.X, context.rank, context.size)) for z in (whole, b))
+        for lower, unit, trans in itertools.product((True, False), (True, False), (0, 1, 2)):
+            with context:
+                made = linalg.solve_triangular(x, y, trans, lower, unit, **words)
+            want = scipy.linalg.solve_triangular(whole, b, trans, lower, unit)
+            if not is_small(made - want, want, n=n, dtype=dtype, growth=30):
+                wrong.append((dtype, lower, unit, trans))
+    return wrong
+
+
+@pytest.mark.parametrize(("n", "block"), [(1, 16), (33, 48), (700, 16), (700, 48), (1100, 512)])
+def test_triangles_for_a_few_columns(gpus, size, n, block):
+    assert gpus.run(of_a_few_columns, n, block, ranks=size) == [[]] * size
 
 
 def test_determinants_beyond_the_type(gpus, size):

@@ -20,6 +20,7 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.cuda.packages import bindings_of
 from shardmath.geometry.integers import up
+from shardmath.local.gpu import triangular
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.matrix import Matrix
 from shardmath.local.lapack import Op
@@ -60,6 +61,7 @@ def load(device: Device, dtype: str) -> None:
         _blas(device, beside)
     for name in KERNELS:
         _kernel(device, name, dtype).load()
+    triangular.load(device, dtype)
     for name in ("factorise_columns", "bring_up") if dtype in _REAL else ():
         _panel_kernel(device, name, dtype).load()
     for name in ("factorise_diagonal", "divide"):
@@ -229,9 +231,12 @@ def solve_triangular(
     `right`. See `local.lapack`.
 
     `workspace` has WORKSPACE bytes. A call `beside` others, on another stream at the same time,
-    uses another handle.
+    uses another handle of cuBLAS. For a few columns a kernel of ours takes its place.
     """
     if not b.size:
+        return
+    if not right and triangular.takes(b):
+        triangular.solve(device, stream, a, b, lower=lower, op=op, unit=unit)
         return
     one = np.ones(1, to_numpy(b.dtype))
     flags = int(right), int(not lower), _OPS[op], int(unit)
