@@ -31,7 +31,7 @@ from shardmath.arrays import dtypes, library_of
 from shardmath.collectives import all_reduce, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
-from shardmath.distributed.reductions import squares
+from shardmath.distributed.parts import squares
 from shardmath.geometry.integers import slices
 from shardmath.machine import Machine
 

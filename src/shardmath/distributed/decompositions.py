@@ -26,9 +26,9 @@ from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.layouts import distribution_of
 from shardmath.distributed.manipulation import of_one_type
 from shardmath.distributed.movement import end_explanation, part_in, rearranged
+from shardmath.distributed.parts import squares as squares_of
 from shardmath.distributed.products import stack_columns
 from shardmath.distributed.qr import alike, factorised
-from shardmath.distributed.reductions import squares as squares_of
 from shardmath.factorisations.operands import (
     not_finite,
     require_equations,

@@ -86,9 +86,7 @@ def vector_norm(
         raise ValueError(f"the ord of a vector norm is a number, not {ord!r}")
     (x,) = of_one_type([x], inexact=True)
     if ord == 2:
-        return np.sqrt(
-            reductions.sum(x.with_part(reductions.squares(x.local)), axis, None, keepdims)
-        )
+        return np.sqrt(reductions.sum_of_squares(x, axis, keepdims))
     size = abs(x)
     if ord == np.inf:
         return _greatest(size, axis, keepdims)

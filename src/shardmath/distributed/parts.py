@@ -272,6 +272,7 @@ def histogram(x: Any, bins: Any, ends: tuple[float, float] | None, weights: Any)
     return counts, converted(edges, x)
 
 
+_SUMMED_BY_TORCH = ("float32", "float64", "complex64", "complex128")
 _REDUCTIONS = {
     "sum": np.add,
     "prod": np.multiply,
@@ -302,6 +303,22 @@ def reduced(x: Any, name: str, axes: tuple[int, ...], dtype: Any = None) -> Any:
     for axis in sorted(axes, reverse=True):
         x = module.prod(x, dim=axis, **words)
     return x
+
+
+def squares(x: Any) -> Any:
+    """The squared absolute value of each element."""
+    if dtypes.of(x.dtype).kind != "c":
+        return x * x
+    return x.real * x.real + x.imag * x.imag
+
+
+def sum_of_squares(x: Any, axes: tuple[int, ...]) -> Any:
+    """The sum of the squared absolute values of elements along `axes`. torch reads each element
+    once; other libraries first write the squares.
+    """
+    if axes and library_of(x).name == "torch" and dtypes.of(x.dtype).name in _SUMMED_BY_TORCH:
+        return sys.modules["torch"].linalg.vector_norm(x, dim=axes) ** 2
+    return reduced(squares(x), "sum", axes)
 
 
 def _type_kept(x: Any, name: str) -> Any:

@@ -123,16 +123,15 @@ def var(
     middle = mean(x, axes, wide, keepdims=True)
     needed = needed_layout(x.layout, middle.shape)
     part = parts.cast(x.local, wide) - brought(middle, needed, "the mean")
-    total = _reduced(x.with_part(squares(part)), "sum", axes, None, keepdims)
+    total = _reduced(x.with_part(parts.squares(part)), "sum", axes, None, keepdims)
     real = dtypes.of(result.real) if result.kind == "c" else result
     return _divided(total, builtins.max(_count(x, axes) - correction, 0), real)
 
 
-def squares(part: Any) -> Any:
-    """The squared absolute value of each element of a part."""
-    if dtypes.of(part.dtype).kind != "c":
-        return part * part
-    return part.real * part.real + part.imag * part.imag
+def sum_of_squares(x: Distributed, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The sum of the squared absolute values of elements. Collective where `axis` is split."""
+    axes = checked_axes(x, axis)
+    return _together(x, array_of(parts.sum_of_squares(x.local, axes)), "sum", axes, keepdims)
 
 
 def std(

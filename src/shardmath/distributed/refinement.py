@@ -30,7 +30,7 @@ from shardmath.call.driver import Driver
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.given_parts import of_parts_too
-from shardmath.distributed.manipulation import of_one_type, tril, triu
+from shardmath.distributed.manipulation import concat, of_one_type, tril, triu
 from shardmath.distributed.movement import end_explanation, within
 from shardmath.distributed.norms import diagonal, vector_norm
 from shardmath.distributed.state import Distributed
@@ -53,7 +53,7 @@ _LOWER = {
 }
 _PLAIN = 1e30  # a matrix is scaled if its norm is larger, or less than the inverse
 _SQUARED = 1e140  # squares of numbers up to this, and of their inverses, can be summed
-_ROWS_AT_ONCE = 64  # copied to another order at a time: they fill a cache line
+_ROWS_AT_ONCE = 64  # that cores copy to another order at a time: they fill a cache line
 _ROWS = Slab(0)
 
 Solution = Callable[[Any], Any]  # computes A^-1 r, approximately, from r
@@ -191,8 +191,8 @@ def _refined(system: _System, b: Any, low: str) -> RefinedSolution | str:
             step = correct(left, of_left)
             tried = step if x is None else x + step
             left = system.residual(b, tried)
-            of_left = _norms(left, 0)
-            last, now = error, system.backward_error(of_b, _norms(tried, 0), of_left)
+            of_tried, of_left = np.split(_norms(concat([tried, left], 1), 0), 2)
+            last, now = error, system.backward_error(of_b, of_tried, of_left)
             if now < error:
                 x, error = tried, now
             if error <= eps / 2 or turns == _MOST_TURNS or not now < last / 2:
@@ -281,10 +281,15 @@ class _System:
 
 
 def _in_columns(x: Any, dtype: str) -> Any:
-    """The matrix in another type, in column-major order, in which its panels are read."""
+    """The matrix in another type, in column-major order, in which its panels are read.
+
+    GPUs keep the part of a row that shares a cache line with an element until its neighbours are
+    copied, cores only that of a few rows.
+    """
     part, library = x.local, x.library
-    made = library.empty(part.shape, dtypes.of(dtype), "F", library.spec(part).device)
-    for rows in slices(part.shape[0], _ROWS_AT_ONCE):
+    device, height = library.spec(part).device, part.shape[0]
+    made = library.empty(part.shape, dtypes.of(dtype), "F", device)
+    for rows in slices(height, _ROWS_AT_ONCE if device == "cpu" else max(1, height)):
         made[rows] = part[rows]
     return x.like(made, x.distribution, x.layout)
 

@@ -24,9 +24,9 @@ import numpy as np
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distributed import dense, parts
 from shardmath.distributed.movement import part_in, within
+from shardmath.distributed.parts import squares
 from shardmath.distributed.products import matmul
 from shardmath.distributed.qr import alike, factorised, factors_of
-from shardmath.distributed.reductions import squares
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.geometry import Layout, Slab
