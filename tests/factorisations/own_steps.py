@@ -186,7 +186,7 @@ rank_interpreter.PERFORM |= {gpus.PackFactor: pack_factor, gpus.SubtractPacked: 
 
 def interpret_on_gpus(programs, parts, *, seed, staged):
     """The results of all ranks, by rank and name, of the programs as GPUs perform them: in an order
-    in which their streams might. `staged`: no peer reaches the operands where they lie.
+    in which their streams might. `staged` are operands that no peer reaches where they lie.
     """
     ranks, results = [], []
     for number, (program, operands) in enumerate(zip(programs, parts, strict=True)):

@@ -71,7 +71,8 @@ def performed(operation, operands, split, flags, size, *, block, order, late=Fal
     programs = [operation.program(problem, machine, rank) for rank in range(size)]
     assert operation.explain(problem, machine)
     if gpus is not None:
-        return interpret_on_gpus(programs, parts, seed=gpus, staged=late)
+        staged = [name for at, name in enumerate(operands) if gpus >> at & 1]
+        return interpret_on_gpus(programs, parts, seed=gpus, staged=staged)
     return interpreter.interpret(programs, parts, order, late=late)
 
 
@@ -191,7 +192,7 @@ def test_a_solution_waits_for_what_it_reads_and_no_more():
     looks |= {"pivots": ((n,), "int32")}
     looks |= {name: (look.local_shape(0), look.dtype) for name, look in program.results.items()}
     views = {name: packed(name, *look, "F") for name, look in looks.items()}
-    lowered = gpu_programs.lowered(program, views, 0, size, staged=False)
+    lowered = gpu_programs.lowered(program, views, 0, size, staged=())
     assert unordered(lowered, 0) == []
     needed = []
     for at, step in enumerate(lowered.steps):

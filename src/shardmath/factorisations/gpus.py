@@ -72,9 +72,9 @@ from shardmath.program.steps import (
 from shardmath.redistribution import TransferPlan
 
 AHEAD = "panels"  # the stream on which the next panel is factorised
-_IN_PLACE, _STAGED = 1, 2  # decisions: whether peers read operands where they lie
 _BLAS, _BLAS_AHEAD, _SOLVER = "blas", "blas of panels", "solver"  # memories
 _BRINGS = (Synchronise, Move)  # what brings a panel
+_PIVOTS = "pivots"  # the operand that every rank has whole
 
 
 class Least(Step, words="the least of {source} to {target}"):
@@ -111,16 +111,17 @@ class SubtractPacked(Step, words="subtract the product of packed factors from {t
 
 
 def lowered(
-    program: Program, users: Mapping[str, View], rank: int, size: int, *, staged: bool
+    program: Program, users: Mapping[str, View], rank: int, size: int, *, staged: Collection[str]
 ) -> RankProgram:
     """The program of a rank for its GPU. `users` are its operands and results. Pure.
 
-    `staged`: operands that peers read are copied to memory that peers reach.
+    `staged` are operands that some peer does not reach: where peers read them, they are copied to
+    memory that all reach.
     """
     arrays = {**users, **_workspace(program, rank)}
     steps: list[Any] = []
-    for name in program.published if staged else ():
-        if name in users:
+    for name in program.published:
+        if name in users and name in staged:
             arrays[name] = packed(f"factors: {name}", users[name].shape, users[name].dtype, "F")
             steps.append(Copy(users[name], arrays[name]))
     for step in _by_chunks(program.steps):
@@ -383,14 +384,16 @@ class FactorisationsOnGPUs(GPUPerformer):
         return Lane.numbered(self._context, LANES - 1)
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
-        return _IN_PLACE if all(rank.operand for rank in facts) else _STAGED
+        """1, plus a bit for each operand that is staged, because a rank's is not reached."""
+        reached = [all(ranks) for ranks in zip(*(rank.form for rank in facts), strict=True)]
+        return 1 + sum(1 << at for at, is_reached in enumerate(reached) if not is_reached)
 
     def _facts(self, execution: Execution) -> Facts:
-        return super()._facts(execution)._replace(operand=_are_reached(execution.operands))
+        return super()._facts(execution)._replace(form=_reached(execution.operands))
 
     def _foreseen(self, turn: Turn, stream: int) -> Facts:
-        reached = _are_reached(turn.known.arrays.operands)
-        return super()._foreseen(turn, stream)._replace(operand=reached)
+        form = _reached(turn.known.arrays.operands)
+        return super()._foreseen(turn, stream)._replace(form=form)
 
     def _given(self, execution: Execution) -> Given:
         arrays = {**execution.operands}
@@ -401,21 +404,20 @@ class FactorisationsOnGPUs(GPUPerformer):
     def _program(self, execution: Execution, given: Given, decision: int) -> GPUProgram:
         context, lane, plan = self._context, execution.lane, execution.plan
         users = {name: View(name, x.shape, x.strides, x.dtype) for name, x in given.arrays.items()}
+        split = [name for name in execution.operands if name != _PIVOTS]
+        staged = {name for at, name in enumerate(split) if decision - 1 >> at & 1}
 
         def make() -> GPUProgram:
-            program = lowered(
-                plan.program, users, context.rank, context.size, staged=decision == _STAGED
-            )
+            program = lowered(plan.program, users, context.rank, context.size, staged=staged)
             return FactorisationProgram(context, lane, program)
 
         return self._programs.made((lane.number, plan, decision, *users.values()), make)
 
 
-def _are_reached(operands: Mapping[str, Operand]) -> bool:
-    """Whether peers reach what they may read."""
-    return all(
-        x.block is not None or 0 in x.shape for name, x in operands.items() if name != "pivots"
-    )
+def _reached(operands: Mapping[str, Operand]) -> bytes:
+    """Whether peers reach each operand that they may read, a byte for each."""
+    split = (x for name, x in operands.items() if name != _PIVOTS)
+    return bytes(x.block is not None or 0 in x.shape for x in split)
 
 
 class FactorisationProgram(GPUProgram):
