@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from functools import lru_cache
+from inspect import Signature, signature
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.base import current
@@ -77,6 +78,14 @@ class _OneOfAKind(ABCMeta):
             except TypeError:  # something has no hash, or is wrong
                 pass
         return super().__call__(*values, **named)
+
+    @property
+    def __signature__(cls) -> Signature:
+        """The arguments, which `inspect` would take from `__call__` above."""
+        own = signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(
+            parameters=[*own.parameters.values()][1:], return_annotation=Signature.empty
+        )
 
 
 @lru_cache(maxsize=1024, typed=True)
