@@ -135,10 +135,10 @@ def _solve(a: Any, b: Any, *, factor_dtype: Any, **words: Any) -> RefinedSolutio
         system = _System(a, words)
         made = _refined(system, rows, low)
     if not isinstance(made, RefinedSolution):
+        x = api.solve(a, rows, **words)
         file, line = caller_place()
         text = f"solve: {made}; x is by factors of {kind}"
         warnings.warn_explicit(text, RuntimeWarning, file, line)
-        x = api.solve(a, rows, **words)
         with np.errstate(all="ignore"):
             left = system.residual(rows, x)
             error = system.backward_error(_norms(rows, 0), _norms(x, 0), _norms(left, 0))
