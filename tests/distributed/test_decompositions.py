@@ -469,6 +469,19 @@ def explained(context):
         assert "every rank decomposes all of it alone: predicted" in told
         told = shardmath.explain(shardmath.linalg.eigvalsh, shardmath.ones((2, 3, 3)))
         assert "whole matrices to each rank" in told
+        square = x @ x.T
+        for name in ("cholesky", "lu_factor", "inv", "det", "solve"):
+            operands = [square] * (1 + (name == "solve"))
+            told = shardmath.explain(getattr(shardmath.linalg, name), *operands)
+            assert f"{name} of 6 x 6 {square.element_type.name} on 2 ranks: 1 panels" in told
+        told = shardmath.explain(shardmath.linalg.solve, square, square, assume_a="pos")
+        assert "solve, positive definite of 6 x 6" in told
+        words = {"options": {"block_size": 2}}
+        told = shardmath.explain(shardmath.linalg.lu_factor, square, **words)
+        assert "3 panels of 2 columns" in told
+        assert "look-ahead: " in told
+        with pytest.raises(LinAlgError, match="must be square"):
+            shardmath.explain(shardmath.linalg.inv, x)
 
 
 def test_an_explanation_needs_no_other_rank(contexts):

@@ -7,13 +7,14 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardmath.call.agreement import raising_on_all_ranks
+from shardmath.call.driver import Driver
 from shardmath.distributed import dense
 from shardmath.distributed.decompositions import of_square_stacks, replicated
 from shardmath.distributed.elementwise import all_distributed
@@ -21,8 +22,13 @@ from shardmath.distributed.manipulation import broadcast_to, of_one_type
 from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
-from shardmath.factorisations.operands import require_matrix
-from shardmath.geometry import unbound
+from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
+from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTOR, SOLVE
+from shardmath.factorisations.operands import require_equations, require_matrix, require_square
+from shardmath.factorisations.operation import Factorisation
+from shardmath.factorisations.problem import FactorisationOptions, Problem
+from shardmath.geometry import Layout, unbound
+from shardmath.operators.arguments import options_of
 from shardmath.operators.layouts import distributions_of, distributions_of_results
 
 
@@ -78,7 +84,7 @@ def _of_one(function: Callable[..., Any], x: Any, **words: Any) -> list[Any]:
     """The numbers that a function computes from the parts of a matrix, on every rank."""
     require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
-    end_explanation(lambda: f"{function.__name__} of {a.layout}")
+    end_explanation(lambda: _explained(function, [a], a.layout, words))
     made = within(a.context, lambda: function(a.local, distributions=a.distribution, **words))
     return [
         replicated(a, np.asarray(one)) for one in (made if isinstance(made, tuple) else (made,))
@@ -105,7 +111,7 @@ def _like_last(
         target = last.distribution
     else:
         layout = agreed_layout(target, last.shape, context)
-    local = in_place_of(lambda: f"{function.__name__} of {arrays[0].layout}", last, layout)
+    local = in_place_of(lambda: _explained(function, arrays, layout, words), last, layout)
     if local is None:
         words["distributions"] = [*(x.distribution for x in arrays), target]
         local = within(context, lambda: function(*(x.local for x in arrays), *more, **words))
@@ -116,7 +122,7 @@ def _like_last(
 
 
 def _lu_factor(a: Any, /, **words: Any) -> Any:
-    end_explanation(lambda: f"lu_factor of {a.layout}")
+    end_explanation(lambda: _explained(api.lu_factor, [a], a.layout, words))
     return _like_last(api.lu_factor, a, **words)
 
 
@@ -129,6 +135,43 @@ def _lu_solve(lu_and_piv: Any, b: Any, trans: int = 0, **words: Any) -> Any:
 
     return _like_last(lu_solve, lu, b, **words)
 
+
+def _explained(
+    function: Callable[..., Any], arrays: Sequence[Any], layout: Layout, words: Mapping[str, Any]
+) -> str:
+    """What a call does whose result has that layout: for a factorisation, how it goes by panels.
+    Local. Raises LinAlgError for shapes, ValueError and TypeError for options.
+    """
+    a, *right = arrays
+    text = f"{function.__name__} of {a.layout}"
+    if function is api.solve:
+        planned = _SOLUTIONS.get(api.structure_of(words.get("assume_a", "gen")))
+    else:
+        planned = _FACTORISATIONS.get(function)
+    if planned is None:
+        return text
+    operation, flags = planned
+    require_square("a", a.shape)
+    for b in right:
+        require_equations(a.shape, b.shape)
+    width = options_of(FactorisationOptions, words.get("options")).block_size
+    element, sides = a.element_type, right[0].layout if right else None
+    problem = Problem(a.layout, sides, layout, element.name, element.itemsize, "C", flags, width)
+    return f"{text}\n{operation.summary(problem, Driver.of(a.context, operation).machine)}"
+
+
+# What explanations are of: operations, and flags, which here make no difference.
+_FACTORISATIONS: Mapping[Callable[..., Any], tuple[Factorisation, tuple[bool, ...]]] = {
+    api.cholesky: (CHOLESKY, (True, True)),
+    api.lu_factor: (LU_FACTOR, (True,)),
+    api.inv: (INVERSE, (True,)),
+    api.det: (DIAGONAL, (True,)),
+    api.slogdet: (DIAGONAL, (True,)),
+}
+_SOLUTIONS = {
+    "gen": (SOLVE, (False, True)),
+    "pos": (SOLVE_POSITIVE_DEFINITE, (True, False, True)),
+}
 
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     api.cholesky: partial(_like_last, api.cholesky),

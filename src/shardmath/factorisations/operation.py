@@ -141,7 +141,15 @@ class Factorisation:
         raise NotImplementedError
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """The operation, how many panels it has, its predicted cost, and first steps of rank 0."""
+        """The `summary`, and the first steps of rank 0."""
+        steps = list(map(str, self.program(problem, machine, 0).steps))
+        lines = [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
+        if len(steps) > _SHOWN:
+            lines.append(f"  and so on: {len(steps)} steps of rank 0")
+        return "\n".join([self.summary(problem, machine), *lines])
+
+    def summary(self, problem: Problem, machine: Machine) -> str:
+        """The operation, how many panels it has, its predicted cost, and what look-ahead saves."""
         n, size, block = problem.n, problem.a.size, problem.block_on(machine)
         lines = [
             f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
@@ -160,10 +168,6 @@ class Factorisation:
                 "look-ahead: the rank of the next panel factorises it, and arrives, before it does "
                 f"the rest with the last: {1 - cost.seconds / without:.1%} less than without"
             )
-        steps = list(map(str, ranks[0]))
-        lines += [f"  {number}. {step}" for number, step in enumerate(steps[:_SHOWN], 1)]
-        if len(steps) > _SHOWN:
-            lines.append(f"  and so on: {len(steps)} steps of rank 0")
         return "\n".join(lines)
 
 
