@@ -240,13 +240,16 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
                 context.barrier,
                 startup.finalize,
             ]
-            os.write(writing, wire.encode([name_of(call) for call in calls]))
+            with pytest.raises(RuntimeError) as caught:
+                all_reduce(3)
+            os.write(writing, wire.encode([str(caught.value), *map(name_of, calls)]))
             os._exit(0)
         os.close(writing)
-        names = wire.decode(os.read(reading, 1 << 16))
+        said, *names = wire.decode(os.read(reading, 1 << 16))
         os.waitpid(child, 0)
         handle.barrier()
         context.barrier()
+        assert "forked off a rank" in said
         return names
 
     assert on_ranks(2, body) == [["RuntimeError"] * 6 + ["nothing"]] * 2

@@ -26,6 +26,7 @@ class CurrentContext(Protocol):
 
 
 _default: list[CurrentContext | None] = [None]
+_forked: list[bool] = [False]
 _stack: ContextVar[tuple[CurrentContext, ...]] = ContextVar("shardmath_contexts", default=())
 
 
@@ -52,7 +53,17 @@ def default() -> CurrentContext | None:
 
 def set_default(context: CurrentContext | None) -> None:
     """Make `context` the default one, for every thread."""
-    _default[0] = context
+    _default[0], _forked[0] = context, False
+
+
+def set_forked() -> None:
+    """Note that this process was forked off a rank, and is none, until it makes a context."""
+    _forked[0] = True
+
+
+def is_forked() -> bool:
+    """Whether this process was forked off a rank, and has made no context of its own."""
+    return _forked[0]
 
 
 def override(context: CurrentContext) -> None:

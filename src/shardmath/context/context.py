@@ -742,6 +742,11 @@ def require_context() -> DistributedContext:
     """The current context. Raises RuntimeError, saying what to call, when there is none."""
     context = current.get()
     if not isinstance(context, DistributedContext):
+        if current.is_forked():
+            raise RuntimeError(
+                "this process was forked off a rank, as the workers of a DataLoader are, and is no "
+                "rank itself: make the call in the rank's own process"
+            )
         raise RuntimeError(
             'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
             "a CUDA device) on every rank first"

@@ -234,6 +234,9 @@ def _show() -> bool:
 
 def _in_forked_child() -> None:
     job.forget()
-    for context in open_contexts():
+    contexts = open_contexts()
+    for context in contexts:
         context.abandon("this process was forked after initialize(); initialize it anew")
     current.set_default(None)
+    if contexts:
+        current.set_forked()
