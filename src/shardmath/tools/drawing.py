@@ -121,11 +121,13 @@ def _ticks(most: float) -> list[float]:
 
 def _canvas(height: int) -> tuple[Any, Any]:
     try:
-        from PIL import Image, ImageDraw
+        from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         raise BackendUnavailable('pictures need Pillow: pip install "shardmath[plot]"') from None
     image = Image.new("RGB", (_WIDTH, height), _PAPER)
-    return image, ImageDraw.Draw(image)
+    draw = ImageDraw.Draw(image)
+    draw.font = ImageFont.load_default(_TEXT)
+    return image, draw
 
 
 def _width(draw: Any, text: str) -> int:
