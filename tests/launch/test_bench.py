@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,12 +70,15 @@ def test_the_list(folder, capsys):
 @pytest.mark.parametrize(
     "arguments", ["--plot -o {} one apples pears", "-o {} one --plot apples pears"]
 )
-def test_a_benchmark(folder, capfd, arguments):
+def test_a_benchmark(folder, capfd, monkeypatch, arguments):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     other = folder / "out" / "other.json"
     other.parent.mkdir()
     other.write_text("no JSON: it is none of this benchmark")
     assert main(["bench", *arguments.format(other.parent).split()]) == 0
-    lines = capfd.readouterr().out.splitlines()
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"(one has run for \d+ s\r)+ +\r", err)
+    lines = out.splitlines()
     assert lines[:4] == ["one:", "  what    s", "  apples  0", "  pears   0.5"]
     assert json.loads((folder / "out" / "one.json").read_text())["rows"][1]["s"] == 0.5
     with Image.open(folder / "out" / "one.png") as image:

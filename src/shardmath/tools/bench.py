@@ -13,7 +13,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shardmath.tools.tables import show
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 DEVICES = Path("/dev")
+_TICK = 1.0  # seconds between two looks at a benchmark that runs
 
 Rows = Sequence[dict[str, Any]]
 
@@ -88,7 +91,7 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
         process_group=0,
     ) as program:
         try:
-            status = program.wait()
+            status = _watched(program, name)
         except KeyboardInterrupt:
             os.killpg(program.pid, signal.SIGTERM)
             raise
@@ -153,6 +156,23 @@ def picture(name: str, rows: Rows) -> Any:
         others = [bar for other in family for bar in drawn[other]]
         images.append(columns(f"{name}: {title}", bars, others=others))
     return below(images)
+
+
+def _watched(program: subprocess.Popen[bytes], name: str) -> int:
+    """The exit status of a benchmark. On a terminal, stderr shows meanwhile how long it has run.
+
+    Its own output begins at the start of that line, and so replaces it.
+    """
+    if not sys.stderr.isatty():
+        return program.wait()
+    begun, words = time.monotonic(), ""
+    while (status := program.poll()) is None:
+        words = f"{name} has run for {time.monotonic() - begun:.0f} s"
+        print(words, end="\r", file=sys.stderr, flush=True)
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(_TICK)
+    print(" " * len(words), end="\r", file=sys.stderr, flush=True)
+    return status
 
 
 def _written(folder: Path) -> dict[Path, int]:
