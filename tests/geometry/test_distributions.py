@@ -89,7 +89,7 @@ def test_values(case, bind):
     again = eval(repr(made))
     for other in (again, made.copy(), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other == made and hash(other) == hash(made) and repr(other) == repr(made)
-        assert other is not made
+        assert other is not made or other is again  # `bind` gives one object each time
     assert decode(made.encode()) == made and type(decode(made.encode())) is type(made)
     assert "\n" not in repr(made)
     for name in ("binding", "ndim", "anything"):

@@ -136,6 +136,19 @@ class Distribution(Immutable, metaclass=_OneOfAKind, hashes_once=True):
         Raises BindDistributionError when the shape does not fit, or when this distribution is bound
         to something else already.
         """
+        # Grids that are equal may differ in the layout that they were made with.
+        if self.grid_size is None and isinstance(global_shape, list | tuple):
+            shape = tuple(global_shape)
+            try:  # by the types, too: True equals 1, and is no extent
+                bound: Self = _bound(self, shape, tuple(map(type, shape)), size, rank)
+            except TypeError:  # an extent has no hash
+                pass
+            else:
+                return bound
+        return self._bind(global_shape, size, rank)
+
+    def _bind(self, global_shape: Any, size: Any, rank: Any) -> Self:
+        """See `bind`."""
         try:
             shape = integers(global_shape, "global_shape", least=0)
             size = self.grid_size if size is None else integer(size, "size", least=1)
@@ -509,6 +522,14 @@ def _commonest(values: Sequence[int]) -> int:
 def _list(shapes: Sequence[tuple[int, ...]]) -> str:
     shown = ", ".join(str(shape) for shape in shapes[:8])
     return shown + (", ..." if len(shapes) > 8 else "")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _bound(
+    given: Distribution, shape: tuple[Any, ...], types: tuple[type, ...], size: Any, rank: Any
+) -> Any:
+    """What `bind` returns, one object for equal arguments: layers bind in each call."""
+    return given._bind(shape, size, rank)
 
 
 # -- the same layout as another kind of distribution -----------------------------------------------

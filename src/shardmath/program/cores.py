@@ -164,6 +164,7 @@ class Cores:
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
         self._blocks: LRUCache[Plan, dict[int, Blocks]] = LRUCache(_KEPT)
+        self._homes: LRUCache[Any, dict[str, Any]] = LRUCache(_KEPT)
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -452,7 +453,7 @@ class Cores:
         if isinstance(program.steps[-1], Synchronise) and not waits_at_end(program, offers):
             last -= 1  # no peer is still reading what is written next
         parts = [(number, self._bind_step(number, binding)) for number in range(first, last)]
-        return _Bound(binding, parts, room <= _KEPT_SCRATCH, _homes(turn.prepared))
+        return _Bound(binding, parts, room <= _KEPT_SCRATCH, self._homes_of(turn.prepared))
 
     def _binding(
         self,
@@ -465,6 +466,23 @@ class Cores:
         hosts = {name: array_at(array) for name, array in arrays.items()}
         program, blocks = self._fused(plan), self._blocks.made(plan, dict)
         return Binding(self._context, program, library, turn.known.numbers, hosts, offers, blocks)
+
+    def _homes_of(self, prepared: _Prepared) -> dict[str, Any]:
+        """Arrays for new results to be copied from, if those are small and lie in C order.
+
+        All calls with such results have the same, since each copies its own before it returns. A
+        home for each place of operands would take memory that the next operands lie behind: in a
+        program that trains no call would find its operands where they lay before.
+        """
+        makes, library = prepared.makes, prepared.library
+        small = 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES
+        if not small or any(result.in_place or result.order != "C" for result in makes):
+            return {}
+
+        def make() -> dict[str, Any]:
+            return {x.name: library.maker(x.shape, x.dtype, x.order)() for x in makes}
+
+        return self._homes.made((library.name, makes), make)
 
     def _steps(self, turn: Turn, bound: _Bound) -> Calls:
         """The calls that follow the exchange, for the new results of this call."""
@@ -538,6 +556,7 @@ class Cores:
         if self._kept:
             self._workspace.release()
             self._bound.clear()
+            self._homes.clear()
 
 
 def _pointers(library: Library, made: Mapping[str, Any]) -> tuple[int, ...]:
@@ -555,15 +574,6 @@ def _made(library: Library, made: Mapping[str, Any], program: Program) -> dict[s
     """Where new results lie, as the steps see them. It does not keep their memory."""
     hosts = {name: library.host_view(x, writable=True) for name, x in made.items()}
     return _transposed({name: _operand(host, None) for name, host in hosts.items()}, program)
-
-
-def _homes(prepared: _Prepared) -> dict[str, Any]:
-    """Arrays for new results to be copied from, if those are small and lie in C order."""
-    makes, library = prepared.makes, prepared.library
-    small = 0 < sum(result.nbytes for result in makes) <= _COPIED_BYTES
-    if not small or any(result.in_place or result.order != "C" for result in makes):
-        return {}
-    return {x.name: library.maker(x.shape, x.dtype, x.order)() for x in makes}
 
 
 def _bytes_of(shape: tuple[int, ...], dtype: str) -> int:
