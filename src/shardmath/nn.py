@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -92,8 +93,8 @@ def linear(
 class _Way(NamedTuple):
     """How a layer is computed as a product of matrices. `x`, `weight` and `y` are split by "rows"
     or "columns", or replicated (""). `front` is the leading axis that is split, and moved to the
-    front; `extent`, its global extent, is -1 if no distribution is bound. `x_shape` and `y_shape`
-    are the shapes of the whole matrices where they are bound, for torch's compiler.
+    front; `extent`, its global extent, is -1 if no distribution is bound. `split` are the
+    distributions of the matrices x, weight.T and y, bound where those of the arrays are.
     """
 
     front: int
@@ -101,8 +102,7 @@ class _Way(NamedTuple):
     x: str
     weight: str
     y: str
-    x_shape: tuple[int, ...] = ()
-    y_shape: tuple[int, ...] = ()
+    split: tuple[Distribution, Distribution, Distribution]
 
     @property
     def gathers(self) -> bool:
@@ -135,26 +135,30 @@ def _linear(
     biases = (None,) * len(weights) if bias is None else biases
     try:
         shapes = [_shape_of_part(array) for array in (x, *weights)]
-        way = _Way(*_way([len(shape) for shape in shapes], distributions, activation))
+        way = _Way(*_way(tuple([len(shape) for shape in shapes]), distributions, activation))
         _check(way, shapes, biases)
     except (AttributeError, TypeError, ValueError) as error:
         _refuse(error, "all_gather" if several else "matmul")
-    rows, others = _rows(x, way.front)
+    is_matrix = len(shapes[0]) == 2
+    rows, others = (x, ()) if is_matrix else _rows(x, way.front)
     if 0 in others:
         return _of_no_tokens(x, weight, bias, distributions, activation, way.front)
     exact = _is_exact(way, rows, others)
-    if _is_recorded(rows):
-        rows = operator_of("narrowed")(rows)  # before it is gathered
+    recorded = _is_recorded(rows, *weights, *biases)
+    if recorded:
+        (rows,) = operator_of("narrowed")(rows)  # before it is gathered
     if way.gathers and (several or not exact):
         rows = all_gather(rows)
         made = [_local(rows, *pair, activation) for pair in zip(weights, biases, strict=True)]
     elif exact:
-        made = [_fused(rows, *pair, activation, way) for pair in zip(weights, biases, strict=True)]
+        pairs = zip(weights, biases, strict=True)
+        made = [_fused(rows, *pair, activation, way, recorded) for pair in pairs]
     else:
         pairs = zip(weights, biases, strict=True)
-        made = [_apart(rows, others, *pair, activation, way) for pair in pairs]
-    shaped = tuple([_shaped(y, others, way.front) for y in made])
-    return shaped if several else shaped[0]
+        made = [_apart(rows, others, *pair, activation, way, recorded) for pair in pairs]
+    if not is_matrix:
+        made = [_shaped(y, others, way.front) for y in made]
+    return tuple(made) if several else made[0]
 
 
 operators["linear"] = _linear
@@ -201,38 +205,50 @@ def _with_one(distribution: Distribution, axes: Sequence[int]) -> Distribution:
 
 
 @constant
-def _way(
-    axes: Sequence[int], distributions: Any, activation: Any
-) -> tuple[int, int, str, str, str, tuple[int, ...], tuple[int, ...]]:
+def _way(axes: tuple[int, ...], distributions: Any, activation: Any) -> tuple[Any, ...]:
     """The fields of `_Way`, for x and weights of so many axes. Raises ValueError or TypeError."""
+    given = tuple(distributions)
+    try:
+        return _known_way(axes, given, activation)
+    except TypeError:  # something has no hash, or is wrong
+        return _known_way.__wrapped__(axes, given, activation)
+
+
+@lru_cache(maxsize=1024)
+def _known_way(axes: tuple[int, ...], given: tuple[Any, ...], activation: Any) -> tuple[Any, ...]:
+    """See `_way`."""
     if activation not in (None, "relu", "gelu"):
         raise ValueError(f'activation is None, "relu" or "gelu", not {activation!r}')
-    given = tuple(distributions)
     if len(given) != 3 or not all(isinstance(one, Slab | Replicated) for one in given):
         raise TypeError(
             f"distributions are three, a Slab or Replicated() each, of x, weight and result: not "
-            f"{distributions!r}"
+            f"{given!r}"
         )
     if axes[0] < 2 or any(count != 2 for count in axes[1:]):
-        raise ValueError(f"x has two axes or more, and a weight two; these have {tuple(axes)}")
+        raise ValueError(f"x has two axes or more, and a weight two; these have {axes}")
     last, extent = axes[0] - 1, -1
     kinds: list[str] = []
     fronts: set[int] = set()
-    bound: list[tuple[int, ...]] = []
+    split: list[Distribution] = []
     for distribution, end in zip(given, (last, 1, last), strict=True):
-        split = distribution.partition_dim if isinstance(distribution, Slab) else None
-        if split is not None and split > end:
-            raise ValueError(f"{distribution!r} splits axis {split}, and there are {end + 1}")
-        kinds.append("" if split is None else "columns" if split == end else "rows")
-        whole = () if distribution.binding is None else distribution.binding.global_shape
-        bound.append((prod(whole[:-1]), whole[-1]) if whole else ())
-        if split is not None and kinds[-1] == "rows" and len(kinds) != 2:
-            fronts.add(split)
-            extent = whole[split] if whole else extent
+        axis = distribution.partition_dim if isinstance(distribution, Slab) else None
+        if axis is not None and axis > end:
+            raise ValueError(f"{distribution!r} splits axis {axis}, and there are {end + 1}")
+        is_weight = len(kinds) == 1
+        kinds.append("" if axis is None else "columns" if axis == end else "rows")
+        whole: tuple[int, ...] = ()
+        if distribution.binding is not None:
+            whole = distribution.binding.global_shape
+        of_matrix = _SPLIT[_TURNED[kinds[-1]] if is_weight else kinds[-1]]
+        if whole and not is_weight:
+            of_matrix = of_matrix.bind((prod(whole[:-1]), whole[-1]))
+        split.append(of_matrix)
+        if axis is not None and kinds[-1] == "rows" and not is_weight:
+            fronts.add(axis)
+            extent = whole[axis] if whole else extent
     if len(fronts) == 2:
         raise ValueError(f"x and result are split along other leading axes: {sorted(fronts)}")
-    front = fronts.pop() if fronts else 0
-    return (front, extent, kinds[0], kinds[1], kinds[2], bound[0], bound[2])
+    return fronts.pop() if fronts else 0, extent, *kinds, tuple(split)
 
 
 def _check(way: _Way, shapes: Sequence[tuple[int, ...]], biases: Sequence[Any]) -> None:
@@ -293,15 +309,17 @@ def _ranks() -> int:
     return require_context().size
 
 
-def _fused(rows: Any, weight: Any, bias: Any, activation: str | None, way: _Way) -> Any:
+def _fused(
+    rows: Any, weight: Any, bias: Any, activation: str | None, way: _Way, recorded: bool
+) -> Any:
     """The layer by one product and its epilog; where torch records it, by a product and torch's own
     functions.
     """
-    if (bias is None and activation is None) or _is_recorded(rows, weight, bias):
-        of_x = _SPLIT[way.x].bind(way.x_shape) if way.x_shape else _SPLIT[way.x]
-        of_y = _SPLIT[way.y].bind(way.y_shape) if way.y_shape else _SPLIT[way.y]
-        y = matmul(rows, weight.T, distributions=[of_x, _SPLIT[_TURNED[way.weight]], of_y])
+    if recorded:
+        y = operator_of("matmul")(rows, weight.T, distributions=way.split)
         return _finished(y, _of_all_ranks(bias, way), activation)
+    if bias is None and activation is None:
+        return matmul(rows, weight.T, distributions=way.split)
     split = [_SPLIT[way.weight], _SPLIT[_TURNED[way.x]], _SPLIT[_TURNED[way.y]]]
     epilog = _EPILOGS[activation, bias is not None]
     inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}
@@ -315,11 +333,12 @@ def _apart(
     bias: Any,
     activation: str | None,
     way: _Way,
+    recorded: bool,
 ) -> Any:
     """The layer by a local product; sums are scattered where the weight's columns are split."""
-    bias = _of_all_ranks(bias, way)
+    bias = _of_all_ranks(bias, way) if recorded else bias
     if way.x == "rows" and not way.weight:
-        weight = operator_of("copies")(weight) if _is_recorded(weight) else weight
+        weight = operator_of("copies")(weight) if recorded else weight
         return _local(rows, weight, bias, activation)
     if (way.x, way.weight) != ("columns", "columns"):
         _refuse(
@@ -338,7 +357,7 @@ def _apart(
 
 def _of_all_ranks(bias: Any, way: _Way) -> Any:
     """A bias that all ranks have and add to tokens of their own: its gradients are summed."""
-    if bias is not None and way.y == "rows" and _is_recorded(bias):
+    if bias is not None and way.y == "rows":
         return operator_of("copies")(bias)
     return bias
 
@@ -348,6 +367,8 @@ def _local(rows: Any, weight: Any, bias: Any, activation: str | None) -> Any:
 
 
 def _finished(y: Any, bias: Any, activation: str | None) -> Any:
+    if bias is None and activation is None:
+        return y
     if hasattr(y, "requires_grad"):
         return operator_of("finished")(y, bias, activation)
     y = y if bias is None else y + bias  # NumPy's or CuPy's

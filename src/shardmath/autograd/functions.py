@@ -9,7 +9,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from shardmath.autograd.registered import call_operator
-from shardmath.base.untraced import has_tangent, is_compiling, may_have_tangents, operators
+from shardmath.base.untraced import (
+    constant,
+    has_tangent,
+    is_compiling,
+    may_have_tangents,
+    operators,
+)
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives.background import refuse
 from shardmath.context.context import DistributedContext, require_context
@@ -21,7 +27,7 @@ from shardmath.traced.arguments import (
     words_of_redistribute,
     words_of_trigonometric,
 )
-from shardmath.traced.words import number_of, words_of
+from shardmath.traced.words import CURRENT, number_of, words_of
 
 T = TypeVar("T")
 
@@ -30,25 +36,23 @@ def _operated(
     name: str, xs: list[Any], text: str, counts: Any = None, context: Any = None, out: Any = None
 ) -> Any:
     """The result of an operator of a call of the user's; in `out` where that is given."""
-    if torch.compiler.is_compiling():
-        made = call_operator(name, xs, text, counts, None, number_of(context), _recorded(xs))
-        return made if out is None else out.copy_(made)
-    if out is not None:
+    if out is not None and not torch.compiler.is_compiling():
         why = "out= is for results that torch neither differentiates nor transforms: leave it out"
         _refuse(name, context, why)
-    if context is None:
-        context = require_context()
-    recorded = _recorded(xs, tangents=may_have_tangents())
-    return call_operator(name, xs, text, counts, None, number_of(context), recorded)
+    number = CURRENT if context is None else number_of(context)
+    made = call_operator(name, xs, text, counts, None, number, _recorded(xs))
+    return made if out is None else out.copy_(made)
 
 
-def _recorded(xs: Sequence[Any], *, tangents: bool = False) -> str:
+def _recorded(xs: Sequence[Any]) -> str:
     """Which operands have derivatives: see `Context.with_derivatives`. "" where none has."""
     requires_grad = torch.is_grad_enabled()
-    digits = [int(requires_grad and x.requires_grad) for x in xs]
-    if tangents:
-        digits = [digit + 2 * has_tangent(x) for digit, x in zip(digits, xs, strict=True)]
-    return "".join(map(str, digits)) if any(digits) else ""
+    digits = ["1" if requires_grad and x.requires_grad else "0" for x in xs]
+    if not is_compiling() and may_have_tangents():
+        pairs = zip(digits, xs, strict=True)
+        digits = [str(int(digit) + 2 * has_tangent(x)) for digit, x in pairs]
+    text = "".join(digits)
+    return text if text.strip("0") else ""
 
 
 def _refuse(operation: str, context: Any, why: str, *, async_op: bool = False) -> None:
@@ -70,7 +74,7 @@ def _said(operation: str, context: Any, words: Callable[..., T], *given: Any) ->
         return words(*given)
     try:
         key = [tuple(x) if type(x) is list else x for x in given]
-        signed = repr(key[1:3]) if words is words_of_matmul else ""  # 0.0 equals -0.0
+        signed = repr(key[1:3]) if words is _product else ""  # 0.0 equals -0.0
         return cast(T, _said_before(signed, words, *key))
     except TypeError:  # something has no hash, or is wrong: which, the words say
         pass
@@ -109,15 +113,20 @@ def matmul(
         why = "quantization_scales= and stream= are for calls without gradients: leave them out"
         _refuse("matmul", None, why)
     given = distributions, alpha, beta, epilog, qualifiers, options
-    text = _said("matmul", None, words_of_matmul, *given)
-    function, has_bias, sums_c = _said("matmul", None, functions_of, epilog)
-    a, b, c = narrowed(a), narrowed(b), None if c is None else narrowed(c)
-    added = c is not None and not sums_c
-    made = _operated("matmul", [a, b, c] if added else [a, b], text)
-    if sums_c and c is not None:
-        made = made + beta * all_reduce(c)
+    text, function, has_bias, sums_c = _said("matmul", None, _product, *given)
+    a, b, *cs = narrowed(a, b) if c is None else narrowed(a, b, c)
+    made = _operated("matmul", [a, b] if sums_c else [a, b, *cs], text)
+    if sums_c and cs:
+        made = made + beta * all_reduce(cs[0])
     bias = _bias_of(made, epilog_inputs["bias"], distributions) if has_bias else None
-    return finished(made, bias, function)
+    return finished(made, bias, function) if function or has_bias else made
+
+
+@constant
+def _product(*given: Any) -> tuple[str, str, bool, bool]:
+    """The words of a product, and what its epilog does to it: see `functions_of`."""
+    *_, epilog, _, _ = given
+    return words_of_matmul(*given), *functions_of(epilog)
 
 
 def _bias_of(product: Any, bias: Any, distributions: Any) -> Any:
@@ -138,13 +147,14 @@ def finished(y: Any, bias: Any, activation: str | None) -> Any:
     return torch.nn.functional.gelu(y, approximate="tanh") if activation else y
 
 
-def narrowed(x: Any) -> Any:
-    """An operand of a product in the type that autocast gives it, if that is on."""
-    device = x.device.type
-    narrows = x.is_floating_point() and x.dtype != torch.float64
-    if narrows and torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+def narrowed(*xs: Any) -> Sequence[Any]:
+    """Operands of a product in the type that autocast gives them, if that is on."""
+    device = xs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return xs
+    dtype = torch.get_autocast_dtype(device)
+    narrows = [x.is_floating_point() and x.dtype != torch.float64 for x in xs]
+    return [x.to(dtype) if narrow else x for x, narrow in zip(xs, narrows, strict=True)]
 
 
 def redistribute(

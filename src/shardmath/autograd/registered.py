@@ -9,46 +9,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack, unwrap_if_dead
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.fake_impl import allocate_size
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.library import get_ctx
 
-from shardmath.autograd.table import TABLE
+from shardmath.autograd.table import TABLE, Operator
 from shardmath.base import current
-from shardmath.base.untraced import is_compiling, may_have_tangents, without_tangent
+from shardmath.base.immutable import Immutable
+from shardmath.base.untraced import is_compiling, without_tangent
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.traced import shapes
-from shardmath.traced.words import CURRENT, context_of, read_words, words_of
+from shardmath.traced.words import CURRENT, Words, context_of, read_words, words_of
 
 _UNKNOWN = "the shape of this rank's result depends on its peers':"
-_EAGER = (torch.Tensor, torch.nn.Parameter)  # other classes see the operators that are called
+_EAGER = {torch.Tensor, torch.nn.Parameter}  # other classes see the operators that are called
 
 
-class Call(NamedTuple):
-    """What a call of an operator has beside its tensors.
+class Call(Immutable, eq=False):
+    """What a call of an operator has beside its tensors, and what follows from that: it is worked
+    out once for all calls with the same words.
 
-    `text` has its words; `counts`, how indices of an axis are distributed; `shape`, this rank's
+    `text` has the words; `counts`, how indices of an axis are distributed; `shape`, this rank's
     result, where the caller knows it; `context`, its number. `recorded` has a digit for each
-    operand, see `Context.with_derivatives`.
+    operand, see `Context.with_derivatives`. `adjoint` is the operator, and its text, through which
+    the gradient of a linear operator goes.
     """
 
     name: str
     text: str
-    counts: Any = None
-    shape: Any = None
-    context: int = CURRENT
-    recorded: str = ""
+    counts: Any
+    shape: Any
+    context: int
+    recorded: str
+    operator: Operator
+    words: Words
+    adjoint: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, name: str, text: str, counts: Any, shape: Any, context: int, recorded: str) -> Call:
+        """The call with these words, one object for equal ones."""
+        counts = tuple(counts) if isinstance(counts, list) else counts
+        shape = tuple(shape) if isinstance(shape, list) else shape
+        try:
+            return _read_call(name, text, counts, shape, context, recorded)
+        except TypeError:  # a symbol of torch's compiler has no hash, nor have wrong counts
+            return _read_call.__wrapped__(name, text, counts, shape, context, recorded)
+
+
+@lru_cache(maxsize=4096)
+def _read_call(name: str, text: str, counts: Any, shape: Any, context: int, recorded: str) -> Call:
+    operator, words = TABLE[name], read_words(text)
+    linear = operator.adjoint(words)
+    adjoint = None if linear is None else (linear[0], words_of(**linear[1]))
+    return Call(name, text, counts, shape, context, recorded, operator, words, adjoint)
 
 
 def call_operator(
     name: str,
-    xs: list[Any],
+    xs: Sequence[Any],
     text: str,
     counts: Any = None,
     shape: Any = None,
@@ -56,21 +81,27 @@ def call_operator(
     recorded: str = "",
 ) -> Any:
     """The result of an operator; the arguments are those of `Call`."""
-    if is_compiling():
+    if is_compiling() or not _is_eager(xs):
         return _OPERATORS[name](xs, text, counts, shape, context, recorded)
-    if peek_interpreter_stack() is not None or may_have_tangents() or not _is_eager(xs):
-        return _OPERATORS[name](xs, text, counts, shape, context, recorded)
-    call = Call(name, text, counts, shape, context, recorded)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return _FUNCTIONS[name](None, call, *[unwrap_if_dead(x) for x in xs])
+    call = Call.of(name, text, counts, shape, context, recorded)
+    if torch.is_grad_enabled():
+        for x in xs:
+            if x.requires_grad:
+                return _FUNCTIONS[name](None, call, *map(unwrap_if_dead, xs))
     return _performed(call, xs)
 
 
 def _is_eager(xs: Sequence[Any]) -> bool:
-    """Whether no dispatch mode, class of tensors or batch of gradients has to see the call."""
-    if torch._C._len_torch_dispatch_stack():
+    """Whether no transform, tangent, dispatch mode, class of tensors or batch of gradients has to
+    see the call.
+    """
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
         return False
-    return all(type(x) in _EAGER and not is_legacy_batchedtensor(x) for x in xs)
+    return _EAGER.issuperset(map(type, xs)) and not any(map(is_legacy_batchedtensor, xs))
 
 
 class _Function(torch.autograd.Function):
@@ -79,26 +110,36 @@ class _Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(made: Any, call: Call, *xs: Any) -> Any:
+    def forward(ctx: Any, made: Any, call: Call, *xs: Any) -> Any:
         if made is None:
-            return _performed(call, xs)
-        keys, backward, forward = made
-        # torch records nothing here, but outer levels of torch.func do.
-        with torch.set_grad_enabled(backward), _set_fwd_grad_enabled(forward):
-            return _dispatched(keys, call, xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, call, *xs = inputs
-        ctx.call, ctx.shape = call, list(output.shape) if call.shape is None else call.shape
-        ctx.operand = list(xs[0].shape), xs[0].dtype
-        if _adjoint(call.name, call.text) is None:
-            ctx.save_for_backward(*xs, output)
-            ctx.save_for_forward(*xs, output)
+            result = _performed(call, xs)
+        else:
+            keys, backward, forward = made
+            # torch records nothing here, but outer levels of torch.func do.
+            with torch.set_grad_enabled(backward), _set_fwd_grad_enabled(forward):
+                result = _dispatched(keys, call, xs)
+        ctx.call, ctx.operand = call, (xs[0].shape, xs[0].dtype)
+        ctx.result = result.shape, result.dtype
+        if call.adjoint is None:
+            saved = (*xs, result) if call.operator.saves_result else xs
+            ctx.save_for_backward(*saved)
+            if made is not None:
+                ctx.save_for_forward(*saved)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None, None, *_gradients(ctx, grad, ctx.needs_input_grad[2:])
+        call: Call = ctx.call
+        if call.adjoint is None:
+            again = partial(call_operator, context=call.context)
+            gradients = call.operator.gradients
+            assert gradients is not None
+            wanted = ctx.needs_input_grad[2:]
+            return None, None, *gradients(_saved(ctx), call.words, grad, wanted, again)
+        shape, dtype = ctx.operand
+        name, text = call.adjoint
+        made = call_operator(name, [grad], text, call.counts, shape, call.context)
+        return None, None, made if made.dtype == dtype else made.to(dtype)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -108,36 +149,40 @@ class _Function(torch.autograd.Function):
 
 def _dispatched(keys: Any, call: Call, xs: Sequence[Any]) -> Any:
     """The result of a call that torch's dispatcher has made, from what follows autograd there."""
-    name, *words = call
     with torch._C._AutoDispatchBelowAutograd():
         after = keys & torch._C._after_autograd_keyset
-        return _OPERATORS[name].redispatch(after, list(xs), *words)
+        words = call.text, call.counts, call.shape, call.context, call.recorded
+        return _OPERATORS[call.name].redispatch(after, list(xs), *words)
 
 
 def _differentiated(name: str, keys: Any, xs: list[Any], *words: Any) -> Any:
-    """The result of an operator, for torch's autograd or for one level of torch.func."""
-    call = Call(name, *words)
+    """The result of an operator, for torch's autograd or for one level of torch.func.
+
+    A call that nothing else has to see, as those of compiled code, goes no further through torch's
+    dispatcher.
+    """
+    call = Call.of(name, *words)
     records = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if records or may_have_tangents() or peek_interpreter_stack() is not None:
+    if records or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         made = keys, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         with enable_single_level_autograd_function():
             return _FUNCTIONS[name](made, call, *xs)
+    if _is_eager(xs) and not any(map(torch._is_functional_tensor, xs)):
+        return _performed(call, xs)
     return _dispatched(keys, call, xs)
 
 
 def _performed(call: Call, xs: Sequence[Any]) -> Any:
     """The result of a call that only this package sees. Collective, unless it `is_local`."""
-    context = context_of(call.context)
-    if current.get() is not context:
+    context, number = context_of(call.context), call.context
+    if number != CURRENT and current.get() is not context:
         with context:
             return _performed(call, xs)
     if torch._C._is_any_autocast_enabled():  # types are chosen already
         with torch.autocast(xs[0].device.type, enabled=False):
             return _performed(call, xs)
-    operator = TABLE[call.name]
-    if may_have_tangents():
-        xs = [without_tangent(x) for x in xs]
-    arguments = [x.detach() for x in xs], read_words(call.text), call.counts, call.shape
+    operator = call.operator
+    arguments = [x.detach() for x in xs], call.words, call.counts, call.shape
     if operator.is_local:  # ranks compare where they meet next
         context.note_derivatives(call.recorded or "0")
         made = operator.perform(*arguments)
@@ -167,31 +212,8 @@ def _unknown(name: str) -> Any:
     return allocate_size(shape_env)
 
 
-@lru_cache(maxsize=4096)
-def _adjoint(name: str, text: str) -> tuple[str, str] | None:
-    """The operator and its text through which the gradient of a linear one goes."""
-    adjoint = TABLE[name].adjoint(read_words(text))
-    return None if adjoint is None else (adjoint[0], words_of(**adjoint[1]))
-
-
-def _gradients(ctx: Any, grad: Any, wanted: Sequence[bool]) -> Sequence[Any]:
-    call: Call = ctx.call
-    adjoint = _adjoint(call.name, call.text)
-    if adjoint is not None:
-        shape, dtype = ctx.operand
-        name, text = adjoint
-        made = call_operator(name, [grad], text, call.counts, shape, call.context)
-        return (made if made.dtype == dtype else made.to(dtype),)
-    gradients = TABLE[call.name].gradients
-    assert gradients is not None
-    again = partial(call_operator, context=call.context)
-    return gradients(_saved(ctx), read_words(call.text), grad, wanted, again)
-
-
 def _saved(ctx: Any) -> Sequence[Any]:
-    """The operands and the result. Where one was written since, on any rank, all ranks raise what
-    torch raises for it.
-    """
+    """What was saved. If it was written since, on any rank, all ranks raise what torch raises."""
     try:
         saved: Sequence[Any] = ctx.saved_tensors
     except RuntimeError as error:
@@ -204,21 +226,21 @@ def _saved(ctx: Any) -> Sequence[Any]:
 def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
     """The derivative of the result along these of the operands, of which some may be None."""
     call: Call = ctx.call
-    if _adjoint(call.name, call.text) is not None:
-        given = call.text, call.counts, ctx.shape, call.context
+    if call.adjoint is not None:
+        given = call.text, call.counts, ctx.result[0], call.context
         return call_operator(call.name, list(tangents), *given)
-    tangent = TABLE[call.name].tangent
+    tangent = call.operator.tangent
     assert tangent is not None
     again = partial(call_operator, context=call.context)
     saved = [without_tangent(x) for x in _saved(ctx)]  # of this level
-    return tangent(saved, read_words(call.text), tangents, call.counts, again)
+    return tangent(saved, call.words, ctx.result, tangents, call.counts, again)
 
 
 def _batched(info: Any, dims: Sequence[Any], call: Call, xs: Sequence[Any]) -> tuple[Any, int]:
     """See torch.vmap: one call where an axis more changes nothing, else one for each."""
-    size = info.batch_size
-    name, text, counts, shape, context, recorded = call
-    if TABLE[name].shape in (shapes.alike, shapes.of_scattering) or "axis" in read_words(text):
+    size, name, text, counts, shape = info.batch_size, call.name, call.text, call.counts, call.shape
+    context, recorded = call.context, call.recorded
+    if call.operator.shape in (shapes.alike, shapes.of_scattering) or "axis" in call.words:
         (x,), (dim,) = xs, dims
         wide = None if shape is None else [*shape, size]
         made = call_operator(name, [x.movedim(dim, -1)], text, counts, wide, context, recorded)
@@ -247,10 +269,10 @@ def _register(name: str) -> Any:
     """The operator of that name, as torch's compiler and transforms see it."""
 
     def performed(xs: list[Any], *words: Any) -> Any:
-        return _performed(Call(name, *words), xs)
+        return _performed(Call.of(name, *words), [without_tangent(x) for x in xs])
 
     def batched(info: Any, dims: Any, xs: list[Any], *words: Any) -> tuple[Any, int]:
-        return _batched(info, dims[0], Call(name, *words), xs)
+        return _batched(info, dims[0], Call.of(name, *words), xs)
 
     qualified = f"shardmath::{name}"
     _LIBRARY.define(f"{name}{_SCHEMA}")

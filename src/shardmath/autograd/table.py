@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -45,8 +44,10 @@ class Operator(Immutable, eq=False):
 
     A linear operator has an `adjoint(words)`: the name and the words of the operator that computes
     its gradient, with the same counts. Any other has `gradients(saved, words, grad, wanted, call)`,
-    the gradients of its operands, and `tangent(saved, words, tangents, counts, call)`, the
-    derivative of its result along tangents of them. An operator that `is_local` asks no other rank.
+    the gradients of its operands, and `tangent(saved, words, result, tangents, counts, call)`, the
+    derivative of its result, which has this (shape, dtype), along tangents of them. `saved` are the
+    operands and, where it `saves_result`, the result. An operator that `is_local` asks no other
+    rank.
     """
 
     perform: Callable[[Tensors, Words, Any, Any], Any]
@@ -54,6 +55,7 @@ class Operator(Immutable, eq=False):
     adjoint: Callable[[Words], tuple[str, Words] | None] = lambda words: None
     gradients: Callable[..., list[Any]] | None = None
     tangent: Callable[..., Any] | None = None
+    saves_result: bool = True
     is_local: bool = False
 
 
@@ -196,21 +198,34 @@ def _arguments_of_product(words: Words, operands: int) -> Arguments:
 
 
 @lru_cache(maxsize=1024)
-def _text_of_product(
-    distributions: tuple[Distribution, ...],
-    alpha: str,
-    transpose: tuple[bool, ...],
-    conjugate: tuple[bool, ...],
-) -> str:
-    """The words of a product, given the number that `alpha` says."""
-    return words_of(
-        distributions=distributions,
-        alpha=literal_eval(alpha),
-        beta=None,
-        transpose=transpose,
-        conjugate=conjugate,
-        options={},
-    )
+def _products_of_gradients(words: Words, is_complex: bool) -> list[tuple[int, int, str]]:
+    """The gradients of A and B as products: two of (A, B, the gradient of D), by their numbers, and
+    the words.
+    """
+    of_a, of_b, of_d = words["distributions"]
+    (ta, tb), (ca, cb) = words["transpose"], words["conjugate"]
+    a, b, d = range(3)
+    products = [
+        (b, d, (of_b, of_d, of_a), (tb, True), (cb ^ (not ca), ca), ca)
+        if ta
+        else (d, b, (of_d, of_b, of_a), (False, not tb), (ca, ca ^ (not cb)), ca),
+        (d, a, (of_d, of_a, of_b), (True, ta), (cb, ca ^ (not cb)), cb)
+        if tb
+        else (a, d, (of_a, of_d, of_b), (not ta, False), (cb ^ (not ca), cb), cb),
+    ]
+    made = []
+    for one, other, split, transpose, conjugate, keeps in products:
+        alpha = words["alpha"]
+        text = words_of(
+            distributions=split,
+            alpha=alpha.conjugate() if isinstance(alpha, complex) and not keeps else alpha,
+            beta=None,
+            transpose=transpose,
+            conjugate=[bool(flag) and is_complex for flag in conjugate],
+            options={},
+        )
+        made.append((one, other, text))
+    return made
 
 
 def _matmul_gradients(
@@ -219,32 +234,14 @@ def _matmul_gradients(
     """The gradients of D = alpha op(A) op(B) + beta C, split as the operands are. Those of A and B
     are products again.
     """
-    a, b, *c, _ = xs
-    of_a, of_b, of_d = words["distributions"]
-    (ta, tb), (ca, cb) = words["transpose"], words["conjugate"]
-    narrow = grad.to(a.dtype)
-
-    def product(x: Any, y: Any, split: Any, flags: Any, like: Any, *, conjugated: bool) -> Any:
-        scale = words["alpha"]
-        if isinstance(scale, complex) and not conjugated:
-            scale = scale.conjugate()
-        conjugate = tuple([bool(flag) and x.is_complex() for flag in flags[1]])
-        text = _text_of_product(split, repr(scale), tuple(flags[0]), conjugate)
-        return call("matmul", [x, y], text, shape=list(like.shape))
-
-    grads: list[Any] = [None] * (2 + len(c))
-    if wanted[0] and ta:
-        flags = [tb, True], [cb ^ (not ca), ca]
-        grads[0] = product(b, narrow, (of_b, of_d, of_a), flags, a, conjugated=ca)
-    elif wanted[0]:
-        flags = [False, not tb], [ca, ca ^ (not cb)]
-        grads[0] = product(narrow, b, (of_d, of_b, of_a), flags, a, conjugated=ca)
-    if wanted[1] and tb:
-        flags = [True, ta], [cb, ca ^ (not cb)]
-        grads[1] = product(narrow, a, (of_d, of_a, of_b), flags, b, conjugated=cb)
-    elif wanted[1]:
-        flags = [not ta, False], [cb ^ (not ca), cb]
-        grads[1] = product(a, narrow, (of_a, of_d, of_b), flags, b, conjugated=cb)
+    a, b, *c = xs
+    factors = a, b, grad if grad.dtype == a.dtype else grad.to(a.dtype)
+    products = _products_of_gradients(words, a.is_complex())
+    grads: list[Any] = [None] * len(xs)
+    for number, (one, other, text) in enumerate(products):
+        if wanted[number]:
+            pair = [factors[one], factors[other]]
+            grads[number] = call("matmul", pair, text, shape=xs[number].shape)
     if c and wanted[2]:
         beta = words["beta"]
         grads[2] = grad * (beta.conjugate() if isinstance(beta, complex) else beta)
@@ -264,20 +261,20 @@ def _sum_shared_rows(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
 
 
 def _tangent_of_matmul(
-    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
+    xs: Tensors, words: Words, result: tuple[Any, Any], tangents: Tensors, counts: Any, call: Call
 ) -> Any:
     """The sum over the factors of products in which one factor is replaced by its tangent."""
-    a, b, *_, made = xs
+    (a, b, *_), (shape, dtype) = xs, result
     text = words_of(**dict(words, beta=None))
     pairs = (tangents[0], b), (a, tangents[1])
     terms = [
-        call("matmul", list(pair), text, shape=list(made.shape))
+        call("matmul", list(pair), text, shape=shape)
         for pair, tangent in zip(pairs, tangents, strict=False)
         if tangent is not None
     ]
     if len(tangents) == 3 and tangents[2] is not None:
         terms.append(words["beta"] * tangents[2])
-    return sum(terms[1:], terms[0]).to(made.dtype)
+    return sum(terms[1:], terms[0]).to(dtype)
 
 
 def _perform_all_gather(xs: Tensors, words: Words, counts: Any, shape: Any) -> Any:
@@ -304,7 +301,7 @@ def _gradients_of_reduction(
 
 
 def _tangent_of_reduction(
-    xs: Tensors, words: Words, tangents: Tensors, counts: Any, call: Call
+    xs: Tensors, words: Words, result: tuple[Any, Any], tangents: Tensors, counts: Any, call: Call
 ) -> Any:
     x, made = xs
     name, text = "all_reduce", words_of(op="sum")
@@ -343,6 +340,7 @@ TABLE = {
         shapes.of_product,
         gradients=_matmul_gradients,
         tangent=_tangent_of_matmul,
+        saves_result=False,
     ),
     "redistribute": Operator(
         lambda xs, words, counts, shape: redistribute(xs[0], words["source"], words["target"]),

@@ -167,7 +167,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
             ):
                 other = _function_of(operand, function, call, name)
                 if other is not None:
-                    return cast(R, other(*args, **kwargs))
+                    return other(*args, **kwargs)  # type: ignore[no-any-return]
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
@@ -212,8 +212,8 @@ def _written(result: R, args: tuple[Any, ...]) -> R:
     return result
 
 
-# Types of arguments for which the function itself is always called; and torch.Tensor, with the
-# functions of `watches_of_torch`.
+# Types of arguments for which the function itself is always called; and torch's own tensors, with
+# the functions of `watches_of_torch`.
 _WITHOUT_FUNCTIONS: set[type] = set()
 _TENSORS: dict[type, tuple[Watch, Watch, Watch, Watch]] = {}
 _MOST = 1000
@@ -227,13 +227,19 @@ def _function_of(
     A distributed array has functions of its own, a tensor may need torch's operator, and for arrays
     of unknown libraries that speak DLPack there is a wrapper of `call`, the public function.
     """
-    ours = getattr(operand, "__shardmath_functions__", None)
-    if ours is not None:
-        other: Callable[..., Any] | None = ours.get(function)
-        return other
-    if hasattr(operand, "device_mesh"):  # a DTensor of torch's
-        return function_of_dtensors(function)
     kind = type(operand)
+    if kind not in _TENSORS:
+        ours = getattr(operand, "__shardmath_functions__", None)
+        if ours is not None:
+            other: Callable[..., Any] | None = ours.get(function)
+            return other
+        if hasattr(operand, "device_mesh"):  # a DTensor of torch's
+            return function_of_dtensors(function)
+    if hasattr(operand, "requires_grad"):
+        torch = sys.modules["torch"]
+        if kind not in _TENSORS and kind in (torch.Tensor, torch.nn.Parameter):
+            _TENSORS[kind] = watches_of_torch()
+        return operator_of(name) if name and wants_operator(operand, name) else None
     if kind is dict:  # of arrays
         for x in operand.values():
             if type(x) not in _WITHOUT_FUNCTIONS:
@@ -241,10 +247,6 @@ def _function_of(
                 if other is not None:
                     return other
         return None
-    if hasattr(operand, "requires_grad"):
-        if kind is sys.modules["torch"].Tensor:
-            _TENSORS[kind] = watches_of_torch()
-        return operator_of(name) if name and wants_operator(operand, name) else None
     speaks_dlpack = hasattr(kind, "__dlpack__") and not issubclass(kind, np.ndarray)
     foreign = function_of_foreign(call, kind) if speaks_dlpack else None
     if foreign is None and len(_WITHOUT_FUNCTIONS) < _MOST:

@@ -150,9 +150,9 @@ def wants_operator(tensor: Any, name: str) -> bool:
     """Whether a call with this tensor needs torch's operator: for a gradient or a tangent, or since
     torch transforms or records operations, or chooses the data type of products.
     """
-    transforms, _, modes, narrows = watches_of_torch()
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         return True
+    transforms, _, modes, narrows = watches_of_torch()
     if has_tangent(tensor) or transforms() or modes():
         return True
     return name == "matmul" and bool(narrows())
