@@ -145,10 +145,8 @@ def _linear(
         return _of_no_tokens(x, weight, bias, distributions, activation, way.front)
     exact = _is_exact(way, rows, others)
     recorded = _is_recorded(rows, *weights, *biases)
-    if recorded:
-        (rows,) = operator_of("narrowed")(rows)  # before it is gathered
     if way.gathers and (several or not exact):
-        rows = all_gather(rows)
+        rows = all_gather(operator_of("narrowed")(rows)[0] if recorded else rows)
         made = [_local(rows, *pair, activation) for pair in zip(weights, biases, strict=True)]
     elif exact:
         pairs = zip(weights, biases, strict=True)

@@ -34,6 +34,8 @@ M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
 # On the heap, where the last one lay, or where blocks have their turn; with nothing to copy from.
 STORES = ["heap", "turns", "no room", "ordinary"]
+# Functions of Python in a call with copied operands; without copies there are many hundreds.
+MOVED = {"cores": 60, "pretended": 120}
 REPEATS = 24  # more than there are blocks which take turns to be used again
 
 
@@ -246,6 +248,45 @@ def test_a_new_result_takes_few_steps(contexts, name, form, store, most, size):
     most = most if extension("shardmath.call._direct") else 160
     for names in contexts.run(count, name, form, store, ranks=size):
         assert len(names) <= most, "\n".join(names)
+
+
+def move(context, where):
+    """Wrong products of operands that lie elsewhere in each turn, and what the last ones call. Then
+    operands lie on one rank where they have been before, and change there.
+    """
+    rank, size, wrong, kept, tries = context.rank, context.size, [], [], []
+    on_gpu, turns = where == "pretended", 3 * REPEATS
+    right = np.arange(64.0).reshape(N, N)
+    with pretended(context, "ordinary") if on_gpu else context:
+        made = arrays(context, "ordinary")
+        for turn in range(turns):
+            whole = np.arange(float(M * N)).reshape(M, N) % (7 + turn)
+            x, b = (
+                made(part_of(whole, Slab.X, rank, size)),
+                made(part_of(right, Slab.X, rank, size)),
+            )
+            if turn >= turns - REPEATS and rank == 0:
+                kept[0][0][...], (x, b) = x, kept[0]
+            kept.append((x, b))
+            found = []
+
+            def product(x=x, b=b, found=found):
+                found.append(matmul(x, b, distributions=SPLITS))
+
+            names = calls_before("Lane.launch" if on_gpu else "", product)
+            tries.append([name for name in names if not name.startswith(("Pool.", "finalize."))])
+            if not np.array_equal(found[0], part_of(whole @ right, Slab.Y, rank, size)):
+                wrong.append(turn)
+        context.board.barrier("done")
+    return wrong, min(tries[:-REPEATS], key=len), min(tries[-REPEATS:], key=len)
+
+
+@pytest.mark.parametrize("where", MOVED)
+def test_operands_that_lie_elsewhere_take_few_steps(contexts, where):
+    for wrong, *names in contexts.run(move, where, ranks=2):
+        assert not wrong
+        if extension("shardmath.call._direct"):
+            assert max(map(len, names)) <= MOVED[where], "\n".join(max(names, key=len))
 
 
 def differ(context, name, form, store):

@@ -75,11 +75,13 @@ def _said(operation: str, context: Any, words: Callable[..., T], *given: Any) ->
     try:
         key = [tuple(x) if type(x) is list else x for x in given]
         signed = repr(key[1:3]) if words is _product else ""  # 0.0 equals -0.0
-        return cast(T, _said_before(signed, words, *key))
+        said: T = _said_before(signed, words, *key)
     except TypeError:  # something has no hash, or is wrong: which, the words say
         pass
     except (ValueError, NotImplementedError) as error:
         raise_on_all_ranks(context or require_context(), operation, error)
+    else:
+        return said
     try:
         return words(*given)
     except (TypeError, ValueError, NotImplementedError) as error:

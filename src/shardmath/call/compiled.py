@@ -25,7 +25,7 @@ from shardmath.handles.fingerprint import Looks
 from shardmath.program.offers import DoubleBuffer
 from shardmath.program.performing import Arguments, Direct, Turn
 
-_KEPT = 256  # calls
+_KEPT = 1024  # calls
 _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 
 _Calls = dict[int, tuple[Any, ...]]
@@ -97,7 +97,7 @@ class CompiledCalls:
         for half, calls in enumerate(self.calls):
             if direct.half in (None, half):
                 if len(calls) >= _KEPT:
-                    calls.clear()
+                    del calls[next(iter(calls))]  # the oldest
                 calls[self._compiled.key(looks, words)] = kept
         call = this_thread.call
         if call is not None:

@@ -26,6 +26,7 @@ from shardmath.base.recorder import this_process
 from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
+from shardmath.call.stand_ins import StandIns
 from shardmath.context.context import Context, require_context
 from shardmath.geometry import Layout
 from shardmath.handles.fingerprint import Recognised
@@ -37,7 +38,7 @@ from shardmath.program.performing import Arguments, Known, Names, Performer, Pla
 from shardmath.program.steps import Program
 from shardmath.symmetric.rows import NAME_BYTES
 
-_KEPT = 128  # calls of an operation that are recognised
+_KEPT = 1024  # calls of an operation that are recognised: a step of a deep model has hundreds
 _DERIVATIVES = {"1": "requires grad", "2": "has a tangent", "3": "requires grad, has a tangent"}
 
 Specs = Mapping[str, ArraySpec | None]
@@ -145,6 +146,7 @@ class Driver:
         self._compiled: CompiledCalls | None = None
         if self._copied is None and self.performer.direct:
             self._compiled = CompiledCalls.of(context, self._known.looks, weakly(self._otherwise))
+        self._stand_ins = StandIns(context, self.performer)
         self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
         self._options: LRUCache[Any, Any] = LRUCache(_KEPT)  # that are equal
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
@@ -168,6 +170,11 @@ class Driver:
         fixed = options is None or (type(options) is self.operation.options and not options.logger)
         if fixed and self._compiled is not None:
             results = self._compiled.make(arguments)
+            if results is not None:
+                return results
+            copied = self._stand_ins.arguments(arguments)
+            if copied is not None:
+                arguments, results = copied, self._compiled.make(copied)
             if results is not None:
                 return results
         operation = self.operation.names.operation

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardmath.arrays import ArraySpec
 from shardmath.call.agreement import Agreement, agree
 from shardmath.call.driver import Driver
 from shardmath.collectives.ahead import Ahead, KnownCall
@@ -53,6 +54,13 @@ class CollectivePerformer:
 
     def without_memory(self, arrays: DeviceOperand | None) -> None:
         """See Performer: arrays that are not kept are read anew in each call."""
+
+    def most_copied(self, spec: ArraySpec) -> int:
+        """See Performer: calls are repeated wherever their arrays lie."""
+        return 0
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Performer: never called."""
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""

@@ -8,6 +8,7 @@ out between that exchange and the first byte.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from shardmath.arrays import Library, dtypes, library_named, library_of
+from shardmath.arrays import ArraySpec, Library, dtypes, library_named, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.immutable import Immutable
@@ -78,6 +79,7 @@ _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # places of new results, for each such call
 _KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
 _COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
+_MOST_COPIED = 1 << 20  # bytes of operands that are copied faster than a call is bound
 
 Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
 
@@ -520,6 +522,14 @@ class Cores:
             return [self._arrive]
         perform = self.performers.get(type(step))
         return binding.bind(number) if perform is None else perform(step, binding.hosts)
+
+    def most_copied(self, spec: ArraySpec) -> int:
+        """See Performer."""
+        return _MOST_COPIED
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Performer."""
+        ctypes.memmove(target, source, nbytes)
 
     # -- workspace ---------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def _address_range(library: Library, x: Any) -> HostArray:
     return host_array(library.pointer(x), spec.shape, strides, f"|V{spec.itemsize}", None)
 
 
-_KEPT = 128  # executions whose launches are kept
+_KEPT = 1024  # executions whose launches are kept
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
 _PLACES = 32  # places of the results of one call, for which all is prepared
 # In the order of `Facts`: operand, result, packed, order, lane; then the decision for which the
@@ -344,6 +344,16 @@ class GPUPerformer(ABC):
 
     def _end(self, execution: Execution) -> None:  # noqa: B027
         """Give back what is not kept, after an execution."""
+
+    def most_copied(self, spec: ArraySpec) -> int:
+        """See Performer. By default operands are not copied."""
+        return 0
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Performer. On the default stream."""
+        lane = self._lane(0, 0)
+        lane.team.device.activate()
+        lane.copy((target, source, nbytes), 0)
 
     # -- read --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from shardmath.arrays import ArraySpec
 from shardmath.base.immutable import Immutable
 from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.notes import Numbers
@@ -169,6 +170,16 @@ class Performer(Protocol):
         """A function that finds how compiled code makes a call like the one that was just
         performed, None if it cannot. None in place of the function if it can make none. Local.
         """
+        ...
+
+    def most_copied(self, spec: ArraySpec) -> int:
+        """The most bytes of a call's operands, of which the first is like this, that are worth
+        copying so that a known call is repeated; 0 where copies cannot stand in for them. Local.
+        """
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy so much memory where this rank computes, before what is performed next. Local."""
         ...
 
     def release(self) -> None:

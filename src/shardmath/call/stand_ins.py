@@ -1,0 +1,90 @@
+"""Copies of operands that lie elsewhere in each call: with them, a call that is known is repeated.
+
+What is known of a call holds for the places of its arrays. A program that trains makes new tensors
+in each step, wherever its allocator has room, and would make each call as if for the first time. So
+operands are copied to arrays of the context's own, the stand-ins, once others that look alike have
+lain in a few places. When operands have often been at the same place, the call is made with them,
+and is known there from then on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from shardmath.arrays import ArraySpec, Library, library_named, library_of
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
+from shardmath.program.performing import Arguments, Performer
+
+_KEPT = 64  # looks of all operands of a call, and arrays
+_PLACES = 1024  # of operands that look alike
+_FIRST = 4  # of them, in which operands are not copied
+_OFTEN = 16  # copies from one place: they take less time than to find out all about a call there
+
+_Specs = tuple[ArraySpec | None, ...]  # of operands, None for those left out
+
+
+class StandIns:
+    """The stand-ins for operands of one driver's calls."""
+
+    def __init__(self, context: Context, performer: Performer) -> None:
+        self._heap, self._performer = context.heap, performer
+        self._device = "cpu" if context.team is None else context.team.device.name
+        # How often operands were copied, by their specs and then by their places.
+        self._copied: LRUCache[_Specs, LRUCache[tuple[int, ...], int]] = LRUCache(_KEPT)
+        self._arrays: LRUCache[tuple[int, ArraySpec], tuple[Any, int]]  # and where they lie
+        self._arrays = context.cache("stand-ins", partial(LRUCache, _KEPT))
+
+    def arguments(self, arguments: Arguments) -> Arguments | None:
+        """The arguments with stand-ins, to which the operands have been copied; None for a call to
+        be made with its own operands. Local.
+
+        Operands that peers read in place, or that the call may overwrite, have no stand-ins.
+        """
+        given = [x for x in arguments.results if x is not None]
+        if given or getattr(arguments.options, "inplace", False):
+            return None
+        try:
+            looks = [None if x is None else library_of(x).identity(x) for x in arguments.operands]
+        except (TypeError, ValueError, RuntimeError):  # no arrays, or none with memory
+            return None
+        given = [x for x in arguments.operands if x is not None]
+        found = [look for look in looks if look is not None and self._is_plain(*look)]
+        nbytes = sum([spec.nbytes for spec, _ in found])
+        if len(found) < len(given) or not found:
+            return None
+        if nbytes > self._performer.most_copied(found[0][0]):
+            return None
+        specs = tuple([look and look[0] for look in looks])
+        if self._is_to_be_made(specs, tuple([address for _, address in found])):
+            return None
+        copies = [look and self._copied_to(n, *look) for n, look in enumerate(looks)]
+        return arguments._replace(operands=tuple(copies))
+
+    def _is_plain(self, spec: ArraySpec, address: int) -> bool:
+        """Whether an array lies without gaps where this rank computes, in ordinary memory."""
+        packed = spec.order != "strided" and spec.size > 0
+        return packed and spec.device == self._device and self._heap.find(address) is None
+
+    def _is_to_be_made(self, specs: _Specs, places: tuple[int, ...]) -> bool:
+        """Whether the call is to be made with operands at these places; notes it where not."""
+        copied = self._copied.made(specs, partial(LRUCache, _PLACES))
+        times = copied.find(places)
+        if times is None:
+            times = _OFTEN if len(copied) < _FIRST else 0
+        copied.keep(places, min(times + 1, _OFTEN))
+        return times == _OFTEN
+
+    def _copied_to(self, number: int, spec: ArraySpec, address: int) -> Any:
+        """The stand-in for the operand of that number, to which it has been copied."""
+        array, target = self._arrays.made((number, spec), partial(_made, spec))
+        self._performer.copy(target, address, spec.nbytes)
+        return array
+
+
+def _made(spec: ArraySpec) -> tuple[Any, int]:
+    """An array that looks so, and where it lies."""
+    library: Library = library_named(spec.library)
+    array = library.empty(spec.shape, spec.dtype, "F" if spec.order == "F" else "C", spec.device)
+    return array, library.pointer(array)
