@@ -251,13 +251,14 @@ def test_a_new_result_takes_few_steps(contexts, name, form, store, most, size):
 
 
 def move(context, where):
-    """Wrong products of operands that lie elsewhere in each turn, and what the last ones call. Then
-    operands lie on one rank where they have been before, and change there.
+    """Wrong products of operands that lie elsewhere in each turn, as do the results, and what the
+    last ones call. Then operands lie on one rank where they have been before, and change there.
     """
     rank, size, wrong, kept, tries = context.rank, context.size, [], [], []
     on_gpu, turns = where == "pretended", 3 * REPEATS
     right = np.arange(64.0).reshape(N, N)
-    with pretended(context, "ordinary") if on_gpu else context:
+    few = patch.object(gpu_repeats, "_PLACES", 4)
+    with pretended(context, "ordinary") if on_gpu else context, few:
         made = arrays(context, "ordinary")
         for turn in range(turns):
             whole = np.arange(float(M * N)).reshape(M, N) % (7 + turn)
@@ -266,9 +267,9 @@ def move(context, where):
                 made(part_of(right, Slab.X, rank, size)),
             )
             if turn >= turns - REPEATS and rank == 0:
-                kept[0][0][...], (x, b) = x, kept[0]
-            kept.append((x, b))
+                kept[0][0][...], (x, b, _) = x, kept[0]
             found = []
+            kept.append((x, b, found))
 
             def product(x=x, b=b, found=found):
                 found.append(matmul(x, b, distributions=SPLITS))

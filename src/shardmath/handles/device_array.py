@@ -159,13 +159,17 @@ class ResultTemplate:
         order: Packed,
         *,
         on_heap: bool,
+        carries_all: bool = False,
     ) -> None:
-        """`on_heap` is for results on the GPU. Raises ValueError where the library lacks them."""
+        """`on_heap` is for results on the GPU. With `carries_all`, so are those in ordinary memory
+        that are copied from a fixed block. Raises ValueError where the library lacks them.
+        """
         self._context, self._library = context, library_of(operand)
         self._shape, self._dtype, self._order = tuple(shape), dtype, order
         self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
         self._on_host = self._library.spec(operand).device == "cpu"
         self.on_heap = on_heap and not self._on_host
+        self.is_carried = self.on_heap or (carries_all and not self._on_host)
         device = "cpu" if self._on_host else context.gpu_team.device.name
         # Makes a new array, which is not announced to peers; on the heap (array, address). Local.
         # Raises as `make`.
@@ -183,7 +187,7 @@ class ResultTemplate:
         if self._on_host:
             return _back_to(self._context, self.new(), self._order)
         if array is None:
-            array, address = self.new() if self.on_heap else (self.new(), None)
+            array, address = self._new()
         result = self.at(self.place(array) if address is None else address, array)
         if self.on_heap:
             block = result.array.block
@@ -192,6 +196,11 @@ class ResultTemplate:
             if block is not None:
                 self._context.announce(block)
         return result
+
+    def _new(self) -> tuple[Any, int]:
+        """A new array, and its address."""
+        made = self.new()
+        return made if self.on_heap else (made, self.place(made))
 
     def at(self, address: int, array: Any = None) -> Result:
         """A result at this address of the GPU, not announced to peers."""
@@ -206,7 +215,7 @@ class ResultTemplate:
         its result lies.
         """
         context = self._context
-        fits = self.on_heap and 0 < self._nbytes <= _MOST_CARRIED
+        fits = self.is_carried and 0 < self._nbytes <= _MOST_CARRIED
         return self._nbytes if fits and not context.multi_host else 0
 
     def through(
@@ -218,8 +227,8 @@ class ResultTemplate:
         written in place. Local. Raises as `make`.
         """
         address = None
-        if array is None and self.on_heap:
-            array, address = self.new()
+        if array is None and self.is_carried:
+            array, address = self._new()
             if into(address):
                 return self.at(address, array)
         if block is None:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import HostArray, host_array, share_memory
@@ -241,7 +241,13 @@ class _Prepared(Immutable, eq=False):
 
 
 class GPUPerformer(ABC):
-    """Performs the programs of an operation on GPUs; with `kept`, those of one object."""
+    """Performs the programs of an operation on GPUs; with `kept`, those of one object.
+
+    With `carries_all`, new results in ordinary memory are copied from a block of the lane too if
+    they lie where none has lain before.
+    """
+
+    carries_all: ClassVar[bool] = False
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -560,8 +566,9 @@ class GPUPerformer(ABC):
             for name, (look, order) in looks.items():
                 shape, on_heap = look.local_shape(context.rank), arrays.on_heap
                 on_heap = on_heap and isinstance(look, SplitArray)
+                form = operand, shape, look.dtype, order
                 made[name] = ResultTemplate(
-                    context, operand, shape, look.dtype, order, on_heap=on_heap
+                    context, *form, on_heap=on_heap, carries_all=self.carries_all
                 )
             return made
 
@@ -637,7 +644,7 @@ class GPUPerformer(ABC):
             return
         place = _place({name: execution.results[name] for name in templates}) or None
         elsewhere = None
-        if first is not None and first.on_heap and len(execution.results) == 1:
+        if first is not None and first.is_carried and len(execution.results) == 1:
             elsewhere = partial(self._replay_at, known.arrays.operands, known.numbers, first)
         replay = Replay(agreement, turn.note, turn.prepared, lane, graph, stream, ready.check)
         Replays.keep(known, (plan, stream), templates, place, replay, elsewhere)

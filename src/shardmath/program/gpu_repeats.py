@@ -1,9 +1,9 @@
 """Repeated calls on GPUs: each is a CUDA graph, which is launched if all ranks agree as before.
 
 A launch depends on the call's arrays, and on the plan, the stream, and the lane's memory. There is
-one for each place where results have lain so far. A new result on the heap at another place gets a
-launch of its own if peers are told nothing of that place, and if there are few launches yet; any
-other new result is written to memory of the lane, and copied from there.
+one for each place where results have lain so far. A new result at another place, if it is on the
+heap or a product's, gets a launch of its own if peers are told nothing of that place, and if there
+are few launches yet; else it is written to memory of the lane, and copied from there.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class Replays:
         """The launch of that agreement that writes a new result at that address. It is made now if
         there is none, and there are few so far.
         """
-        if self._elsewhere is None:
-            return None
         place = (address,)
         launch = self.places.find(place)
         if launch is not None and launch.agreement is agreement:
             return launch
+        if self._elsewhere is None:
+            return None
         if launch is None and len(self.places) >= _PLACES:
             return None
         like = next((x for x in self.places.values() if x.agreement is agreement), None)
@@ -155,9 +155,7 @@ class Replays:
         def bind(new: Any) -> tuple[Callable[[], object], ...] | None:
             same: Replay | None = launch
             copy = None
-            if template is not None and not template.on_heap:
-                same = self.places.find((template.place(new),))
-            elif template is not None:
+            if template is not None:
                 same = self.into(template.place(new), agreement)
                 if same is None and room is not None:
                     same, copy = self.places.find((room.address,)), template.copy(room, new)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -45,6 +46,8 @@ _UNKNOWN = b"?"  # the form of a call whose plan is not known yet
 
 class Products(GPUPerformer):
     """Performs products on GPUs. Workspace belongs to the lanes, also that of objects."""
+
+    carries_all: ClassVar[bool] = True  # programs that train get new results wherever there is room
 
     def _lane(self, stream: int, decision: int) -> Lane:
         """The lane of the stream, or the last one where ranks number their streams differently."""
