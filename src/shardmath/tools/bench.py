@@ -26,17 +26,24 @@ from shardmath.tools.tables import show
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 DEVICES = Path("/dev")
+_OTHERS = {"examples", "tests"}  # folders of the source
 _TICK = 1.0  # seconds between two looks at a benchmark that runs
 
 Rows = Sequence[dict[str, Any]]
 
 
 def names() -> dict[str, str]:
-    """The names of the benchmarks, each with its first sentence."""
+    """The names of the benchmarks, each with its first sentence.
+
+    They are the programs that use one of their neighbours, such as `record`; the others help them.
+    """
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
-        tree = ast.parse(path.read_text())
-        if any(isinstance(each, ast.If) and "__name__" in ast.unparse(each) for each in tree.body):
+        tree = _parsed(path.stem)
+        is_program = any(
+            isinstance(each, ast.If) and "__name__" in ast.unparse(each) for each in tree.body
+        )
+        if is_program and _imported(tree) & _neighbours():
             first = (ast.get_docstring(tree) or "").partition("\n\n")[0]
             words = re.split(r": `(?:python |benchmarks/)", " ".join(first.split()))[0]
             found[path.stem] = f"{words.rstrip(':.')}."
@@ -45,25 +52,42 @@ def names() -> dict[str, str]:
 
 def missing(name: str) -> list[str]:
     """The packages that a benchmark imports at its top, and that are not installed."""
-    siblings = {path.stem for path in FOLDER.glob("*.py")}
-    packages = _imported(name) - siblings - sys.stdlib_module_names
+    tree = _parsed(name)
+    ours = {path.stem for folder in _folders(tree) for path in folder.rglob("*.py")}
+    packages = _imported(tree) - _neighbours() - ours - sys.stdlib_module_names
     return sorted(each for each in packages if find_spec(each) is None)
 
 
-def _imported(name: str) -> set[str]:
+def _parsed(name: str) -> ast.Module:
+    return ast.parse((FOLDER / f"{name}.py").read_text())
+
+
+def _neighbours() -> set[str]:
+    return {path.stem for path in FOLDER.glob("*.py")}
+
+
+def _imported(tree: ast.Module) -> set[str]:
     """The packages that a benchmark imports at its top, its neighbours among them."""
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
     modules = [each.names[0].name for each in tree.body if isinstance(each, ast.Import)]
     modules += [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
     return {each.partition(".")[0] for each in modules}
+
+
+def _folders(tree: ast.Module) -> list[Path]:
+    """The other folders of the source that a benchmark names, because it takes modules from there.
+
+    An installed package has none of them.
+    """
+    texts = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+    return [FOLDER.resolve().parent / each for each in sorted(_OTHERS & texts)]
 
 
 def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> int:
     """Run the benchmark `name` with its own `arguments`; without a name, list them.
 
     Its JSON goes into the folder `output`, and with `plot` a picture of the same name. The result
-    is the exit status: the benchmark's, 2 for a name that does not exist, 1 where a package is
-    or a GPU is missing. Raises OSError where nothing can be written there.
+    is the exit status: the benchmark's, 2 for a name that does not exist, 1 where a package, a
+    folder of the source, or a GPU is missing. Raises OSError where nothing can be written there.
     """
     known = names()
     if not name:
@@ -72,12 +96,17 @@ def bench(name: str, arguments: Sequence[str], *, output: Path, plot: bool) -> i
     if name not in known:
         print(f"shardmath bench: there is no {name!r} among {', '.join(known)}", file=sys.stderr)
         return 2
+    absent = [folder.name for folder in _folders(_parsed(name)) if not folder.is_dir()]
+    if absent:
+        words = f"{name} uses the folder {' and '.join(absent)} of the source: run it there"
+        print(f"shardmath bench: {words}", file=sys.stderr)
+        return 1
     lacks = missing(name)
     if lacks:
         words = " ".join(lacks)
         print(f"shardmath bench: {name} needs {words}: pip install {words}", file=sys.stderr)
         return 1
-    if "on_gpus" in _imported(name) and not [*DEVICES.glob("nvidia[0-9]*")]:
+    if "on_gpus" in _imported(_parsed(name)) and not [*DEVICES.glob("nvidia[0-9]*")]:
         print(f"shardmath bench: {name} needs GPUs, and there is none here", file=sys.stderr)
         return 1
     output.mkdir(parents=True, exist_ok=True)
