@@ -141,7 +141,7 @@ def test_a_word_that_comes_late_is_said_again() -> None:
 
 # What bounds a call of MPI, and what happens in it; the program's status, and what is said.
 BOUNDED_START = "bounded_start(0, 2, notice={notice}, timeout={timeout})"
-BOUNDED_CALL = "bounded(notice={notice}, timeout={timeout}).bounded('MPI_Call', 'do not!')"
+BOUNDED_CALL = "CallWatch('I', notice={notice}).bounded('call', timeout={timeout}, advice='no!')"
 CALLS = {
     "start at once": (BOUNDED_START, (60.0, 90.0), "pass", 0, []),
     "start late": (
@@ -150,12 +150,12 @@ CALLS = {
     ),
     "start never": (
         *(BOUNDED_START, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),
-        ["<string>:9: waiting", "<string>:9: ended after 1 s"],
+        ["<string>:3: waiting", "<string>:3: ended after 1 s"],
     ),
     "call at once": (BOUNDED_CALL, (60.0, 90.0), "pass", 0, []),
     "call never": (
         *(BOUNDED_CALL, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),
-        ["0 in MPI_Call, <string>:9: waiting", "ended after 1 s of", "same call: do not!"],
+        ["shardmath: I: call\n", "shardmath: I: ended after 1 s of call: no!\n"],
     ),
 }
 
@@ -164,14 +164,8 @@ CALLS = {
 def calls() -> Ends:
     def program(bound: str, limits: tuple[float, float], call: str) -> Program:
         notice, timeout = limits
-        code = f"""import os, signal, sys, time
-sys.modules["mpi4py.MPI"] = None
-from shardmath.group.mpi import MPIProcessGroup, bounded_start
-class Ranks:
-    rank, size, is_inter = 0, 2, False
-def bounded(*, notice, timeout):
-    os.environ["SHARDMATH_NOTICE"] = str(notice)
-    return MPIProcessGroup(Ranks(), timeout=timeout)
+        code = f"""import os, signal, time
+from shardmath.group.mpi import CallWatch, bounded_start
 with {bound.format(notice=notice, timeout=timeout)}:
     {call}
 try:

@@ -6,7 +6,7 @@ non-blocking request, so that it can end at a deadline.
 MPI's blocking calls have no deadline: they wait for all ranks of the job, even for one that never
 starts or never ends. MPI_Init and MPI_Finalize also hold the interpreter meanwhile, so that no
 thread of this process can watch them: another process watches the start, and an alarm the end. A
-thread watches the others.
+thread watches the others (`CallWatch`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 from shardmath.base.caller import caller_line, who
 from shardmath.base.config import Settings
@@ -32,6 +32,7 @@ from shardmath.group.base import GatheringGroup
 _SPINS = 1000  # polls without a pause: most exchanges end within them
 _PAUSE = 0.0005
 _OUTERMOST = ("<module>", "_run_module_as_main")  # the frames that programs start in
+_LOOK = 0.25  # seconds between two looks at the calls that are under way
 _GRACE = 5  # seconds for the peers to hear of a failure, and to end as well
 
 
@@ -73,26 +74,6 @@ class MPIProcessGroup(GatheringGroup):
         """A communicator of the same ranks, for traffic that meets no other's. Collective."""
         return self._comm.Dup()
 
-    @contextlib.contextmanager
-    def bounded(self, call: str, advice: str) -> Iterator[None]:
-        """Around a blocking `call` of MPI, in which other threads run: bounded as `bounded_start`.
-
-        The last words include the `advice`.
-        """
-        settings = Settings.from_environment()
-        whom = f"waiting for all {self.nranks} ranks in the same call"
-        words = _last_words(self.rank, call, whom, self._timeout, advice)
-        limits = settings.notice, self._timeout
-        returned = threading.Event()
-        watch = partial(_watch, returned.wait, os.getpid(), words, limits)
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            returned.set()
-            watcher.join()  # a fork that comes next is one of a process without it
-
     def _wait(self, request: Any, what: str) -> None:
         deadline = time.monotonic() + self._timeout
         polls = 0
@@ -110,15 +91,76 @@ class MPIProcessGroup(GatheringGroup):
             time.sleep(_PAUSE)
 
 
+# -- calls that do not return ----------------------------------------------------------------------
+
+
+class CallWatch:
+    """A thread that ends this process if a blocking call of MPI takes too long.
+
+    Nothing else can: the call has no deadline, and Python handles no signals meanwhile. After
+    `notice` seconds stderr says what is waited for. `who` is this rank and its process.
+    """
+
+    def __init__(self, who: str, *, notice: float) -> None:
+        self._who = who
+        self._notice = notice
+        self._calls: dict[int, _Call] = {}  # by thread
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="calls of MPI", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def bounded(self, doing: str, *, timeout: float, advice: str) -> Iterator[None]:
+        """Around a call: the process ends after `timeout` seconds of `doing`, with the `advice`."""
+        thread = threading.get_ident()
+        self._calls[thread] = _Call(time.monotonic(), doing, timeout, advice)
+        try:
+            yield
+        finally:
+            self._calls.pop(thread, None)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        told: _Call | None = None
+        while not self._closed.wait(_LOOK):
+            for call in list(self._calls.values()):
+                waited = time.monotonic() - call.begun
+                if waited >= call.timeout:
+                    self._say(f"ended after {call.timeout:g} s of {call.doing}: {call.advice}")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    self._closed.wait(_GRACE)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if waited >= self._notice and call is not told:
+                    told = call
+                    self._say(call.doing)
+
+    def _say(self, what: str) -> None:
+        os.write(2, f"shardmath: {self._who}: {what}\n".encode())
+
+
+class _Call(NamedTuple):
+    begun: float
+    doing: str
+    timeout: float
+    advice: str
+
+
 # -- the start and the end of MPI ------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Iterator[None]:
     """Around MPI_Init: stderr says so after `notice` seconds, this process ends after `timeout`."""
+    doing = f"shardmath: rank {rank} in MPI_Init, {caller_line()}:"
     whom = f"waiting for all {size} ranks to start MPI"
-    words = _last_words(
-        rank, "MPI_Init", whom, timeout, "does every rank call shardmath.initialize()?"
+    words = (
+        f"{doing} {whom}\n",
+        f"{doing} ended after {timeout:g} s of {whom}: does every rank call "
+        "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit\n",
     )
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -128,7 +170,7 @@ def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Ite
     if watcher == 0:
         try:
             os.close(writing)
-            _watch(partial(_closed, reading), parent, words, (notice, timeout))
+            _watch(reading, parent, words, (notice, timeout))
         finally:
             os._exit(0)
     os.close(reading)
@@ -140,34 +182,19 @@ def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Ite
             os.waitpid(watcher, 0)
 
 
-def _last_words(rank: int, call: str, whom: str, timeout: float, advice: str) -> tuple[str, str]:
-    """What is said of a `call` that does not return: after a while, and at the deadline."""
-    doing = f"shardmath: rank {rank} in {call}, {caller_line()}:"
-    return (
-        f"{doing} {whom}\n",
-        f"{doing} ended after {timeout:g} s of {whom}: {advice} SHARDMATH_STARTUP_TIMEOUT sets the "
-        "limit\n",
-    )
-
-
-def _watch(
-    returned: Callable[[float], bool],
-    process: int,
-    words: tuple[str, str],
-    limits: tuple[float, float],
-) -> None:
-    """Wait until a call has returned, as `returned(seconds)` says; end `process` if it does not."""
+def _watch(started: int, parent: int, words: tuple[str, str], limits: tuple[float, float]) -> None:
+    """Wait until the other end of `started` is closed, by the start or the end of `parent`."""
     notice, timeout = limits
     if notice < timeout:
-        if returned(notice):
+        if _closed(started, notice):
             return
         os.write(2, words[0].encode())
         timeout -= notice
-    if not returned(timeout):
+    if not _closed(started, timeout):
         os.write(2, words[1].encode())
-        os.kill(process, signal.SIGTERM)
-        if not returned(_GRACE):
-            os.kill(process, signal.SIGKILL)
+        os.kill(parent, signal.SIGTERM)
+        if not _closed(started, _GRACE):
+            os.kill(parent, signal.SIGKILL)
 
 
 def _closed(descriptor: int, seconds: float) -> bool:

@@ -9,14 +9,18 @@ only while this process is inside one of its calls: so every wait for other host
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from shardmath.base.config import Settings
 from shardmath.group.base import ProcessGroup
-from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.mpi import CallWatch, MPIProcessGroup
 from shardmath.transport.base import Bytes, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
 
+_LATE = 5.0  # seconds after which a call will not return that should have failed by itself
+_ADVICE = "SHARDMATH_TRANSPORT=tcp does without MPI's windows"
 _MOST = 1 << 30  # bytes of one copy: MPI counts in 32 bits
 
 
@@ -32,6 +36,7 @@ class MPITransport(MultiHostTransport):
         self._mpi: Any = None
         self._comm: Any = None
         self._window: Any = None
+        self._calls: CallWatch | None = None
         self._attached: set[int] = set()
 
     @classmethod
@@ -73,8 +78,13 @@ class MPITransport(MultiHostTransport):
         if not isinstance(group, MPIProcessGroup) or group.nranks == 1:
             return
         self._mpi = sys.modules["mpi4py.MPI"]
-        advice = "SHARDMATH_TRANSPORT=tcp does without MPI's windows."
-        with group.bounded("MPI_Win_create_dynamic", advice):
+        settings = Settings.from_environment()
+        self._calls = CallWatch(self._mesh.name(group.rank), notice=settings.notice)
+        with self._calls.bounded(
+            f"waiting for all {group.nranks} ranks to open MPI's windows",
+            timeout=settings.startup_timeout,
+            advice=f"{_ADVICE}; SHARDMATH_STARTUP_TIMEOUT sets the limit",
+        ):
             self._comm = group.duplicate()
             self._window = self._mpi.Win.Create_dynamic(comm=self._comm)
             self._window.Lock_all(self._mpi.MODE_NOCHECK)
@@ -100,7 +110,8 @@ class MPITransport(MultiHostTransport):
 
     def quiet(self, rank: int, stream: int = 0) -> None:
         if not self._mesh.same_host(rank):
-            self._window.Flush(rank)
+            with self._bounded(rank, "its word that all is written"):
+                self._window.Flush(rank)
 
     def _fetch(self, rank: int, index: int, offset: int, into: Bytes) -> None:
         self._copy("Rget", rank, index, offset, into, "a read of its memory")
@@ -116,8 +127,18 @@ class MPITransport(MultiHostTransport):
         for start in range(0, len(memory), _MOST):
             piece = memory[start : start + _MOST]
             target = (place + offset + start, len(piece), byte)
-            request = getattr(self._window, verb)([piece, byte], rank, target)
-            self._wait(request.Test, rank, doing)
+            with self._bounded(rank, doing):
+                request = getattr(self._window, verb)([piece, byte], rank, target)
+                self._wait(request.Test, rank, doing)
+
+    def _bounded(self, rank: int, doing: str) -> AbstractContextManager[None]:
+        """Around calls that a library may not leave until the peer is in one of its own."""
+        assert self._calls is not None, "there is a window"
+        return self._calls.bounded(
+            f"waiting in MPI for {doing}, of {self._mesh.name(rank)}",
+            timeout=self._timeout + _LATE,
+            advice=f"{_ADVICE}; SHARDMATH_TIMEOUT sets the limit",
+        )
 
     def _detach(self, index: int) -> None:
         if index in self._attached:
@@ -126,6 +147,8 @@ class MPITransport(MultiHostTransport):
 
     def close(self) -> None:
         """See Transport. The window stays: freeing it would be collective."""
+        if self._calls is not None:
+            self._calls.close()
         if self._window is not None and not self._mpi.Is_finalized():
             for index in list(self._attached):
                 self._detach(index)
