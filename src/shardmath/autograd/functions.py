@@ -202,28 +202,36 @@ def _fft(name: str) -> Callable[..., Any]:
 def _trigonometric(name: str) -> Callable[..., Any]:
     kind, is_inverse = name.removeprefix("i").removesuffix("n"), name.startswith("i")
 
-    def call(operand: Any, type: Any, extents: Any, axes: Any, norm: Any, named: Any) -> Any:
-        words = dict.fromkeys(("orthogonalize", "distribution", "options", "stream", "out")) | named
-        if words["stream"] is not None:
+    def call(
+        operand: Any,
+        number: Any,
+        extents: Any,
+        axes: Any,
+        norm: Any,
+        *,
+        orthogonalize: Any = None,
+        distribution: Any = None,
+        options: Any = None,
+        stream: Any = None,
+        out: Any = None,
+    ) -> Any:
+        if stream is not None:
             _refuse(name, None, "stream= is for calls without gradients: leave it out")
-        given = operand.ndim, words["distribution"], axes, norm, words["options"]
-        text = _said(
-            *(name, None, words_of_trigonometric, *given),
-            *(type, words["orthogonalize"], extents, is_inverse),
-        )
-        return _operated(kind, [operand], text, out=words["out"])
+        given = operand.ndim, distribution, axes, norm, options, number, orthogonalize, extents
+        text = _said(name, None, words_of_trigonometric, *given, is_inverse)
+        return _operated(kind, [operand], text, out=out)
 
     def along_one(
         x: Any, type: Any = 2, n: Any = None, axis: Any = -1, norm: Any = None, **named: Any
     ) -> Any:
         """See `shardmath.fft`."""
-        return call(x, type, n, [axis], norm, named)
+        return call(x, type, n, [axis], norm, **named)
 
     def along_several(
         x: Any, type: Any = 2, s: Any = None, axes: Any = None, norm: Any = None, **named: Any
     ) -> Any:
         """See `shardmath.fft`."""
-        return call(x, type, s, axes, norm, named)
+        return call(x, type, s, axes, norm, **named)
 
     return along_several if name.endswith("n") else along_one
 

@@ -17,7 +17,8 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.program.performing import Arguments, Performer
 
-_KEPT = 64  # looks of all operands of a call, and arrays
+_KEPT = 64  # looks of all operands of a call
+_ARRAYS = 16  # which layers of a model share: each takes memory for as long as the context
 _PLACES = 1024  # of operands that look alike
 _FIRST = 4  # of them, in which operands are not copied
 _OFTEN = 16  # copies from one place: they take less time than to find out all about a call there
@@ -34,7 +35,7 @@ class StandIns:
         # How often operands were copied, by their specs and then by their places.
         self._copied: LRUCache[_Specs, LRUCache[tuple[int, ...], int]] = LRUCache(_KEPT)
         self._arrays: LRUCache[tuple[int, ArraySpec], tuple[Any, int]]  # and where they lie
-        self._arrays = context.cache("stand-ins", partial(LRUCache, _KEPT))
+        self._arrays = context.cache("stand-ins", partial(LRUCache, _ARRAYS))
 
     def arguments(self, arguments: Arguments) -> Arguments | None:
         """The arguments with stand-ins, to which the operands have been copied; None for a call to
