@@ -36,9 +36,12 @@ def _operated(
     name: str, xs: list[Any], text: str, counts: Any = None, context: Any = None, out: Any = None
 ) -> Any:
     """The result of an operator of a call of the user's; in `out` where that is given."""
-    if out is not None and not torch.compiler.is_compiling():
-        why = "out= is for results that torch neither differentiates nor transforms: leave it out"
-        _refuse(name, context, why)
+    if not torch.compiler.is_compiling():
+        if out is not None:
+            why = "out= is for results that torch neither differentiates nor transforms"
+            _refuse(name, context, f"{why}: leave it out")
+        # A backward pass may run in a thread of torch's, where no context is current.
+        context = context or require_context()
     number = CURRENT if context is None else number_of(context)
     made = call_operator(name, xs, text, counts, None, number, _recorded(xs))
     return made if out is None else out.copy_(made)
@@ -325,11 +328,13 @@ def certain(condition: Any) -> Any:
     return guard_or_false(condition)
 
 
-def between_graphs(name: str) -> None:
+def between_graphs(name: str, *arguments: Any) -> None:
     """Have torch's compiler end the graph before a call with DTensors, which then runs as it is."""
-    torch._dynamo.graph_break(
-        msg=f"{name} of DTensors is called between graphs: within one, pass x.to_local()"
-    )
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and hasattr(x, "device_mesh"):
+            torch._dynamo.graph_break(
+                msg=f"{name} of DTensors is called between graphs: within one, pass x.to_local()"
+            )
 
 
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")

@@ -136,9 +136,7 @@ def traced_as(name: str, call: Call) -> Call:
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         load_operators()
-        for x in (*args, *kwargs.values()):
-            if hasattr(x, "device_mesh"):
-                operators["between_graphs"](name)
+        operators["between_graphs"](name, *args, *kwargs.values())
         return operators[name](*args, **kwargs)
 
     vars(call)["_torchdynamo_inline"] = traced
