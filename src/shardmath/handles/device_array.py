@@ -233,7 +233,8 @@ class ResultTemplate:
                 return self.at(address, array)
         if block is None:
             return self.make(array, address)
-        form = self._shape, self._strides, self._dtype, block
+        told = block if self.on_heap else None  # peers write no other result
+        form = self._shape, self._strides, self._dtype, told
         return Result(block.address, form, array, copy=self.copy(block, array))
 
     def place(self, array: Any) -> int:
