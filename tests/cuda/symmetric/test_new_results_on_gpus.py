@@ -139,3 +139,34 @@ def capture(context, name):
 @pytest.mark.parametrize("name", ["redistribution", "transform", "product", "sum"])
 def test_a_graph_writes_no_array_made_after_its_result_was_dropped(gpus, size, name):
     assert gpus.run(capture, name, ranks=size) == [0] * size
+
+
+def move(context):
+    """Which products are wrong whose operands and results, in ordinary memory, lie elsewhere in
+    each turn, as in a program that trains; and how many operands were copied for that.
+    """
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import matmul
+    from shardmath.program.gpu_performing import GPUPerformer
+
+    torch.cuda.set_device(context.device_id)
+    size, rank, n, copy = context.size, context.rank, 48, GPUPerformer.copy
+    right = (torch.arange(n * n).reshape(n, n) % 5).float().cuda()
+    counted = patch.object(GPUPerformer, "copy", autospec=True, side_effect=copy)
+    kept = []
+    with context, counted as copied:
+        for turn in range(200):
+            whole = ((torch.arange(n * n) + turn) % (7 + turn % 4)).reshape(n, n).float().cuda()
+            x, b = (full.tensor_split(size)[rank].clone() for full in (whole, right))
+            d = matmul(x, b, distributions=[Slab.X] * 3)
+            kept.append((x, b, d, (whole @ right).tensor_split(size)[rank]))
+            x.fill_(-1)  # after the product has read it
+    wrong = [turn for turn, (*_, d, wanted) in enumerate(kept) if not torch.equal(d, wanted)]
+    return wrong, copied.call_count
+
+
+def test_operands_that_lie_elsewhere(gpus, size):
+    for wrong, copied in gpus.run(move, ranks=size):
+        assert not wrong and copied > 2 * 150
