@@ -120,7 +120,10 @@ MOST = 1024  # processes on a GPU
 @contextlib.contextmanager
 def nvml():
     """NVML, which needs no CUDA context: its functions, by name, and the handles of the GPUs."""
-    library = ctypes.CDLL("libnvidia-ml.so.1")
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as missing:  # containers may have the driver's libraries for computing alone
+        pytest.skip(f"NVML says who uses a GPU's memory: {missing}")
 
     def call(name, *arguments):
         status = getattr(library, f"nvml{name}")(*arguments)
