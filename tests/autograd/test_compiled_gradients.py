@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -171,6 +172,37 @@ def check_mistakes(context):
             except Exception as error:
                 said.append(str(error))
         return len(said), collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def check_context(context):
+    """What is said where code that was compiled in one context, or its backward pass, runs in
+    another or in none.
+    """
+    said = []
+    alone = context.split(context.rank)
+    with alone:
+        program = torch.compile(lambda x: 2 * collectives.all_gather(x), backend="eager")
+        x = torch.ones(2, requires_grad=True)
+        results = [program(x).sum() for _ in range(2)]
+        results[0].backward()
+    with context:
+        for call in (partial(program, x), results[1].backward):
+            try:
+                call()
+            except RuntimeError as error:
+                said.append(str(error))
+    try:
+        program(x)
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_compiled_code_says_in_which_context_it_belongs(compiling_contexts):
+    for rank, said in enumerate(compiling_contexts.run(check_context, ranks=2, timeout=600)):
+        assert len(said) == 3 and all("is rank 0 of 1" in text for text in said)
+        assert [f"this is rank {rank} of 2" in text for text in said] == [True, True, False]
+        assert "there is none" in said[2]
 
 
 def test_a_mistake_while_torch_traces_leaves_the_context(compiling_contexts):

@@ -27,7 +27,7 @@ from shardmath.traced.arguments import (
     words_of_redistribute,
     words_of_trigonometric,
 )
-from shardmath.traced.words import CURRENT, number_of, words_of
+from shardmath.traced.words import number_of, words_of
 
 T = TypeVar("T")
 
@@ -42,8 +42,7 @@ def _operated(
             _refuse(name, context, f"{why}: leave it out")
         # A backward pass may run in a thread of torch's, where no context is current.
         context = context or require_context()
-    number = CURRENT if context is None else number_of(context)
-    made = call_operator(name, xs, text, counts, None, number, _recorded(xs))
+    made = call_operator(name, xs, text, counts, None, number_of(context), _recorded(xs))
     return made if out is None else out.copy_(made)
 
 

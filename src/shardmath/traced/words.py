@@ -18,11 +18,17 @@ import numpy as np
 from shardmath import geometry
 from shardmath.base import current
 from shardmath.base.untraced import constant
-from shardmath.context.context import DistributedContext, open_contexts, require_context
+from shardmath.context.context import (
+    DistributedContext,
+    get_context,
+    open_contexts,
+    require_context,
+)
 from shardmath.geometry import Distribution
 
 Words = Mapping[str, Any]  # hashable where `read_words` has made them
 CURRENT = -1  # in place of a context's number: the context that is current at the call
+_RANK_BITS = 24
 
 
 @constant
@@ -75,24 +81,47 @@ def _value(plain: Any) -> Any:
 
 
 def number_of(context: DistributedContext | None) -> int:
-    """The number of a context that a caller passes. None stands for the context that is current
-    when compiled code runs.
+    """The number of a context that a caller of compiled code passes, or, for None, a number below
+    `CURRENT`: that of any context in which this process has the same rank of as many, and which is
+    current when the code runs. The shapes in the code depend on the two.
     """
     if context is None:
-        return CURRENT
+        return _number_of_place()
     if isinstance(context, DistributedContext):
         return context.number
     raise TypeError(f"context is a DistributedContext or None, not {context!r}")
 
 
+@constant
+def _number_of_place() -> int:
+    context = require_context()
+    return CURRENT - 1 - context.rank - (context.size << _RANK_BITS)
+
+
 def context_of(number: int) -> DistributedContext:
-    """The context of that number. Raises RuntimeError where it has been finalised."""
+    """The context of that number. Raises RuntimeError where it has been finalised, or where
+    compiled code runs in no context, or in another than that in which it was compiled.
+    """
     found = current.get()
     if isinstance(found, DistributedContext) and number in (CURRENT, found.number):
         return found
     if number == CURRENT:
         return require_context()
+    if number < CURRENT:
+        return _context_of_compiled(number)
     found = next((one for one in open_contexts() if one.number == number), None)
     if found is None:
         raise RuntimeError("the context of this call was finalised before its backward pass")
     return found
+
+
+def _context_of_compiled(number: int) -> DistributedContext:
+    size, rank = divmod(CURRENT - 1 - number, 1 << _RANK_BITS)
+    context = get_context()
+    if context is not None and (context.rank, context.size) == (rank, size):
+        return require_context()
+    here = "there is none" if context is None else f"this is rank {context.rank} of {context.size}"
+    raise RuntimeError(
+        f"this code was compiled where this process is rank {rank} of {size}, and in the context "
+        f"that is current now {here}: run it, and its backward pass, within `with context:`"
+    )
