@@ -39,8 +39,8 @@ def _gathered(
     """All ranks' `a`, and the axis to which its first one has to be moved.
 
     The gathered axis is first, unless the rows themselves are gathered, and is moved as a view:
-    torch's compiler is told of strides like these. Raises on all ranks where a rank's factors do
-    not fit.
+    torch's compiler is told of strides like these, and of those of `a` for one rank. Raises on all
+    ranks where a rank's factors do not fit.
     """
 
     def describe() -> Any:
@@ -64,6 +64,8 @@ def _gathered(
     place = as_axis(gather_dim, a.ndim)
     if place == a.ndim - 1:
         return all_gather(a.detach(), axis=place, context=context), 0
+    if context.size == 1:
+        return all_gather(a.detach(), axis=place, context=context).movedim(place, 0), place
     return all_gather(a.detach().movedim(place, 0), context=context), place
 
 
