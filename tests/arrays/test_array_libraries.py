@@ -192,6 +192,7 @@ def test_no_array_of_ours_is_a_value_error_that_names_both(thing):
         (range(3), r"asarray\(x\)$"),
         (np.ma.zeros(3), r"pass x.filled\(value\), or x.data$"),
         (None, "got NoneType$"),
+        (types.SimpleNamespace(local=0, distribution=0), "pass x.local, this rank's part"),
     ],
 )
 def test_what_makes_an_array_of_it_is_said(thing, advice):

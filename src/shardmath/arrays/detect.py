@@ -117,6 +117,8 @@ def _advice(x: object) -> str:
     if hasattr(x, "__torch_dispatch__"):  # of a class that is no plain torch.Tensor
         plain = "x.to_local(), this rank's part" if hasattr(x, "to_local") else "a plain tensor"
         return f", a tensor whose elements are not in memory of its own: pass {plain}"
+    if hasattr(x, "local") and hasattr(x, "distribution"):
+        return ", split over the ranks: pass x.local, this rank's part, and x.distribution"
     if isinstance(x, np.ndarray):
         return ", which holds two arrays: pass x.filled(value), or x.data"
     if isinstance(x, list | tuple | range | memoryview) or hasattr(x, "__array__"):
