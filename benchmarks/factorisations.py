@@ -108,8 +108,8 @@ def measured(
         with threadpool_limits(RANKS if name == THREADS else 1):
             taken, used = together(context, alone(context, call) if is_peer else call)
         if name == SCALAPACK:  # in processes of its own, which say what it took
-            used = sum(results) * RANKS
-            taken = float(all_reduce(np.array([sum(results, 0.0)]))[0])
+            own = sum(results, 0.0)  # on rank 0; the others have none
+            taken, used = float(all_reduce(np.array([own]))[0]), own * RANKS
         return taken, float(all_reduce(np.array([used]))[0])
 
     found = in_turn(cases, REPEATS, spent_on)
