@@ -81,6 +81,42 @@ def test_many_solutions_with_one_matrix(contexts):
         assert "freed" in text
 
 
+def with_distributed_arrays(context):
+    """What is right with arrays that know how they are split, in other distributions."""
+    a, b = general(N, "float64", 0) + 4 * np.eye(N), right_sides(N, COLUMNS, "float64", 0)
+    want, right = np.linalg.solve(a, b), []
+    with context:
+        rows, columns = (
+            shardmath.from_global(x, distribution=how) for x, how in ((a, Slab.X), (b, Slab.Y))
+        )
+        with DirectSolver(rows, columns) as solver:
+            solver.plan()
+            solver.factorize()
+            x = solver.solve()
+            right += [x is columns, close(x.numpy(), want)]
+            other = shardmath.from_global(2 * b, distribution=Slab.Y)
+            solver.reset_operands(b=other)
+            right += [solver.solve() is other, close(other.numpy(), 2 * want)]
+            for wrong in (shardmath.from_global(b, distribution=Slab.X), columns.local):
+                kind, text = heard(lambda x=wrong: solver.reset_operands(b=x))[:2]
+                right.append(kind == "ValueError" and "was made for b as" in text)
+        rows, columns = (
+            shardmath.from_global(x, distribution=how) for x, how in ((a, Slab.X), (b, Slab.Y))
+        )
+        x = direct_solver(rows, columns, options=KEPT)
+        right += [x.distribution == columns.distribution, close(x.numpy(), want)]
+        right.append(np.array_equal(columns.numpy(), b))
+        for given, words in (((rows, columns), {"distributions": ROWS}), ((a, columns), {})):
+            with pytest.raises(TypeError, match="two distributed arrays alone"):
+                DirectSolver(*given, **words)
+    return right
+
+
+def test_distributed_arrays(contexts):
+    for right in contexts.run(with_distributed_arrays, ranks=3):
+        assert right == [True] * len(right)
+
+
 # What each method does in each state: "." returns; else what is raised, on all ranks.
 LIFE = """
           plan  factorize  solve  reset_b  reset_both  reset_none  unchecked  release  enter  free

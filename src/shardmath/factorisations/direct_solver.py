@@ -130,10 +130,11 @@ class DirectSolver(Planned):
                 x = solver.solve()
 
     `a` is this rank's part of an n x n matrix of float32, float64, complex64 or complex128, `b` of
-    a vector or of a matrix of n rows, of the same type; `distributions` are those of a and b. By
-    default `factorize` leaves L and U in a, and `solve` leaves x in b: see DirectSolverOptions. The
-    object keeps its own copy of the factors: changes to a take effect in the next `factorize`,
-    changes to b in the next `solve`.
+    a vector or of a matrix of n rows, of the same type; `distributions` are those of a and b. Or
+    both are distributed arrays, without `distributions`, and then x is one, too. By default
+    `factorize` leaves L and U in a, and `solve` leaves x in b: see DirectSolverOptions. The object
+    keeps its own copy of the factors: changes to a take effect in the next `factorize`, changes to
+    b in the next `solve`.
 
     All methods but `reset_operands_unchecked`, `release_operands` and `free` are collective: an
     error on one rank is raised on all. RuntimeError: methods in another order, released operands;
@@ -150,12 +151,23 @@ class DirectSolver(Planned):
         b: Any,
         /,
         *,
-        distributions: Sequence[Distribution],
+        distributions: Sequence[Distribution] | None = None,
         options: DirectSolverOptions | dict[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        words = distributions, FACTORS
-        super().__init__(DIRECT_SOLUTION, Arguments((a, b), (None, None), words, options, stream))
+        self._layouts, self._whole_b = {"a": _layout_of(a), "b": _layout_of(b)}, b
+        are_parts = [layout is None for layout in self._layouts.values()]
+        if len({*are_parts, distributions is not None}) > 1:
+            raise TypeError(
+                f"{self.noun} takes parts and their distributions=, or two distributed arrays alone"
+            )
+        if distributions is None:
+            distributions = a.distribution, b.distribution
+        words, operands = (distributions, FACTORS), (_part_of(a), _part_of(b))
+        super().__init__(DIRECT_SOLUTION, Arguments(operands, (None, None), words, options, stream))
+        for x in (a, b):
+            if getattr(x, "context", self.context) is not self.context:
+                raise ValueError(f"{self.noun}: make it within `with x.context:` of its arrays")
         self._own = options_of(DirectSolverOptions, options)
         self._calls = self._own.of_calls()
         self._split = tuple(distributions)
@@ -197,8 +209,8 @@ class DirectSolver(Planned):
 
     @collective_call
     def solve(self, *, stream: Any = None) -> Any:
-        """This rank's part of x, by the factors of the last `factorize`: b, unless `inplace_b` is
-        False. Collective.
+        """This rank's part of x, or the distributed array, by the factors of the last `factorize`:
+        b, unless `inplace_b` is False. Collective.
 
         Raises RuntimeError before `factorize`, and where a was reset since; ValueError for NaN and
         infinity: b is then as it was.
@@ -211,10 +223,11 @@ class DirectSolver(Planned):
             LU_SOLVE, Arguments(operands, (None, None), words, self._calls, stream)
         )
         require_good(fault)
+        whole = self._whole_b
         if not self._own.inplace_b:
-            return x
+            return x if self._layouts["b"] is None else whole.with_part(x)
         b[...] = x
-        return b
+        return b if self._layouts["b"] is None else whole
 
     @collective_call
     def reset_operands(self, *, a: Any = None, b: Any = None, stream: Any = None) -> None:
@@ -266,7 +279,8 @@ class DirectSolver(Planned):
         return Driver.of(self.context, operation).call(arguments)
 
     def _take(self, given: Mapping[str, Any]) -> None:
-        self._set_operands(**given)
+        self._set_operands(**{name: _part_of(x) for name, x in given.items()})
+        self._whole_b = given.get("b", self._whole_b)
         if "a" in given:
             self._pivots = None
 
@@ -283,14 +297,32 @@ class DirectSolver(Planned):
     def _check_operands(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError for operands unlike those that the object was made for."""
         for name, x in given.items():
+            part, layout = _part_of(x), self._layouts[name]
+            if x is not self._operands.get(name) and _layout_of(x) != layout:
+                made_for = "parts" if layout is None else f"a distributed array of {layout}"
+                raise ValueError(f"this {self.noun} was made for {name} as {made_for}")
             try:
-                self._check_like(name, library_of(x, name).spec(x))
+                self._check_like(name, library_of(part, name).spec(part))
             except TypeError as mistake:
                 raise ValueError(str(mistake)) from None
 
+    def _release_operands(self) -> None:
+        super()._release_operands()
+        self._whole_b = None
+
     def _release(self) -> None:
         super()._release()
-        self._factors = self._pivots = None
+        self._factors = self._pivots = self._whole_b = None
+
+
+def _layout_of(x: Any) -> Layout | None:
+    """The layout of a distributed array; None for a part."""
+    return x.layout if hasattr(x, "__shardmath_functions__") else None
+
+
+def _part_of(x: Any) -> Any:
+    """This rank's part of a distributed array; a part itself."""
+    return x.local if hasattr(x, "__shardmath_functions__") else x
 
 
 def direct_solver(
@@ -298,7 +330,7 @@ def direct_solver(
     b: Any,
     /,
     *,
-    distributions: Sequence[Distribution],
+    distributions: Sequence[Distribution] | None = None,
     options: DirectSolverOptions | dict[str, Any] | None = None,
     stream: Any = None,
 ) -> Any:
