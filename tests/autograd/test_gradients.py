@@ -69,15 +69,15 @@ def check_products(context, dtype, device="cpu", shapes=SHAPES, kinds=4):
         mine = part_of(x, distribution, context.rank, context.size)
         return torch.tensor(mine, device=device)
 
-    with context:
+    # Backward passes run in another thread, as torch's do where tensors are on a GPU.
+    with context, ThreadPoolExecutor(1) as another:
         combinations = itertools.product(distributions(context)[:kinds], repeat=3)
         for shape, (of_a, of_b, of_d) in zip(itertools.cycle(shapes), combinations, strict=False):
             *whole, of_first, of_second = known[shape]
             own = [part(x, of).requires_grad_() for x, of in zip(whole, (of_a, of_b), strict=True)]
             y = matmul(*own, distributions=[of_a, of_b, of_d])
             loss = collectives.all_reduce(loss_of(redistribute(y, of_d, Slab.X))) / 2
-            with ThreadPoolExecutor(1) as pool:  # as torch does where tensors are on a GPU
-                pool.submit(loss.backward).result()
+            another.submit(loss.backward).result()
             wanted = part(of_first, of_a), part(of_second, of_b)
             for x, expected in zip(own, wanted, strict=True):
                 if x.grad.shape != x.shape or not torch.allclose(x.grad, expected):

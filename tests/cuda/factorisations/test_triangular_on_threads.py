@@ -22,7 +22,7 @@ extern "C" void solve(Argument argument, unsigned blocks, unsigned threads, unsi
 """
 
 
-@pytest.fixture(scope="module", params=lapack.DTYPES)
+@pytest.fixture(scope="module", params=["float32", "complex128"])
 def kernels(request, tmp_path_factory):
     """The type, and what stands for `triangular._kernel`; thread 3 always comes late."""
     text = source_of("solve_triangular.cu", "// -- numbers ---", words=WORDS)
