@@ -298,6 +298,9 @@ class Mesh:
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(GRACE)  # a peer that ended because another died is not the cause
+        if self.wires is not None:  # which tell the watch of peers on other hosts
+            self.wires.receive()
+            dead = self.watch.dead()
         names = ", ".join(map(self.name, sorted(dead)))
         also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
