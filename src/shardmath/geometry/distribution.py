@@ -65,10 +65,11 @@ class Argument(Immutable):
 
 
 class _OneOfAKind(ABCMeta):
-    """Of a class whose arguments are numbers, equal arguments make one object.
+    """The class of distribution classes. Those whose arguments are numbers return the same object
+    whenever they are called with equal arguments.
 
-    A call that comes again is recognised by its objects, and users write distributions in the call:
-    `distributions=[Slab(0), Slab(1), Slab(0)]`.
+    A repeated call is recognised by the objects it is given, and users write distributions in the
+    call: `distributions=[Slab(0), Slab(1), Slab(0)]`.
     """
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
