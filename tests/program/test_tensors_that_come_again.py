@@ -22,7 +22,9 @@ from shardmath.base.recorder import operations, this_process
 from shardmath.collectives import all_reduce, reduce_scatter
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
-from shardmath.errors import RankFailure
+from shardmath.errors import RankFailure, UseAfterFree
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory as free
 from shardmath.linalg.advanced import Matmul, matmul
 
 RANKS = 2
@@ -130,6 +132,67 @@ def test_functions_are_not_entered():
             assert not operator.intersection(functions), (name, functions)
 
 
+# -- calls whose operands lie elsewhere each time --------------------------------------------------
+
+
+def elsewhere(group):
+    """By name: whether a product is right whose operands lie where none has lain before, and
+    whether the driver was entered for it.
+    """
+    context, found = startup.initialize("cpu", group), {}
+    kept, numbers = [], iter(range(1, 1000))
+
+    def product(a, b):
+        return matmul(a, b, distributions=SPLITS)
+
+    def tell(name, a, b, call=product):
+        kept.append((a, b))  # so that the next operands lie elsewhere
+        made = []
+        functions = calls_before("", lambda: made.append(call(a, b)))
+        wanted = (a[:, :2] + a[:, 2:]).detach() @ b  # all ranks have the same b
+        in_driver = any(each.startswith("Driver.call") for each in functions)
+        found[name] = torch.equal(made[0].detach(), wanted), in_driver
+
+    def new(by_columns=False):
+        a = torch.full((2, 4), float(next(numbers)))
+        return a.T.contiguous().T if by_columns else a
+
+    b = torch.eye(2, 4)
+    same = new()
+    for _ in range(12):  # on one rank operands lie where they did
+        one = new()
+        product(one if context.rank else same, b)
+        for by_columns in (False, True):
+            kept.append((one, new(by_columns), new()))
+            product(*kept[-1][1:])
+    tell("elsewhere", new(), new())
+    tell("the first by columns", new(by_columns=True), new())
+    tell("strided", torch.cat([new(), new()], dim=1)[:, ::2], new())
+    tell("on the heap", allocate((2, 4), torch).fill_(3), new())
+    tell("recorded", new().requires_grad_(), new())
+    tell("elsewhere, after other plans", new(), new())
+    tell("elsewhere, still", new(), new())
+    freed = allocate((2, 4), torch)
+    free(freed)
+    try:
+        product(freed, new())
+    except UseAfterFree:
+        found["freed"] = True, True
+    a, b = new(), new()
+    for _ in range(20):
+        tell("often there", a, b)
+    tell("elsewhere, after all", new(), new())
+    return found
+
+
+@pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
+def test_operands_that_lie_elsewhere():
+    in_driver = {"strided", "on the heap", "recorded", "freed", "elsewhere, after other plans"}
+    for found in all_of(elsewhere):
+        assert all(right for right, _ in found.values()), str(found)
+        assert {name for name, (_, entered) in found.items() if entered} == in_driver, str(found)
+
+
 # -- calls that ranks do not meet for --------------------------------------------------------------
 
 
@@ -140,7 +203,7 @@ class Launches:
     """
 
     def __init__(self, context, x, like=torch.empty_like, double=None):
-        from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls
+        from shardmath.call.compiled import Lying, direct_calls, seen_in, shared_by_calls
 
         self.broken, self._stream, self.calls, self.then = "", 0, 0, lambda: 0
         self.double = double or (lambda x, out: torch.mul(x, 2, out=out))
@@ -150,7 +213,7 @@ class Launches:
         for name, new in (("out", None), ("", like)):
             named = {"out": like(x)} if name else {}
             call = function, (x,), named, None
-            key, _, arrays, objects = seen_in(compiled, call, anywhere=True)
+            key, _, arrays, objects = seen_in(compiled, call, lying=Lying.CONTIGUOUS)
             context.again[function] = True
             context.again[key] = (
                 *((), shared_by_calls(context, None, rounds), self.go, new, 0, len(arrays) - 1),

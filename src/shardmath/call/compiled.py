@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardmath.base.compiled import extension
 from shardmath.base.log import LOGGER
 from shardmath.base.untraced import watches_of_torch
 from shardmath.call.agreement import Agreement, Plans
+from shardmath.call.stand_ins import CopyAgain
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import Looks
 from shardmath.program.offers import DoubleBuffer
@@ -31,6 +33,14 @@ _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 _Calls = dict[int, tuple[Any, ...]]
 _Seen = tuple[bytes, bytes, tuple[Any, ...], tuple[Any, ...]]
 Otherwise = Callable[..., Any]
+
+
+class Lying(IntEnum):
+    """What the key of a call says of its arrays' memory: direct.c has the same numbers."""
+
+    PLACED = 0  # where they lie, and their strides
+    STRIDED = 1  # their strides alone
+    CONTIGUOUS = 2  # that they are contiguous, if they are those of a library
 
 
 class CompiledCalls:
@@ -94,34 +104,54 @@ class CompiledCalls:
             *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
             *({}, direct.bind, direct.home, direct.receive, begun),
         )
+        by_half: list[Any] = [None, None]
         for half, calls in enumerate(self.calls):
             if direct.half in (None, half):
                 if len(calls) >= _KEPT:
                     del calls[next(iter(calls))]  # the oldest
-                calls[self._compiled.key(looks, words)] = kept
+                calls[self._compiled.key(looks, words)] = by_half[half] = kept
         call = this_thread.call
         if call is not None:
-            call.repeat = partial(self._remember, kept, direct.half, arguments, results, owner)
+            call.repeat = partial(self._remember, by_half, arguments, results, owner, None)
+
+    def keep_elsewhere(
+        self, arguments: Arguments, stand_ins: Arguments, results: tuple[Any, ...], copy: CopyAgain
+    ) -> None:
+        """Let compiled code make public calls like this one wherever their operands lie.
+
+        Their `arguments` differ from this one's in that. It was made with `stand_ins`, and has
+        given these results; `copy` copies other operands to the same stand-ins.
+        """
+        call, looks = this_thread.call, self._looks(stand_ins.operands, stand_ins.results)
+        if call is None or looks is None:
+            return
+        words = arguments.words, arguments.options, arguments.numbers
+        key = self._compiled.key(looks, words)
+        by_half = [calls.get(key) for calls in self.calls]
+        if any(kept is not None for kept in by_half):
+            call.repeat = partial(self._remember, by_half, arguments, results, None, copy)
 
     def _remember(
         self,
-        kept: tuple[Any, ...],
-        half: int | None,
+        by_half: list[Any],
         arguments: Arguments,
         given: tuple[Any, ...],
         owner: Any,
+        copy: CopyAgain | None,
         call: Call,
         rounds: int,
     ) -> None:
         """Let compiled code make the public call that has just returned, too, without entering the
-        public function, which only turns its own arguments into `arguments`.
+        public function, which only turns its own arguments into `arguments`. `by_half` has what is
+        kept of the driver's call for each half of the double buffer, or None.
 
         This holds only if the public call was this one call of the driver, and nothing else: all
         arrays are the same, and it returned the results that the driver had `given`, or one of
-        them.
+        them. With `copy`, it holds wherever the operands lie.
         """
         held = () if owner is None else owner.held
-        seen = seen_in(self._compiled, call, held)
+        lying = Lying.PLACED if copy is None else Lying.STRIDED
+        seen = seen_in(self._compiled, call, held, lying)
         which = next((number for number, x in enumerate(given) if x is call[3]), None)
         if seen is None or which is None or self._context.board.rounds != rounds + 1:
             return
@@ -134,6 +164,8 @@ class CompiledCalls:
         used, options = {*operands, *results} - {None}, arguments.options
         if used != {*numbers.values()} or any(id(x) not in numbers for x in held):
             return
+        if copy is not None and len(numbers) < len(arrays):
+            return  # an array that was given twice: next time there may be two
         if any(isinstance(x, Context) or type(x).__hash__ is None for x in objects):
             return
         if arguments.stream is not None or getattr(options, "logger", None) is not None:
@@ -146,11 +178,12 @@ class CompiledCalls:
             gone = weakref.ref(owner, lambda _: calls.pop(key, None))
             objects = (gone, *[x for x in objects if x is not owner])
         made = calls.get(key)
-        by_half = [None, None] if made is None or made[6] != facts else made[4]
-        by_half = [kept if half in (None, n) else by_half[n] for n in range(2)]
+        if made is not None and made[6] == facts:
+            by_half = [new or old for new, old in zip(by_half, made[4], strict=True)]
         calls[key] = (
             *(watches_of(call[0], arrays), self._shared, self._otherwise, self._turn, by_half),
             *(held, facts, operands, results, None if len(given) == 1 else which, words, objects),
+            copy,
         )
 
     def forget_public(self) -> None:
@@ -184,7 +217,7 @@ def shared_by_calls(context: Context, looks: Looks | None, rounds: Any) -> tuple
     )
 
 
-def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False) -> _Seen | None:
+def seen_in(compiled: Any, call: Call, held: Any = (), lying: Lying = Lying.PLACED) -> _Seen | None:
     """The key by which direct.c finds a call that a user has made; facts of the arrays that its
     object has `held`; all its arrays; and objects that have to live as long as the key. None for a
     call that direct.c cannot recognise.
@@ -193,7 +226,7 @@ def seen_in(compiled: Any, call: Call, held: Any = (), *, anywhere: bool = False
         attributes = library.attributes()
         if attributes is not None:
             compiled.know_library(attributes)
-    seen: _Seen | None = compiled.look(*call[:3], held, anywhere)
+    seen: _Seen | None = compiled.look(*call[:3], held, lying)
     return seen
 
 

@@ -235,11 +235,15 @@ static int enter(PyObject *shared) {
         Py_XDECREF(last);
         PyObject *boards = free_ ? PyObject_GetAttr(call, names[s_boards]) : NULL;
         PyObject *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-        entered = boards != NULL && thread != NULL && PyList_CheckExact(boards) &&
-                  PyObject_SetAttr(call, names[s_thread], thread) == 0 && PyList_Append(boards, board) == 0 &&
+        PyObject *rounds_so_far = PyObject_GetAttr(board, names[s_rounds]);
+        entered = boards != NULL && thread != NULL && rounds_so_far != NULL && PyList_CheckExact(boards) &&
+                  PyObject_SetAttr(call, names[s_thread], thread) == 0 &&
+                  (PyList_GET_SIZE(boards) > 0 || PyObject_SetAttr(call, names[s_rounds], rounds_so_far) == 0) &&
+                  PyList_Append(boards, board) == 0 &&
                   PyObject_SetAttr(board, names[s_call], call) == 0;
         Py_XDECREF(boards);
         Py_XDECREF(thread);
+        Py_XDECREF(rounds_so_far);
     }
     Py_DECREF(call);
     return entered;
@@ -773,13 +777,16 @@ static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t cou
 
 enum { MOST_WORDS = 128, MOST_ARRAYS = 16, MOST_OBJECTS = 32, MOST_AXES = 32, DEEPEST = 4 };
 
-/* The arguments of a call as words, which are its key: for an array where and how it lies, for a number or a
- * text its value, for a tuple or list what it holds, and for anything else which object it is. With `anywhere`,
- * the words of an array that `Attributes` describe say that it is contiguous, and not where it lies. References are
- * borrowed. */
+/* What the words of an array say of its memory: where it lies, and its strides; the strides alone; or, for an array
+ * that `Attributes` describe, only that it is contiguous. */
+enum { PLACED, STRIDED, CONTIGUOUS };
+
+/* The arguments of a call as words, which are its key: for an array how it lies, for a number or a text its value, for
+ * a tuple or list what it holds, and for anything else which object it is. `place` is where the arrays lie.
+ * References are borrowed. */
 typedef struct {
-    int64_t words[MOST_WORDS];
-    int count, arrays, objects, anywhere;
+    int64_t words[MOST_WORDS], place[MOST_ARRAYS];
+    int count, arrays, objects, lying;
     PyObject *array[MOST_ARRAYS], *object[MOST_OBJECTS];
 } Look;
 
@@ -807,13 +814,14 @@ static int add_object(Look *look, PyObject *x) {
 static int add_array(Look *look, NDArray *x) {
     if (look->arrays == MOST_ARRAYS || x->axes > MOST_AXES)
         return 0;
-    int64_t words[2 + 2 * MOST_AXES] = {(int64_t)(intptr_t)x->data, x->flags};
+    int64_t place = (int64_t)(intptr_t)x->data, words[2 + 2 * MOST_AXES] = {look->lying == STRIDED ? 0 : place, x->flags};
     for (int i = 0; i < x->axes; i++) {
         words[2 + 2 * i] = x->shape[i];
         words[3 + 2 * i] = x->strides[i];
         if (x->shape[i] < 1)
             return 0; /* it has no address */
     }
+    look->place[look->arrays] = place;
     look->array[look->arrays++] = (PyObject *)x;
     return add(look, ARRAY, x->axes, words, (Py_ssize_t)sizeof *words * (2 + 2 * x->axes)) &&
            add_object(look, x->dtype);
@@ -842,12 +850,12 @@ static int add_by_attributes(Look *look, const Attributes *attributes, PyObject 
     Py_XDECREF(dtype); /* it lives as long as the array */
     if (dtype == NULL)
         return 0;
-    words[0] = look->anywhere ? 0 : place;
+    words[0] = look->lying == PLACED ? place : 0;
     words[1] = device_of(attributes, x);
     words[2] = (int64_t)(intptr_t)attributes->type;
     if (PyErr_Occurred())
         return 0;
-    if (look->anywhere) {
+    if (look->lying == CONTIGUOUS) {
         if (truth_at(&attributes->contiguous, x) != 1)
             return 0;
     } else {
@@ -858,6 +866,7 @@ static int add_by_attributes(Look *look, const Attributes *attributes, PyObject 
             return 0;
         count += axes;
     }
+    look->place[look->arrays] = place;
     look->array[look->arrays++] = x;
     return add(look, OF_LIBRARY, axes, words, (Py_ssize_t)sizeof *words * (3 + count)) && add_object(look, dtype);
 }
@@ -920,12 +929,12 @@ static int in_vain(void) {
     return 0;
 }
 
-/* look(function, arguments, named, held, anywhere): (key, words of what is held, arrays, objects); None for a call
+/* look(function, arguments, named, held, lying): (key, words of what is held, arrays, objects); None for a call
  * that cannot be recognised. While the objects live, equal words mean equal values. */
 static PyObject *look_at(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    Look look = {.anywhere = count == 5 && given[4] == Py_True};
+    Look look = {.lying = count == 5 ? (int)PyLong_AsLong(given[4]) : PLACED};
     (void)module;
-    int begin = 0, seen = count == 5 && add_call(&look, given[0], given[1], given[2]);
+    int begin = 0, seen = count == 5 && !PyErr_Occurred() && add_call(&look, given[0], given[1], given[2]);
     if (seen) {
         begin = look.count;
         seen = add_value(&look, given[3], 0);
@@ -952,7 +961,8 @@ enum {
     ITS_RESULTS, /* numbers of its arrays, None for those left out */
     ITS_GIVEN,   /* the number of the result that is returned, None if there is only one */
     ITS_WORDS,   /* words, options and numbers */
-    ITS_OBJECTS
+    ITS_OBJECTS,
+    ITS_COPY     /* copies operands, wherever they lie, to stand-ins: see stand_ins.py; None for a call with its own */
 };
 
 /* What is kept of a call in which ranks do not meet, wherever its arrays lie: see collectives/repeats.py. */
@@ -969,8 +979,7 @@ enum {
     LAUNCH_TEAM,
     LAUNCH_OPERATION,
     LAUNCH_REQUIRE, /* raises the error that the CUDA driver has returned */
-    LAUNCH_OBJECTS,
-    LAUNCH_FIELDS
+    LAUNCH_OBJECTS
 };
 
 static PyObject *those(const Look *look, PyObject *numbers) {
@@ -1048,6 +1057,36 @@ static PyObject *the_given(PyObject *kept, PyObject *results) {
     return one;
 }
 
+/* The stand-ins for the operands of a call, which take their places in the look; None for a call without stand-ins. NULL
+ * if the driver has to make the call, which meets the same error if there is one, or with an error that is no one's
+ * fault. */
+static PyObject *stand_ins(PyObject *kept, Look *look) {
+    PyObject *copy = ITEM(kept, ITS_COPY), *operands = ITEM(kept, ITS_OPERANDS);
+    if (copy == Py_None)
+        return Py_NewRef(Py_None);
+    Py_ssize_t count = PyTuple_GET_SIZE(operands);
+    PyObject *places = PyTuple_New(count), *made = NULL;
+    for (Py_ssize_t i = 0; places != NULL && i < count; i++) {
+        PyObject *number = ITEM(operands, i);
+        PyObject *place = number == Py_None ? Py_NewRef(Py_None) : PyLong_FromLongLong(look->place[PyLong_AsLong(number)]);
+        if (place == NULL)
+            Py_CLEAR(places);
+        else
+            PyTuple_SET_ITEM(places, i, place);
+    }
+    if (places != NULL)
+        made = PyObject_CallOneArg(copy, places);
+    Py_XDECREF(places);
+    if (made == NULL)
+        (void)in_vain();
+    else if (!PyTuple_CheckExact(made) || PyTuple_GET_SIZE(made) != count)
+        Py_CLEAR(made);
+    for (Py_ssize_t i = 0; made != NULL && i < count; i++)
+        if (ITEM(operands, i) != Py_None)
+            look->array[PyLong_AsLong(ITEM(operands, i))] = ITEM(made, i);
+    return made;
+}
+
 /* Whether none of these functions returns true. */
 static int are_silent(PyObject *watches) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watches); i++)
@@ -1115,6 +1154,16 @@ static PyObject *launched(PyObject *kept, const Look *look, PyObject *function) 
     return found;
 }
 
+/* What is kept of a call whose arrays lie so, a new reference. */
+static PyObject *found_by(Look *look, int lying, PyObject *calls, PyObject *const *given) {
+    PyObject *key = NULL, *kept = NULL;
+    look->lying = lying;
+    if (add_call(look, given[0], given[1], given[2]) && (key = words_of(look, 0, look->count)) != NULL)
+        kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
+    Py_XDECREF(key);
+    return kept;
+}
+
 /* again(stack, standard, function, arguments, named): what the function would return; None if nothing was done,
  * and it has to be called. The current context is the last of `stack`, or else in `standard`. */
 static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t count) {
@@ -1124,14 +1173,15 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
         PyErr_SetString(PyExc_TypeError, "again(stack, standard, function, arguments, named)");
         return NULL;
     }
-    PyObject *calls = calls_of_current(given[0], given[1]), *key = NULL, *kept = NULL, *call = NULL, *found = NULL;
+    PyObject *calls = calls_of_current(given[0], given[1]), *kept = NULL, *call = NULL, *found = NULL;
     int left = 0, entered = 0;
     if (calls != NULL && PyDict_CheckExact(calls) && PyDict_GET_SIZE(calls) > 0) {
-        look.anywhere = PyDict_Contains(calls, given[2]) == 1;
-        if (add_call(&look, given[2], given[3], given[4]) && (key = words_of(&look, 0, look.count)) != NULL)
-            kept = Py_XNewRef(PyDict_GetItemWithError(calls, key));
+        int anywhere = PyDict_Contains(calls, given[2]) == 1;
+        kept = found_by(&look, anywhere ? CONTIGUOUS : PLACED, calls, given + 2);
+        if (kept == NULL && !anywhere && !PyErr_Occurred())
+            kept = found_by(&look, STRIDED, calls, given + 2);
     }
-    int is_known = kept != NULL && are_silent(ITEM(kept, 0)), is_launch = is_known && PyTuple_GET_SIZE(kept) == LAUNCH_FIELDS;
+    int is_known = kept != NULL && are_silent(ITEM(kept, 0)), is_launch = is_known && look.lying == CONTIGUOUS;
     if (is_launch)
         found = launched(kept, &look, given[2]);
     else if (is_known && holds_the_same(kept, &look) && is_idle(ITEM(kept, ITS_SHARED)))
@@ -1140,7 +1190,8 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
         (void)in_vain();
     if (call != NULL && as_it_was(ITEM(kept, ITS_SHARED), call) && take(ITEM(kept, ITS_SHARED))) {
         PyObject *results = those(&look, ITEM(kept, ITS_RESULTS));
-        entered = results != NULL;
+        PyObject *copies = results == NULL ? NULL : stand_ins(kept, &look);
+        entered = copies != NULL;
         if (entered) {
             Turn turn = {.shared = ITEM(kept, ITS_SHARED), .call = call, .results = results};
             Made made = {&look, kept};
@@ -1151,11 +1202,11 @@ static PyObject *again(PyObject *module, PyObject *const *given, Py_ssize_t coun
             else
                 record->end(found == NULL ? RAISED : RETURNED);
         }
+        Py_XDECREF(copies);
         Py_XDECREF(results);
         found = the_given(kept, release(ITEM(kept, ITS_SHARED), found));
     }
     Py_XDECREF(calls);
-    Py_XDECREF(key);
     Py_XDECREF(kept);
     Py_XDECREF(call);
     return none_unless(found, entered && !left);
@@ -1228,7 +1279,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     record = rounds == NULL ? NULL : given_by("shardmath.base._record", "RECORDING", RECORDING);
     if (record == NULL)
         Py_CLEAR(module);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 11) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 12) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

@@ -26,7 +26,7 @@ from shardmath.base.recorder import this_process
 from shardmath.base.weak_method import weakly
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
 from shardmath.call.compiled import CompiledCalls, turn_of
-from shardmath.call.stand_ins import StandIns
+from shardmath.call.stand_ins import CopyAgain, StandIns
 from shardmath.context.context import Context, require_context
 from shardmath.geometry import Layout
 from shardmath.handles.fingerprint import Recognised
@@ -174,9 +174,23 @@ class Driver:
                 return results
             copied = self._stand_ins.arguments(arguments)
             if copied is not None:
-                arguments, results = copied, self._compiled.make(copied)
-            if results is not None:
-                return results
+                return self._call_with(arguments, *copied)
+        return self._call(arguments)
+
+    def _call_with(self, arguments: Arguments, stand_ins: Arguments, copy: CopyAgain) -> Any:
+        """The results of a call with stand-ins for its operands. Collective."""
+        assert self._compiled is not None
+        results = self._compiled.make(stand_ins)
+        if results is None:
+            results = self._call(stand_ins)
+        if self.agreed is None:
+            several = results if type(results) is tuple else (results,)
+            self._compiled.keep_elsewhere(arguments, stand_ins, several, copy)
+        return results
+
+    def _call(self, arguments: Arguments) -> Any:
+        """The results of a call that is not, or not yet, made by compiled code. Collective."""
+        options = arguments.options
         operation = self.operation.names.operation
         turn, agreement, payloads = agree(
             self.context, operation, self.ready, self.build, arguments, self.spec

@@ -9,6 +9,7 @@ and is known there from then on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,16 @@ from shardmath.context.context import Context
 from shardmath.program.performing import Arguments, Performer
 
 _KEPT = 64  # looks of all operands of a call
-_ARRAYS = 16  # which layers of a model share: each takes memory for as long as the context
+_ARRAYS = 32  # which layers of a model share: each takes memory for as long as the context
 _PLACES = 1024  # of operands that look alike
 _FIRST = 4  # of them, in which operands are not copied
 _OFTEN = 16  # copies from one place: they take less time than to find out all about a call there
 
 _Specs = tuple[ArraySpec | None, ...]  # of operands, None for those left out
+_Places = tuple[int | None, ...]  # where they lie
+
+CopyAgain = Callable[[_Places], tuple[Any, ...] | None]
+"""Copies operands that lie there to the same stand-ins as before, and returns these."""
 
 
 class StandIns:
@@ -33,13 +38,13 @@ class StandIns:
         self._heap, self._performer = context.heap, performer
         self._device = "cpu" if context.team is None else context.team.device.name
         # How often operands were copied, by their specs and then by their places.
-        self._copied: LRUCache[_Specs, LRUCache[tuple[int, ...], int]] = LRUCache(_KEPT)
+        self._copied: LRUCache[_Specs, LRUCache[_Places, int]] = LRUCache(_KEPT)
         self._arrays: LRUCache[tuple[int, ArraySpec], tuple[Any, int]]  # and where they lie
         self._arrays = context.cache("stand-ins", partial(LRUCache, _ARRAYS))
 
-    def arguments(self, arguments: Arguments) -> Arguments | None:
-        """The arguments with stand-ins, to which the operands have been copied; None for a call to
-        be made with its own operands. Local.
+    def arguments(self, arguments: Arguments) -> tuple[Arguments, CopyAgain] | None:
+        """The arguments with stand-ins, to which the operands have been copied, and what copies
+        others that look alike; None for a call to be made with its own operands. Local.
 
         Operands that peers read in place, or that the call may overwrite, have no stand-ins.
         """
@@ -58,17 +63,35 @@ class StandIns:
         if nbytes > self._performer.most_copied(found[0][0]):
             return None
         specs = tuple([look and look[0] for look in looks])
-        if self._is_to_be_made(specs, tuple([address for _, address in found])):
+        places = tuple([look and look[1] for look in looks])
+        if self._is_to_be_made(specs, places):
             return None
-        copies = [look and self._copied_to(n, *look) for n, look in enumerate(looks)]
-        return arguments._replace(operands=tuple(copies))
+        made = [look and self._made(n, look[0]) for n, look in enumerate(looks)]
+        targets = tuple([stand_in and stand_in[1] for stand_in in made])
+        self._copy(specs, targets, places)
+        operands = tuple([stand_in and stand_in[0] for stand_in in made])
+        return arguments._replace(operands=operands), partial(self._again, specs, targets)
+
+    def _again(self, specs: _Specs, targets: _Places, places: _Places) -> tuple[Any, ...] | None:
+        """The stand-ins that lie at the targets, to which operands at these places have been
+        copied; None where those lie on the heap, or come often, or the stand-ins are no more.
+        """
+        stand_ins = [spec and self._arrays.find((n, spec)) for n, spec in enumerate(specs)]
+        if tuple([stand_in and stand_in[1] for stand_in in stand_ins]) != targets:
+            return None
+        if any(place is not None and self._heap.find(place) is not None for place in places):
+            return None
+        if self._is_to_be_made(specs, places):
+            return None
+        self._copy(specs, targets, places)
+        return tuple([stand_in and stand_in[0] for stand_in in stand_ins])
 
     def _is_plain(self, spec: ArraySpec, address: int) -> bool:
         """Whether an array lies without gaps where this rank computes, in ordinary memory."""
         packed = spec.order != "strided" and spec.size > 0
         return packed and spec.device == self._device and self._heap.find(address) is None
 
-    def _is_to_be_made(self, specs: _Specs, places: tuple[int, ...]) -> bool:
+    def _is_to_be_made(self, specs: _Specs, places: _Places) -> bool:
         """Whether the call is to be made with operands at these places; notes it where not."""
         copied = self._copied.made(specs, partial(LRUCache, _PLACES))
         times = copied.find(places)
@@ -77,11 +100,14 @@ class StandIns:
         copied.keep(places, min(times + 1, _OFTEN))
         return times == _OFTEN
 
-    def _copied_to(self, number: int, spec: ArraySpec, address: int) -> Any:
-        """The stand-in for the operand of that number, to which it has been copied."""
-        array, target = self._arrays.made((number, spec), partial(_made, spec))
-        self._performer.copy(target, address, spec.nbytes)
-        return array
+    def _made(self, number: int, spec: ArraySpec) -> tuple[Any, int]:
+        """The stand-in for operands of that number that look so, and where it lies."""
+        return self._arrays.made((number, spec), partial(_made, spec))
+
+    def _copy(self, specs: _Specs, targets: _Places, places: _Places) -> None:
+        for spec, target, place in zip(specs, targets, places, strict=True):
+            if spec is not None and target is not None and place is not None:
+                self._performer.copy(target, place, spec.nbytes)
 
 
 def _made(spec: ArraySpec) -> tuple[Any, int]:

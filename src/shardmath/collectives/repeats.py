@@ -21,7 +21,7 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import Call, this_thread
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import this_process
-from shardmath.call.compiled import direct_calls, seen_in, shared_by_calls, watches_of
+from shardmath.call.compiled import Lying, direct_calls, seen_in, shared_by_calls, watches_of
 from shardmath.call.driver import with_derivatives
 from shardmath.collectives.cells import DeviceCollectives
 from shardmath.context.context import Context
@@ -232,7 +232,7 @@ class Repeats:
         if not public or context is None or compiled is None:
             return
         rounds_of = self._board.compiled(ahead=True)
-        seen = seen_in(compiled, call, anywhere=True)
+        seen = seen_in(compiled, call, lying=Lying.CONTIGUOUS)
         if rounds_of is None or seen is None:
             return
         made, _, arrays, objects = seen
