@@ -179,7 +179,7 @@ def elsewhere(group):
     except UseAfterFree:
         found["freed"] = True, True
     a, b = new(), new()
-    for _ in range(20):
+    for _ in range(140):
         tell("often there", a, b)
     tell("elsewhere, after all", new(), new())
     return found

@@ -22,7 +22,7 @@ _KEPT = 64  # looks of all operands of a call
 _ARRAYS = 32  # which layers of a model share: each takes memory for as long as the context
 _PLACES = 1024  # of operands that look alike
 _FIRST = 4  # of them, in which operands are not copied
-_OFTEN = 16  # copies from one place: they take less time than to find out all about a call there
+_OFTEN = 128  # copies from one place: they take less time than to find out all about a call there
 
 _Specs = tuple[ArraySpec | None, ...]  # of operands, None for those left out
 _Places = tuple[int | None, ...]  # where they lie
