@@ -324,7 +324,7 @@ def measure_case(ranks: Ranks, eager: bool, what: str, *sizes: int) -> dict[str,
                 print(f"{what} {sizes} {name}: {row[f'{name}_failed']}", file=sys.stderr)
         return None
 
-    calls = 10 if sizes[0] * sizes[1] < 1 << 24 else 2
+    calls = 10 if sizes[0] * sizes[1] < 1 << 24 else 4
     made: dict[tuple[str, str], Step | None] = {}
     runs: dict[str, Callable[[], object]] = {}
     for name, whose, how, in_a_graph in SYSTEMS:

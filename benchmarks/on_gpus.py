@@ -26,6 +26,7 @@ from shardmath.launch.function import spawn
 from shardmath.symmetric.heap import Location
 
 REPEATS = 9
+WARM = 12  # calls of each system before it is timed, at least
 
 
 class Ranks:
@@ -117,7 +118,8 @@ class Ranks:
             for _ in range(calls):
                 call()
 
-        many()
+        for _ in range(-(-WARM // calls)):
+            many()
         self.torch.cuda.synchronize()
         if not graph:
             return many

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, NamedTuple, overload
 
 from shardmath.arrays import Array, library_of
-from shardmath.base.collective_call import differentiable
+from shardmath.base.collective_call import composed
 from shardmath.base.untraced import constant, is_compiling, operator_of, operators, wants_operator
 from shardmath.call.agreement import raise_on_all_ranks
 from shardmath.collectives import all_gather, reduce_scatter
@@ -55,7 +55,7 @@ def linear(
 ) -> Array: ...
 
 
-@differentiable
+@composed
 def linear(
     x: Any,
     weight: Any,

@@ -133,6 +133,28 @@ def differentiable(function: Callable[P, R]) -> Callable[P, R]:
     return traced_as(name, _collective(function, name))
 
 
+def composed(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which communicates by the collective calls that it makes, as the user could.
+
+    It is none itself, so compiled code repeats those calls. torch knows it as with
+    `differentiable`.
+    """
+    name = function.__name__
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_loaded(COMPILER) and is_watched():
+            return unwatched(call)(*args, **kwargs)
+        for operand in (*args, *kwargs.values()):
+            if type(operand) not in _WITHOUT_FUNCTIONS:
+                other = _function_of(operand, function, call, name)
+                if other is not None:
+                    return other(*args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return traced_as(name, call)
+
+
 def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
     """See `collective_call`; `name` is the name of torch's operator, "" if there is none."""
     narrows = name == "matmul"  # whose data type autocast chooses

@@ -9,11 +9,13 @@ and is known there from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from shardmath.arrays import ArraySpec, Library, library_named, library_of
+from shardmath.arrays.spec import Packed
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.program.performing import Arguments, Performer
@@ -28,7 +30,21 @@ _Specs = tuple[ArraySpec | None, ...]  # of operands, None for those left out
 _Places = tuple[int | None, ...]  # where they lie
 
 CopyAgain = Callable[[_Places], tuple[Any, ...] | None]
-"""Copies operands that lie there to the same stand-ins as before, and returns these."""
+"""Copies operands that lie there to the same stand-ins as before, and returns these. None where
+that is not to be done.
+"""
+
+
+class _StandIn:
+    """An array of the context's own, where it lies, and its size."""
+
+    __slots__ = ("__weakref__", "address", "array", "nbytes")
+
+    def __init__(self, spec: ArraySpec) -> None:
+        library: Library = library_named(spec.library)
+        order: Packed = "F" if spec.order == "F" else "C"
+        self.array = library.empty(spec.shape, spec.dtype, order, spec.device)
+        self.address, self.nbytes = library.pointer(self.array), spec.nbytes
 
 
 class StandIns:
@@ -38,8 +54,8 @@ class StandIns:
         self._heap, self._performer = context.heap, performer
         self._device = "cpu" if context.team is None else context.team.device.name
         # How often operands were copied, by their specs and then by their places.
-        self._copied: LRUCache[_Specs, LRUCache[_Places, int]] = LRUCache(_KEPT)
-        self._arrays: LRUCache[tuple[int, ArraySpec], tuple[Any, int]]  # and where they lie
+        self._copied: LRUCache[_Specs, dict[_Places, int]] = LRUCache(_KEPT)
+        self._arrays: LRUCache[tuple[int, ArraySpec], _StandIn]
         self._arrays = context.cache("stand-ins", partial(LRUCache, _ARRAYS))
 
     def arguments(self, arguments: Arguments) -> tuple[Arguments, CopyAgain] | None:
@@ -64,54 +80,54 @@ class StandIns:
             return None
         specs = tuple([look and look[0] for look in looks])
         places = tuple([look and look[1] for look in looks])
-        if self._is_to_be_made(specs, places):
+        copied = self._copied.made(specs, dict)
+        if _is_often(copied, places):
             return None
-        made = [look and self._made(n, look[0]) for n, look in enumerate(looks)]
-        targets = tuple([stand_in and stand_in[1] for stand_in in made])
-        self._copy(specs, targets, places)
-        operands = tuple([stand_in and stand_in[0] for stand_in in made])
-        return arguments._replace(operands=operands), partial(self._again, specs, targets)
-
-    def _again(self, specs: _Specs, targets: _Places, places: _Places) -> tuple[Any, ...] | None:
-        """The stand-ins that lie at the targets, to which operands at these places have been
-        copied; None where those lie on the heap, or come often, or the stand-ins are no more.
-        """
-        stand_ins = [spec and self._arrays.find((n, spec)) for n, spec in enumerate(specs)]
-        if tuple([stand_in and stand_in[1] for stand_in in stand_ins]) != targets:
-            return None
-        if any(place is not None and self._heap.find(place) is not None for place in places):
-            return None
-        if self._is_to_be_made(specs, places):
-            return None
-        self._copy(specs, targets, places)
-        return tuple([stand_in and stand_in[0] for stand_in in stand_ins])
+        stand_ins = [
+            None if spec is None else self._arrays.made((number, spec), partial(_StandIn, spec))
+            for number, spec in enumerate(specs)
+        ]
+        known = [None if stand_in is None else ref(stand_in) for stand_in in stand_ins]
+        again = partial(self._again, known, copied)
+        operands = self._copy(stand_ins, places)
+        return arguments._replace(operands=operands), again
 
     def _is_plain(self, spec: ArraySpec, address: int) -> bool:
         """Whether an array lies without gaps where this rank computes, in ordinary memory."""
         packed = spec.order != "strided" and spec.size > 0
         return packed and spec.device == self._device and self._heap.find(address) is None
 
-    def _is_to_be_made(self, specs: _Specs, places: _Places) -> bool:
-        """Whether the call is to be made with operands at these places; notes it where not."""
-        copied = self._copied.made(specs, partial(LRUCache, _PLACES))
-        times = copied.find(places)
-        if times is None:
-            times = _OFTEN if len(copied) < _FIRST else 0
-        copied.keep(places, min(times + 1, _OFTEN))
-        return times == _OFTEN
+    def _again(
+        self,
+        known: Sequence[ref[_StandIn] | None],
+        copied: dict[_Places, int],
+        places: _Places,
+    ) -> tuple[Any, ...] | None:
+        """See `CopyAgain`. None where a stand-in is no more, where an operand lies on the heap, and
+        where the call is to be made with its own operands.
+        """
+        stand_ins = [None if reference is None else reference() for reference in known]
+        for reference, stand_in, place in zip(known, stand_ins, places, strict=True):
+            if reference is not None and stand_in is None:
+                return None
+            if place is not None and self._heap.find(place) is not None:
+                return None
+        return None if _is_often(copied, places) else self._copy(stand_ins, places)
 
-    def _made(self, number: int, spec: ArraySpec) -> tuple[Any, int]:
-        """The stand-in for operands of that number that look so, and where it lies."""
-        return self._arrays.made((number, spec), partial(_made, spec))
-
-    def _copy(self, specs: _Specs, targets: _Places, places: _Places) -> None:
-        for spec, target, place in zip(specs, targets, places, strict=True):
-            if spec is not None and target is not None and place is not None:
-                self._performer.copy(target, place, spec.nbytes)
+    def _copy(self, stand_ins: Sequence[_StandIn | None], places: _Places) -> tuple[Any, ...]:
+        """The arrays of stand-ins, to which operands at these places have been copied."""
+        for stand_in, place in zip(stand_ins, places, strict=True):
+            if stand_in is not None and place is not None:
+                self._performer.copy(stand_in.address, place, stand_in.nbytes)
+        return tuple([None if stand_in is None else stand_in.array for stand_in in stand_ins])
 
 
-def _made(spec: ArraySpec) -> tuple[Any, int]:
-    """An array that looks so, and where it lies."""
-    library: Library = library_named(spec.library)
-    array = library.empty(spec.shape, spec.dtype, "F" if spec.order == "F" else "C", spec.device)
-    return array, library.pointer(array)
+def _is_often(copied: dict[_Places, int], places: _Places) -> bool:
+    """Whether a call is to be made with operands at these places; notes it where not."""
+    times = copied.get(places)
+    if times is None:
+        times = _OFTEN if len(copied) < _FIRST else 0
+        if len(copied) == _PLACES:
+            copied.clear()
+    copied[places] = min(times + 1, _OFTEN)
+    return times == _OFTEN

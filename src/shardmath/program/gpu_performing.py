@@ -357,9 +357,8 @@ class GPUPerformer(ABC):
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See Performer. On the default stream."""
-        lane = self._lane(0, 0)
-        lane.team.device.activate()
-        lane.copy((target, source, nbytes), 0)
+        self._context.gpu_team.device.activate()
+        call("cuMemcpyDtoDAsync", target, source, nbytes, 0)
 
     # -- read --------------------------------------------------------------------------------------
 
