@@ -350,9 +350,10 @@ def test_room_that_grows_lets_products_come_again(contexts):
     assert contexts.run(grow, ranks=2) == [(thrice, [1, 1])] * 2
 
 
-def kept_at_once(context, count, places):
+def kept_at_once(context, count, places, often):
     """How often a product is prepared whose results are all kept, each elsewhere on the heap, where
-    so many places have launches; and whether all are right in the end.
+    so many places have launches, the later ones after so many copies; and whether all are right in
+    the end.
     """
     prepared, plain = [], performing.Products._ready
 
@@ -363,7 +364,7 @@ def kept_at_once(context, count, places):
     with (
         pretended(context, "heap"),
         patch.object(performing.Products, "_ready", ready),
-        patch.object(gpu_repeats, "_PLACES", places),
+        patch.multiple(gpu_repeats, _PLACES=places, _OFTEN=often),
     ):
         made = arrays(context, "heap")
         a, b = (
@@ -379,9 +380,12 @@ def kept_at_once(context, count, places):
     return len(prepared), right
 
 
-@pytest.mark.parametrize(("count", "places"), [(9, 128), (9, 3), (1000, 16)])
+@pytest.mark.parametrize(
+    ("count", "places", "often"), [(9, 128, 0), (9, 3, 0), (1000, 16, 0), (9, 128, 1)]
+)
 @pytest.mark.parametrize("size", [1, 2])
-def test_products_come_again_wherever_their_results_lie(contexts, size, count, places):
+def test_products_come_again_wherever_their_results_lie(contexts, size, count, places, often):
     first = 3  # until there is a launch
+    places = min(places, gpu_repeats._FIRST) if often else places
     most = min(2 + count - first, 1 + places)  # of these places one is the lane's
-    assert contexts.run(kept_at_once, count, places, ranks=size) == [(most, True)] * size
+    assert contexts.run(kept_at_once, count, places, often, ranks=size) == [(most, True)] * size

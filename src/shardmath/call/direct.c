@@ -34,7 +34,8 @@ enum {
     NEW,      /* makes the new result, or (result, its address); None if there is no new result */
     RESULT,   /* the number of the new result */
     STEPS,    /* steps after the exchange, by the look of the new result; None is a barrier */
-    BIND,     /* makes these steps for a new result, or gives None if the driver has to make the call */
+    BIND,     /* makes these steps for a new result, in a list if for this one alone; None if the driver has to make
+                 the call */
     HOME,     /* (memory, steps that write to it): a result at a new place is copied from there; or None */
     RECEIVE,  /* a buffer for all payloads, or how they are summed: see `sum_into` */
     BEGUN,    /* what the driver needs to go on, if other ranks send other texts */
@@ -483,13 +484,21 @@ static PyObject *new_result(PyObject *call, PyObject **place) {
     return result;
 }
 
-/* The steps bound to a result, a tuple; None if the driver has to make the call. A new reference. */
-static PyObject *bound(PyObject *call, PyObject *result) {
+/* The steps bound to a result, a tuple; None if the driver has to make the call. A new reference. They are kept for
+ * its place, in `by_place`, unless that is NULL, or they are for this result alone. */
+static PyObject *bound(PyObject *call, PyObject *result, PyObject *by_place, PyObject *place) {
     PyObject *steps = PyObject_CallOneArg(ITEM(call, BIND), result);
+    if (steps != NULL && PyList_CheckExact(steps)) {
+        PyObject *alone = PyList_AsTuple(steps);
+        Py_DECREF(steps);
+        return alone;
+    }
     if (steps != NULL && steps != Py_None && !PyTuple_CheckExact(steps)) {
-        PyErr_SetString(PyExc_TypeError, "the steps of a call are a tuple, or None");
+        PyErr_SetString(PyExc_TypeError, "the steps of a call are a tuple, a list or None");
         Py_CLEAR(steps);
     }
+    if (steps != NULL && steps != Py_None && by_place != NULL && PyDict_SetItem(by_place, place, steps) < 0)
+        Py_CLEAR(steps);
     return steps;
 }
 
@@ -517,7 +526,7 @@ static PyObject *steps_into(Turn *turn) {
         if (PyErr_Occurred())
             return NULL;
         if (looks == NULL) /* its place is not known */
-            return copies ? steps_home(turn) : bound(call, made);
+            return copies ? steps_home(turn) : bound(call, made, NULL, NULL);
         place = ITEM(looks, 0);
     }
     if (PyDict_GET_SIZE(by_place) >= PLACES)
@@ -527,11 +536,8 @@ static PyObject *steps_into(Turn *turn) {
         Py_INCREF(steps);
     else if (steps == NULL && copies && !PyErr_Occurred())
         steps = PyDict_SetItem(by_place, place, Py_None) < 0 ? NULL : steps_home(turn);
-    else if (!PyErr_Occurred()) {
-        steps = bound(call, made == NULL ? Py_None : made);
-        if (steps != NULL && steps != Py_None && PyDict_SetItem(by_place, place, steps) < 0)
-            Py_CLEAR(steps);
-    }
+    else if (!PyErr_Occurred())
+        steps = bound(call, made == NULL ? Py_None : made, by_place, place);
     Py_XDECREF(looks);
     return steps;
 }

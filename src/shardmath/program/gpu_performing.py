@@ -357,8 +357,9 @@ class GPUPerformer(ABC):
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See Performer. On the default stream."""
-        self._context.gpu_team.device.activate()
-        call("cuMemcpyDtoDAsync", target, source, nbytes, 0)
+        lane = self._lane(0, 0)
+        lane.team.device.activate()
+        lane.copy((target, source, nbytes), 0)
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -525,14 +526,14 @@ class GPUPerformer(ABC):
         lane: Lane,
         stream: int,
         made: Mapping[str, Any] = MappingProxyType({}),
-        into: Callable[[int], Any] = lambda address: None,
+        into: Callable[..., Any] = lambda address, carried: None,
     ) -> dict[str, Result]:
         """New results; all but the first are filled with zeros.
 
         The first is the array in `made`, if there is one. It is written to memory of the lane and
-        copied from there where that is better, unless `into(address)` knows a launch that writes to
-        its place. Results on the heap that a stream captures stay as long as the lane: a graph
-        writes them again after their last user has dropped them.
+        copied from there where that is better, unless `into(address, carried=)` knows a launch that
+        writes to its place; see `Replays.into`. Results on the heap that a stream captures stay as
+        long as the lane: a graph writes them again after their last user has dropped them.
         """
         results: dict[str, Result] = {}
         captured = streams.capturing(stream)
@@ -540,7 +541,8 @@ class GPUPerformer(ABC):
             is_first = name == self._names.results[0]
             if is_first:
                 block = None if captured else lane.room(template.carried)
-                results[name] = template.through(block, made.get(name), into)
+                known = partial(into, carried=block is not None)
+                results[name] = template.through(block, made.get(name), known)
             else:
                 results[name] = template.make()
             result = results[name]

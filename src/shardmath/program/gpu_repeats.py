@@ -1,9 +1,10 @@
 """Repeated calls on GPUs: each is a CUDA graph, which is launched if all ranks agree as before.
 
 A launch depends on the call's arrays, and on the plan, the stream, and the lane's memory. There is
-one for each place where results have lain so far. A new result at another place, if it is on the
-heap or a product's, gets a launch of its own if peers are told nothing of that place, and if there
-are few launches yet; else it is written to memory of the lane, and copied from there.
+one for each of the first places where results have lain. A new result at another place, if it is on
+the heap or a product's, is written to memory of the lane, and copied from there. It gets a launch
+of its own once results have often lain there, or where there is no such memory; if peers are told
+nothing of that place, and if there are few launches yet.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.device_array import ResultTemplate
 from shardmath.operators.lanes import Lane
-from shardmath.program.performing import Direct, Known, Turn
+from shardmath.program.performing import Direct, Known, Step, Steps, Turn
 
 _PLACES = 128  # places of results for which launches are kept
+_FIRST = 4  # of them, which get launches at once
+_OFTEN = 64  # copies to one place: they take less time than to make a launch
+_SEEN = 1024  # places at which copies are counted
 _MOST_MADE = 512  # launches for places on the heap, however often peers' arrays change
 
 Elsewhere = Callable[["Replay", int], "Replay | None"]
@@ -72,7 +76,7 @@ class Replays:
     launch like that one, of the same agreement, for a new result at that address, or gives None.
     """
 
-    __slots__ = ("_elsewhere", "_made", "facts", "lane", "places", "results", "version")
+    __slots__ = ("_copied", "_elsewhere", "_made", "facts", "lane", "places", "results", "version")
 
     def __init__(
         self, lane: Lane, facts: tuple[Any, ...], results: Any, elsewhere: Elsewhere | None
@@ -82,6 +86,7 @@ class Replays:
         self.places: LRUCache[Hashable, Replay] = LRUCache(_PLACES)
         self._elsewhere = elsewhere
         self._made = 0
+        self._copied: dict[int, int] = {}  # how often results were copied, by their places
 
     @classmethod
     def keep(
@@ -99,17 +104,17 @@ class Replays:
             kept = known.repeats = cls(launch.lane, facts, results, elsewhere)
         kept.places.keep(place, launch)
 
-    def into(self, address: int, agreement: Agreement[Any] | None) -> Replay | None:
+    def into(
+        self, address: int, agreement: Agreement[Any] | None, *, carried: bool
+    ) -> Replay | None:
         """The launch of that agreement that writes a new result at that address. It is made now if
-        there is none, and there are few so far.
+        there is none, and there are few so far. None for a result that is better `carried` there.
         """
         place = (address,)
         launch = self.places.find(place)
         if launch is not None and launch.agreement is agreement:
             return launch
-        if self._elsewhere is None:
-            return None
-        if launch is None and len(self.places) >= _PLACES:
+        if self._elsewhere is None or (launch is None and not self._is_worth_one(address, carried)):
             return None
         like = next((x for x in self.places.values() if x.agreement is agreement), None)
         if like is None or self._made >= _MOST_MADE:
@@ -121,6 +126,15 @@ class Replays:
                 return self.places.keep(place, launch)
         self._elsewhere = None
         return None
+
+    def _is_worth_one(self, address: int, carried: bool) -> bool:
+        """Whether one more launch is to be made, for results at this place; notes it where not."""
+        if not carried or len(self.places) < _FIRST:
+            return len(self.places) < _PLACES
+        if len(self._copied) == _SEEN:
+            self._copied.clear()
+        copies = self._copied[address] = self._copied.get(address, 0) + 1
+        return copies > _OFTEN and len(self.places) < _PLACES
 
     def direct(
         self,
@@ -144,7 +158,7 @@ class Replays:
                 new, address = template.new()  # at another place than this call's result
             except HeapExhausted:
                 return None
-            if self.into(address, agreement) is None:
+            if self.into(address, agreement, carried=False) is None:
                 return None
             del new
         stream, facts = launch.stream, _Facts(lane, library)
@@ -152,17 +166,18 @@ class Replays:
         if version != (stream, self.version):
             return None
 
-        def bind(new: Any) -> tuple[Callable[[], object], ...] | None:
+        def bind(new: Any) -> Steps | list[Step] | None:
             same: Replay | None = launch
             copy = None
             if template is not None:
-                same = self.into(template.place(new), agreement)
+                same = self.into(template.place(new), agreement, carried=room is not None)
                 if same is None and room is not None:
                     same, copy = self.places.find((room.address,)), template.copy(room, new)
             if same is None or same.agreement is not agreement or lane.version != self.version:
                 return None
             check = () if same.check is None else (same.check,)
-            return (*check, partial(lane.launch, same.graph, copy, stream))
+            steps = (*check, partial(lane.launch, same.graph, copy, stream))
+            return steps if copy is None else [*steps]
 
         make = None if template is None else template.new
         return Direct(memory=(facts, version), new=make, bind=bind)

@@ -108,6 +108,10 @@ class Turn:
         self.prepared: Any = None  # the performer's
 
 
+Step = Callable[[], object] | None
+Steps = tuple[Step, ...]
+
+
 class Direct(NamedTuple):
     """How compiled code makes a call that comes again unchanged on all ranks: see call.compiled.
 
@@ -120,7 +124,8 @@ class Direct(NamedTuple):
     receive   where the payloads of all ranks are put, or how they are summed into the result:
               (address of a function of sum.c, bytes, where they begin in each payload)
     bind      gives the steps after agreement that write a given result, where None stands for a
-              barrier; it gives None if the driver has to make this call
+              barrier, in a list if they are for this result alone, and not for all at its place; it
+              gives None if the driver has to make this call
     home      (memory, steps that write to it): at a new place, a result is copied from there
     """
 
@@ -130,8 +135,8 @@ class Direct(NamedTuple):
     payload: memoryview | Callable[[], bytes] | None = None
     new: Callable[[], Any] | None = None
     result: int = 0
-    bind: Callable[[Any], tuple[Callable[[], object] | None, ...] | None] | None = None
-    home: tuple[memoryview, tuple[Callable[[], object] | None, ...]] | None = None
+    bind: Callable[[Any], Steps | list[Step] | None] | None = None
+    home: tuple[memoryview, Steps] | None = None
     receive: memoryview | tuple[int, int, int] | None = None
 
 
