@@ -386,6 +386,5 @@ def kept_at_once(context, count, places, often):
 @pytest.mark.parametrize("size", [1, 2])
 def test_products_come_again_wherever_their_results_lie(contexts, size, count, places, often):
     first = 3  # until there is a launch
-    places = min(places, gpu_repeats._FIRST) if often else places
-    most = min(2 + count - first, 1 + places)  # of these places one is the lane's
+    most = first if often else min(2 + count - first, 1 + places)  # one place is the lane's
     assert contexts.run(kept_at_once, count, places, often, ranks=size) == [(most, True)] * size

@@ -34,12 +34,21 @@ enum {
     NEW,      /* makes the new result, or (result, its address); None if there is no new result */
     RESULT,   /* the number of the new result */
     STEPS,    /* steps after the exchange, by the look of the new result; None is a barrier */
-    BIND,     /* makes these steps for a new result, in a list if for this one alone; None if the driver has to make
-                 the call */
-    HOME,     /* (memory, steps that write to it): a result at a new place is copied from there; or None */
+    BIND,     /* makes these steps for a new result, or gives None if the driver has to make the call */
+    HOME,     /* where results at new places are copied from, see below; or None */
     RECEIVE,  /* a buffer for all payloads, or how they are summed: see `sum_into` */
     BEGUN,    /* what the driver needs to go on, if other ranks send other texts */
     FIELDS
+};
+
+/* Memory from which a result at a new place is copied. */
+enum {
+    HOME_MEMORY, /* keeps it */
+    HOME_ADDRESS,
+    HOME_BYTES,
+    HOME_STEPS, /* write to it */
+    HOME_OFTEN, /* so many results at one place are copied; then steps are bound to the place */
+    HOME_COPIER /* how it is copied: see `copy_by` */
 };
 
 /* What all calls of a driver share. */
@@ -69,10 +78,11 @@ enum { MOST_RANKS = 64 }; /* messages of more ranks need allocated memory */
 
 static const char *const texts[] = {"closed", "failure", "made", "version", "call", "finished", "thread", "boards",
                                     "operation", "rounds", "barriers", "_uses", "holds", "late", "late_barrier",
-                                    "interrupt", "again", "dtype", "_operation", "freed", "broken", "_stream"};
+                                    "interrupt", "again", "dtype", "_operation", "freed", "broken", "_stream",
+                                    "array"};
 enum { s_closed, s_failure, s_made, s_version, s_call, s_finished, s_thread, s_boards, s_operation, s_rounds,
        s_barriers, s_uses, s_holds, s_late, s_late_barrier, s_interrupt, s_again, s_dtype, s_operation_now, s_freed,
-       s_broken, s_last_stream, NAMES };
+       s_broken, s_last_stream, s_array, NAMES };
 static PyObject *names[NAMES], *no_payload, *information;
 static PyTypeObject *ndarray; /* NumPy's array type; NULL if its layout is unknown */
 static Libraries libraries;   /* the others whose arrays can be read here */
@@ -258,7 +268,7 @@ typedef struct {
     PyObject *record;                  /* the record of the user's call, if `again` made it */
     int is_noted;                      /* whether the board knows of the call */
     PyObject *made, *place, *steps;    /* the new result, its address, and the steps that write it, */
-    PyObject *home;                    /* or that write this memory, from which it is copied; borrowed */
+    PyObject *home;                    /* or those that write to the call's home; borrowed */
     PyObject *payload, *met;           /* objects that own the payload, and all ranks' messages */
     Mail *mail, room[MOST_RANKS];      /* all ranks' messages */
     Py_ssize_t size;
@@ -484,34 +494,36 @@ static PyObject *new_result(PyObject *call, PyObject **place) {
     return result;
 }
 
-/* The steps bound to a result, a tuple; None if the driver has to make the call. A new reference. They are kept for
- * its place, in `by_place`, unless that is NULL, or they are for this result alone. */
-static PyObject *bound(PyObject *call, PyObject *result, PyObject *by_place, PyObject *place) {
+/* The steps bound to a result, a tuple; None if the driver has to make the call. A new reference. */
+static PyObject *bound(PyObject *call, PyObject *result) {
     PyObject *steps = PyObject_CallOneArg(ITEM(call, BIND), result);
-    if (steps != NULL && PyList_CheckExact(steps)) {
-        PyObject *alone = PyList_AsTuple(steps);
-        Py_DECREF(steps);
-        return alone;
-    }
     if (steps != NULL && steps != Py_None && !PyTuple_CheckExact(steps)) {
-        PyErr_SetString(PyExc_TypeError, "the steps of a call are a tuple, a list or None");
+        PyErr_SetString(PyExc_TypeError, "the steps of a call are a tuple, or None");
         Py_CLEAR(steps);
     }
-    if (steps != NULL && steps != Py_None && by_place != NULL && PyDict_SetItem(by_place, place, steps) < 0)
-        Py_CLEAR(steps);
     return steps;
 }
 
 /* The steps that write to the call's home, from which the result is copied. A new reference. */
 static PyObject *steps_home(Turn *turn) {
-    PyObject *home = ITEM(turn->call, HOME);
-    turn->home = ITEM(home, 0);
-    return Py_NewRef(ITEM(home, 1));
+    turn->home = ITEM(turn->call, HOME);
+    return Py_NewRef(ITEM(turn->home, HOME_STEPS));
 }
 
-/* The steps that write this result, a new reference: those of the last result at the same place, if there was
- * one; else as `bound`. If the result may be copied, a new place is only noted, and steps are bound to it when
- * it comes again: in a program that keeps its results no place does. */
+/* Count one more result at a place: 1 while it is copied there, 0 if steps are to be bound to the place, or -1. `so_far`
+ * is NULL the first time. In a program that keeps its results no place comes often. */
+static int is_copied_to(PyObject *home, PyObject *by_place, PyObject *place, PyObject *so_far) {
+    long times = so_far == NULL ? 0 : PyLong_AsLong(so_far);
+    if (times >= PyLong_AsLong(ITEM(home, HOME_OFTEN)))
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *count = PyLong_FromLong(times + 1);
+    int failed = count == NULL ? -1 : PyDict_SetItem(by_place, place, count);
+    Py_XDECREF(count);
+    return failed < 0 ? -1 : 1;
+}
+
+/* The steps that write this result, a new reference: those of the last result at the same place, if there was one; or
+ * those that write to the call's home, if the result may be copied from there; else as `bound`. */
 static PyObject *steps_into(Turn *turn) {
     PyObject *shared = turn->shared, *call = turn->call, *made = turn->made, *place = turn->place;
     PyObject *by_place = ITEM(call, STEPS), *looks = NULL;
@@ -526,18 +538,20 @@ static PyObject *steps_into(Turn *turn) {
         if (PyErr_Occurred())
             return NULL;
         if (looks == NULL) /* its place is not known */
-            return copies ? steps_home(turn) : bound(call, made, NULL, NULL);
+            return copies ? steps_home(turn) : bound(call, made);
         place = ITEM(looks, 0);
     }
     if (PyDict_GET_SIZE(by_place) >= PLACES)
         PyDict_Clear(by_place);
     PyObject *steps = PyDict_GetItemWithError(by_place, place);
-    if (steps != NULL && steps != Py_None)
+    if (steps != NULL && !PyLong_CheckExact(steps))
         Py_INCREF(steps);
-    else if (steps == NULL && copies && !PyErr_Occurred())
-        steps = PyDict_SetItem(by_place, place, Py_None) < 0 ? NULL : steps_home(turn);
-    else if (!PyErr_Occurred())
-        steps = bound(call, made == NULL ? Py_None : made, by_place, place);
+    else if (!PyErr_Occurred()) {
+        copies = copies ? is_copied_to(ITEM(call, HOME), by_place, place, steps) : 0;
+        steps = copies < 0 ? NULL : copies ? steps_home(turn) : bound(call, made == NULL ? Py_None : made);
+        if (!copies && steps != NULL && steps != Py_None && PyDict_SetItem(by_place, place, steps) < 0)
+            Py_CLEAR(steps);
+    }
     Py_XDECREF(looks);
     return steps;
 }
@@ -594,13 +608,44 @@ static char *memory_of(PyObject *result, Py_ssize_t nbytes) {
     return target;
 }
 
+/* How memory is copied on a GPU: addresses of the driver's functions, the CUDA context that they need, the stream, and a
+ * function for all other cases. */
+enum { COPY_FUNCTION, COPY_CURRENT, COPY_CONTEXT, COPY_STREAM, COPY_OTHERWISE, COPY_FIELDS };
+
+/* Copy memory where the call is made: `how` is None on cores; a tuple as above, or a function(target, source, nbytes),
+ * on GPUs. */
+static int copy_by(PyObject *how, uint64_t target, uint64_t source, uint64_t nbytes) {
+    if (how == Py_None) {
+        memmove((void *)(uintptr_t)target, (const void *)(uintptr_t)source, (size_t)nbytes);
+        return 0;
+    }
+    if (PyTuple_CheckExact(how) && PyTuple_GET_SIZE(how) == COPY_FIELDS) {
+        int (*copy)(uint64_t, uint64_t, size_t, void *) = NULL, (*current)(void **) = NULL;
+        void *function = PyLong_AsVoidPtr(ITEM(how, COPY_FUNCTION)), *asks = PyLong_AsVoidPtr(ITEM(how, COPY_CURRENT));
+        void *wanted = PyLong_AsVoidPtr(ITEM(how, COPY_CONTEXT)), *context = NULL;
+        void *stream = PyLong_AsVoidPtr(ITEM(how, COPY_STREAM));
+        if (PyErr_Occurred())
+            return -1;
+        memcpy(&copy, &function, sizeof copy);
+        memcpy(&current, &asks, sizeof current);
+        if (current(&context) == 0 && context == wanted && copy(target, source, (size_t)nbytes, stream) == 0)
+            return 0;
+        how = ITEM(how, COPY_OTHERWISE);
+    }
+    PyObject *done = PyObject_CallFunction(how, "KKK", (unsigned long long)target, (unsigned long long)source,
+                                           (unsigned long long)nbytes);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Copy a result, whose memory is in C order, from its home. */
-static int fetch(const Turn *turn) {
-    const Py_buffer *memory = PyMemoryView_GET_BUFFER(turn->home);
-    char *target = memory_of(turn->made, memory->len);
-    if (target != NULL)
-        memcpy(target, memory->buf, (size_t)memory->len);
-    return target == NULL ? -1 : 0;
+static int fetch(Turn *turn) {
+    PyObject *home = turn->home, *how = ITEM(home, HOME_COPIER);
+    Py_ssize_t nbytes = PyLong_AsSsize_t(ITEM(home, HOME_BYTES));
+    char *target = memory_of(turn->made, nbytes), *source = PyLong_AsVoidPtr(ITEM(home, HOME_ADDRESS));
+    if (target == NULL || PyErr_Occurred() || (how != Py_None && note(turn) < 0))
+        return -1;
+    return copy_by(how, (uint64_t)(uintptr_t)target, (uint64_t)(uintptr_t)source, (uint64_t)nbytes);
 }
 
 /* Add up all ranks' payloads in the result. `how` is (address of a function of sum.c, bytes of the result,
@@ -968,7 +1013,7 @@ enum {
     ITS_GIVEN,   /* the number of the result that is returned, None if there is only one */
     ITS_WORDS,   /* words, options and numbers */
     ITS_OBJECTS,
-    ITS_COPY     /* copies operands, wherever they lie, to stand-ins: see stand_ins.py; None for a call with its own */
+    ITS_COPY     /* how operands, wherever they lie, are copied to stand-ins, see below; None for a call with its own */
 };
 
 /* What is kept of a call in which ranks do not meet, wherever its arrays lie: see collectives/repeats.py. */
@@ -1063,34 +1108,83 @@ static PyObject *the_given(PyObject *kept, PyObject *results) {
     return one;
 }
 
-/* The stand-ins for the operands of a call, which take their places in the look; None for a call without stand-ins. NULL
- * if the driver has to make the call, which meets the same error if there is one, or with an error that is no one's
- * fault. */
-static PyObject *stand_ins(PyObject *kept, Look *look) {
-    PyObject *copy = ITEM(kept, ITS_COPY), *operands = ITEM(kept, ITS_OPERANDS);
-    if (copy == Py_None)
-        return Py_NewRef(Py_None);
-    Py_ssize_t count = PyTuple_GET_SIZE(operands);
-    PyObject *places = PyTuple_New(count), *made = NULL;
-    for (Py_ssize_t i = 0; places != NULL && i < count; i++) {
-        PyObject *number = ITEM(operands, i);
-        PyObject *place = number == Py_None ? Py_NewRef(Py_None) : PyLong_FromLongLong(look->place[PyLong_AsLong(number)]);
-        if (place == NULL)
+/* How operands of calls that look alike are copied to stand-ins: see stand_ins.py. */
+enum {
+    COPIED_TO,     /* for each operand (weak reference to its stand-in, the address, bytes), or None */
+    COPIED_FROM,   /* how often operands were copied, by their places */
+    COPIED_FIRST,  /* so many of these places are left to the driver, */
+    COPIED_OFTEN,  /* and those from which operands were copied so often */
+    COPIED_PLACES, /* at most so many are counted */
+    COPIED_BY      /* see `copy_by` */
+};
+
+/* Count a copy of operands at these places: 1, 0 if the driver has to make the call, or -1. */
+static int count_copy(PyObject *copy, PyObject *places) {
+    PyObject *copied = ITEM(copy, COPIED_FROM), *times = PyDict_GetItemWithError(copied, places);
+    long so_far = times == NULL ? 0 : PyLong_AsLong(times);
+    if (PyErr_Occurred() || so_far >= PyLong_AsLong(ITEM(copy, COPIED_OFTEN)) ||
+        (times == NULL && PyDict_GET_SIZE(copied) < PyLong_AsSsize_t(ITEM(copy, COPIED_FIRST))))
+        return PyErr_Occurred() ? -1 : 0;
+    if (times == NULL && PyDict_GET_SIZE(copied) >= PyLong_AsSsize_t(ITEM(copy, COPIED_PLACES)))
+        PyDict_Clear(copied);
+    PyObject *count = PyLong_FromLong(so_far + 1);
+    int failed = count == NULL ? -1 : PyDict_SetItem(copied, places, count);
+    Py_XDECREF(count);
+    return failed < 0 ? -1 : 1;
+}
+
+/* Where the operands of a call lie, a tuple. */
+static PyObject *places_of(const Look *look, PyObject *operands) {
+    PyObject *places = PyTuple_New(PyTuple_GET_SIZE(operands));
+    for (Py_ssize_t i = 0; places != NULL && i < PyTuple_GET_SIZE(operands); i++) {
+        PyObject *number = ITEM(operands, i), *place = number == Py_None ? Py_NewRef(Py_None) : NULL;
+        if (place == NULL && (place = PyLong_FromLongLong(look->place[PyLong_AsLong(number)])) == NULL)
             Py_CLEAR(places);
         else
             PyTuple_SET_ITEM(places, i, place);
     }
-    if (places != NULL)
-        made = PyObject_CallOneArg(copy, places);
+    return places;
+}
+
+/* The array of a stand-in, to which an operand has been copied: a new reference, or NULL. */
+static PyObject *copied_to(PyObject *stand_in, PyObject *how, int64_t place) {
+    PyObject *owner = PyObject_CallNoArgs(ITEM(stand_in, 0));
+    PyObject *array = owner == NULL || owner == Py_None ? NULL : PyObject_GetAttr(owner, names[s_array]);
+    Py_XDECREF(owner);
+    unsigned long long target = PyLong_AsUnsignedLongLong(ITEM(stand_in, 1)), nbytes = PyLong_AsUnsignedLongLong(ITEM(stand_in, 2));
+    if (array != NULL && (PyErr_Occurred() || copy_by(how, target, (uint64_t)place, nbytes) < 0))
+        Py_CLEAR(array);
+    return array;
+}
+
+/* The arrays of stand-ins, to which the operands have been copied, and whose places they take in the look; None for a
+ * call with its own operands. NULL if the driver has to make the call, which meets the same error if there is one, or
+ * with an error that is no one's fault. */
+static PyObject *stand_ins(PyObject *kept, Look *look) {
+    PyObject *copy = ITEM(kept, ITS_COPY), *operands = ITEM(kept, ITS_OPERANDS);
+    if (copy == Py_None)
+        return Py_NewRef(Py_None);
+    PyObject *arrays = NULL, *places = NULL;
+    if (truth(PyObject_GetAttr(ITEM(ITEM(kept, ITS_SHARED), HEAP), names[s_freed])) == 0)
+        places = places_of(look, operands);
+    if (places != NULL && count_copy(copy, places) == 1)
+        arrays = PyTuple_New(PyTuple_GET_SIZE(operands));
+    for (Py_ssize_t i = 0; arrays != NULL && i < PyTuple_GET_SIZE(operands); i++) {
+        PyObject *number = ITEM(operands, i), *array = number == Py_None ? Py_NewRef(Py_None) : NULL;
+        if (array == NULL)
+            array = copied_to(ITEM(ITEM(copy, COPIED_TO), i), ITEM(copy, COPIED_BY), look->place[PyLong_AsLong(number)]);
+        if (array == NULL)
+            Py_CLEAR(arrays);
+        else
+            PyTuple_SET_ITEM(arrays, i, array);
+    }
     Py_XDECREF(places);
-    if (made == NULL)
-        (void)in_vain();
-    else if (!PyTuple_CheckExact(made) || PyTuple_GET_SIZE(made) != count)
-        Py_CLEAR(made);
-    for (Py_ssize_t i = 0; made != NULL && i < count; i++)
+    for (Py_ssize_t i = 0; arrays != NULL && i < PyTuple_GET_SIZE(operands); i++)
         if (ITEM(operands, i) != Py_None)
-            look->array[PyLong_AsLong(ITEM(operands, i))] = ITEM(made, i);
-    return made;
+            look->array[PyLong_AsLong(ITEM(operands, i))] = ITEM(arrays, i);
+    if (arrays == NULL)
+        (void)in_vain();
+    return arrays;
 }
 
 /* Whether none of these functions returns true. */

@@ -9,7 +9,6 @@ and is known there from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -29,10 +28,8 @@ _OFTEN = 128  # copies from one place: they take less time than to find out all 
 _Specs = tuple[ArraySpec | None, ...]  # of operands, None for those left out
 _Places = tuple[int | None, ...]  # where they lie
 
-CopyAgain = Callable[[_Places], tuple[Any, ...] | None]
-"""Copies operands that lie there to the same stand-ins as before, and returns these. None where
-that is not to be done.
-"""
+CopyAgain = tuple[Any, ...]
+"""What direct.c needs to copy operands that lie elsewhere to the same stand-ins."""
 
 
 class _StandIn:
@@ -87,39 +84,18 @@ class StandIns:
             None if spec is None else self._arrays.made((number, spec), partial(_StandIn, spec))
             for number, spec in enumerate(specs)
         ]
-        known = [None if stand_in is None else ref(stand_in) for stand_in in stand_ins]
-        again = partial(self._again, known, copied)
-        operands = self._copy(stand_ins, places)
+        for stand_in, place in zip(stand_ins, places, strict=True):
+            if stand_in is not None and place is not None:
+                self._performer.copy(stand_in.address, place, stand_in.nbytes)
+        operands = tuple([None if one is None else one.array for one in stand_ins])
+        to = tuple([None if x is None else (ref(x), x.address, x.nbytes) for x in stand_ins])
+        again = to, copied, _FIRST, _OFTEN, _PLACES, self._performer.copier
         return arguments._replace(operands=operands), again
 
     def _is_plain(self, spec: ArraySpec, address: int) -> bool:
         """Whether an array lies without gaps where this rank computes, in ordinary memory."""
         packed = spec.order != "strided" and spec.size > 0
         return packed and spec.device == self._device and self._heap.find(address) is None
-
-    def _again(
-        self,
-        known: Sequence[ref[_StandIn] | None],
-        copied: dict[_Places, int],
-        places: _Places,
-    ) -> tuple[Any, ...] | None:
-        """See `CopyAgain`. None where a stand-in is no more, where an operand lies on the heap, and
-        where the call is to be made with its own operands.
-        """
-        stand_ins = [None if reference is None else reference() for reference in known]
-        for reference, stand_in, place in zip(known, stand_ins, places, strict=True):
-            if reference is not None and stand_in is None:
-                return None
-            if place is not None and self._heap.find(place) is not None:
-                return None
-        return None if _is_often(copied, places) else self._copy(stand_ins, places)
-
-    def _copy(self, stand_ins: Sequence[_StandIn | None], places: _Places) -> tuple[Any, ...]:
-        """The arrays of stand-ins, to which operands at these places have been copied."""
-        for stand_in, place in zip(stand_ins, places, strict=True):
-            if stand_in is not None and place is not None:
-                self._performer.copy(stand_in.address, place, stand_in.nbytes)
-        return tuple([None if stand_in is None else stand_in.array for stand_in in stand_ins])
 
 
 def _is_often(copied: dict[_Places, int], places: _Places) -> bool:

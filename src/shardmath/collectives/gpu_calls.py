@@ -62,6 +62,10 @@ class CollectivePerformer:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See Performer: never called."""
 
+    @property
+    def copier(self) -> None:
+        """See Performer: never used."""
+
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
 

@@ -32,6 +32,7 @@ typedef int (*CurrentContext)(void **);
 
 static LaunchKernel launch_kernel;
 static CurrentContext current_context;
+static void *copy_memory; /* NULL if the driver has no such function */
 
 /* What an array must be. If its first extent may be any, `nbytes` are those of one index. */
 typedef struct {
@@ -517,6 +518,7 @@ static int find_driver(void) {
     if (driver != NULL) {
         launch_kernel = (LaunchKernel)dlsym(driver, "cuLaunchKernel");
         current_context = (CurrentContext)dlsym(driver, "cuCtxGetCurrent");
+        copy_memory = dlsym(driver, "cuMemcpyDtoDAsync_v2");
     }
     if (launch_kernel != NULL && current_context != NULL)
         return 0;
@@ -529,11 +531,17 @@ PyMODINIT_FUNC PyInit__launch(void) {
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&repeat_type);
     PyObject *launch = PyType_FromSpec(&launch_type);
-    if (module == NULL || type == NULL || launch == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
+    /* Addresses of the functions by which direct.c copies: see copies.py. */
+    PyObject *copies = copy_memory == NULL ? Py_NewRef(Py_None)
+                                           : Py_BuildValue("(NN)", PyLong_FromVoidPtr(copy_memory),
+                                                           PyLong_FromVoidPtr((void *)current_context));
+    if (module == NULL || type == NULL || launch == NULL || copies == NULL ||
+        PyModule_AddObjectRef(module, "COPIES", copies) < 0 || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
         PyModule_AddObjectRef(module, "Launch", launch) < 0 || PyModule_AddIntMacro(module, LISTED) < 0 ||
-        PyModule_AddIntConstant(module, "INTERFACE", 3) < 0)
+        PyModule_AddIntConstant(module, "INTERFACE", 4) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
     Py_XDECREF(launch);
+    Py_XDECREF(copies);
     return module;
 }

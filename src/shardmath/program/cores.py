@@ -60,7 +60,7 @@ from shardmath.program.offers import (
     room_for,
 )
 from shardmath.program.passes import Blocks
-from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.performing import Arguments, Copier, Direct, Home, Names, Plan, Turn
 from shardmath.program.steps import (
     Arrive,
     Combine,
@@ -79,6 +79,7 @@ _KEPT = 128  # calls of which the copies stay bound
 _KEPT_PLACES = 16  # places of new results, for each such call
 _KEPT_SCRATCH = 256 << 10  # bytes of scratch that such a call may hold
 _COPIED_BYTES = 32 << 10  # new results of so many bytes are copied faster than steps are bound
+_OFTEN = 1  # results at a place; then steps are bound to it
 _MOST_COPIED = 1 << 20  # bytes of operands that are copied faster than a call is bound
 
 Performing = Callable[[Any, Mapping[str, HostArray]], Calls]  # binds a step to buffers
@@ -394,9 +395,14 @@ class Cores:
         landing = bound.binding.offers.landing
         reads = library.is_read_by_compiled_code()
         homes = [library.host_view(x, writable=True) for x in bound.homes.values() if reads]
+        home = None
         summed = None
         if reads and landing is not None and len(bound.parts) == len(program.published) == 1:
             summed = bound.binding.payload_sum(program.steps[bound.parts[0][0]])
+        if homes and summed is None:
+            memory = homes[0]
+            steps = into(bound.homes)
+            home = Home(memory, memory.ctypes.data, memory.nbytes, steps, _OFTEN, self.copier)
         return Direct(
             before=tuple(prepared.offered.copies),
             memory=(self._workspace, self._workspace.version) if prepared.memory else None,
@@ -405,7 +411,7 @@ class Cores:
             new=self._maker(library, makes[0]) if makes else None,
             result=self._names.results.index(makes[0].name) if makes else 0,
             bind=bind if summed is None else None,
-            home=(_bytes(homes[0]), into(bound.homes)) if homes and summed is None else None,
+            home=home,
             receive=summed or (None if landing is None else landing.data),
         )
 
@@ -531,6 +537,11 @@ class Cores:
         """See Performer."""
         ctypes.memmove(target, source, nbytes)
 
+    @property
+    def copier(self) -> Copier:
+        """See Performer."""
+        return None
+
     # -- workspace ---------------------------------------------------------------------------------
 
     def _workspace_arrays(
@@ -588,11 +599,6 @@ def _made(library: Library, made: Mapping[str, Any], program: Program) -> dict[s
 
 def _bytes_of(shape: tuple[int, ...], dtype: str) -> int:
     return prod(shape) * dtypes.of(dtype).itemsize
-
-
-def _bytes(array: HostArray) -> memoryview:
-    """The memory of an array in C order."""
-    return array.reshape(-1).view(np.uint8).data
 
 
 def _ranges(

@@ -30,6 +30,7 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
+from shardmath.cuda.copies import copier
 from shardmath.cuda.driver import beside_captures, call
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
@@ -58,7 +59,7 @@ from shardmath.program.notes import (
     pack_parts,
     unpack_parts,
 )
-from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.performing import Arguments, Copier, Direct, Names, Plan, Turn
 from shardmath.program.steps import SplitArray
 
 
@@ -361,6 +362,11 @@ class GPUPerformer(ABC):
         lane.team.device.activate()
         lane.copy((target, source, nbytes), 0)
 
+    @property
+    def copier(self) -> Copier:
+        """See Performer."""
+        return copier(self._context.gpu_team.device, self.copy)
+
     # -- read --------------------------------------------------------------------------------------
 
     def inspect(self, arguments: Arguments) -> None:
@@ -413,7 +419,7 @@ class GPUPerformer(ABC):
         place = _place({name: turn.held.results[name]}) if templates else None
         turn.made = dict.fromkeys(templates)
         library = turn.known.arrays.spec.library
-        return replays.direct(turn, agreement, place, templates.get(name), library)
+        return replays.direct(turn, agreement, place, templates.get(name), library, self.copier)
 
     def _resume(self, turn: Turn, launch: Replay) -> None:
         """Prepare a turn that was to be a launch, and is not: peers' arrays are others now. Where

@@ -21,14 +21,13 @@ from shardmath.call.agreement import Agreement
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
-from shardmath.handles.device_array import ResultTemplate
+from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
-from shardmath.program.performing import Direct, Known, Step, Steps, Turn
+from shardmath.program.performing import Copier, Direct, Home, Known, Steps, Turn
 
 _PLACES = 128  # places of results for which launches are kept
 _FIRST = 4  # of them, which get launches at once
 _OFTEN = 64  # copies to one place: they take less time than to make a launch
-_SEEN = 1024  # places at which copies are counted
 _MOST_MADE = 512  # launches for places on the heap, however often peers' arrays change
 
 Elsewhere = Callable[["Replay", int], "Replay | None"]
@@ -76,7 +75,7 @@ class Replays:
     launch like that one, of the same agreement, for a new result at that address, or gives None.
     """
 
-    __slots__ = ("_copied", "_elsewhere", "_made", "facts", "lane", "places", "results", "version")
+    __slots__ = ("_elsewhere", "_made", "facts", "lane", "places", "results", "version")
 
     def __init__(
         self, lane: Lane, facts: tuple[Any, ...], results: Any, elsewhere: Elsewhere | None
@@ -86,7 +85,6 @@ class Replays:
         self.places: LRUCache[Hashable, Replay] = LRUCache(_PLACES)
         self._elsewhere = elsewhere
         self._made = 0
-        self._copied: dict[int, int] = {}  # how often results were copied, by their places
 
     @classmethod
     def keep(
@@ -114,7 +112,8 @@ class Replays:
         launch = self.places.find(place)
         if launch is not None and launch.agreement is agreement:
             return launch
-        if self._elsewhere is None or (launch is None and not self._is_worth_one(address, carried)):
+        most = _FIRST if carried else _PLACES
+        if self._elsewhere is None or (launch is None and len(self.places) >= most):
             return None
         like = next((x for x in self.places.values() if x.agreement is agreement), None)
         if like is None or self._made >= _MOST_MADE:
@@ -127,15 +126,6 @@ class Replays:
         self._elsewhere = None
         return None
 
-    def _is_worth_one(self, address: int, carried: bool) -> bool:
-        """Whether one more launch is to be made, for results at this place; notes it where not."""
-        if not carried or len(self.places) < _FIRST:
-            return len(self.places) < _PLACES
-        if len(self._copied) == _SEEN:
-            self._copied.clear()
-        copies = self._copied[address] = self._copied.get(address, 0) + 1
-        return copies > _OFTEN and len(self.places) < _PLACES
-
     def direct(
         self,
         turn: Turn,
@@ -143,6 +133,7 @@ class Replays:
         place: Hashable,
         template: ResultTemplate | None,
         library: str,
+        copier: Copier,
     ) -> Direct | None:
         """What compiled code does to launch such a call, for a given result or a new one.
 
@@ -166,21 +157,29 @@ class Replays:
         if version != (stream, self.version):
             return None
 
-        def bind(new: Any) -> Steps | list[Step] | None:
+        def steps(same: Replay, copy: Copy | None) -> Steps:
+            check = () if same.check is None else (same.check,)
+            return (*check, partial(lane.launch, same.graph, copy, stream))
+
+        def bind(new: Any) -> Steps | None:
             same: Replay | None = launch
             copy = None
             if template is not None:
-                same = self.into(template.place(new), agreement, carried=room is not None)
+                same = self.into(template.place(new), agreement, carried=False)
                 if same is None and room is not None:
                     same, copy = self.places.find((room.address,)), template.copy(room, new)
             if same is None or same.agreement is not agreement or lane.version != self.version:
                 return None
-            check = () if same.check is None else (same.check,)
-            steps = (*check, partial(lane.launch, same.graph, copy, stream))
-            return steps if copy is None else [*steps]
+            return steps(same, copy)
 
+        home, compiled = None, library_named(library).is_read_by_compiled_code()
+        if template is not None and room is not None and compiled:
+            at_home = self.places.find((room.address,))
+            if at_home is not None and at_home.agreement is agreement:
+                nbytes = template.carried
+                home = Home(room, room.address, nbytes, steps(at_home, None), _OFTEN, copier)
         make = None if template is None else template.new
-        return Direct(memory=(facts, version), new=make, bind=bind)
+        return Direct(memory=(facts, version), new=make, bind=bind, home=home)
 
     def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
         """Whether they can be launched on `stream`, which must not be being captured."""

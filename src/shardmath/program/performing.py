@@ -108,8 +108,22 @@ class Turn:
         self.prepared: Any = None  # the performer's
 
 
-Step = Callable[[], object] | None
-Steps = tuple[Step, ...]
+Steps = tuple[Callable[[], object] | None, ...]  # see `Direct.bind`
+Copier = tuple[Any, ...] | Callable[[int, int, int], None] | None
+"""How compiled code copies memory: None on cores, on GPUs see `cuda.copies.copier`."""
+
+
+class Home(NamedTuple):
+    """So many bytes of `memory`, which `steps` write. Results at a place where others have not been
+    `often` are copied from there.
+    """
+
+    memory: Any
+    address: int
+    nbytes: int
+    steps: Steps
+    often: int
+    copier: Copier
 
 
 class Direct(NamedTuple):
@@ -124,9 +138,8 @@ class Direct(NamedTuple):
     receive   where the payloads of all ranks are put, or how they are summed into the result:
               (address of a function of sum.c, bytes, where they begin in each payload)
     bind      gives the steps after agreement that write a given result, where None stands for a
-              barrier, in a list if they are for this result alone, and not for all at its place; it
-              gives None if the driver has to make this call
-    home      (memory, steps that write to it): at a new place, a result is copied from there
+              barrier; it gives None if the driver has to make this call
+    home      memory from which a result at a new place is copied
     """
 
     before: tuple[Callable[[], object], ...] = ()
@@ -135,8 +148,8 @@ class Direct(NamedTuple):
     payload: memoryview | Callable[[], bytes] | None = None
     new: Callable[[], Any] | None = None
     result: int = 0
-    bind: Callable[[Any], Steps | list[Step] | None] | None = None
-    home: tuple[memoryview, Steps] | None = None
+    bind: Callable[[Any], Steps | None] | None = None
+    home: Home | None = None
     receive: memoryview | tuple[int, int, int] | None = None
 
 
@@ -185,6 +198,11 @@ class Performer(Protocol):
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy so much memory where this rank computes, before what is performed next. Local."""
+        ...
+
+    @property
+    def copier(self) -> Copier:
+        """How compiled code does what `copy` does."""
         ...
 
     def release(self) -> None:
