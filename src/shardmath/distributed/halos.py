@@ -16,13 +16,14 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts
-from shardmath.distributed.movement import Rearrangement, end_explanation, within
+from shardmath.distributed.movement import Rearrangement, end_explanation
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Move, Spans, Traffic, moves
 from shardmath.geometry.integers import integers
@@ -66,7 +67,8 @@ def halo(
     rim = raising_on_all_ranks(x.context, "halo", lambda: parts.full((), fill, x.local))
     words = (x.layout.global_shape, x.layout.spans(x.context.rank), width, periodic)
     arguments = Arguments((x.local,), (out,), words, None, None)
-    wide = within(x.context, lambda: call(HALO, arguments))
+    with current.within(x.context):
+        wide = call(HALO, arguments)
     widths, wraps = _by_axis(width, periodic, x.ndim)
     for axis, spans in enumerate(x.layout.spans(x.context.rank)):
         if wraps[axis] and spans.block:

@@ -44,7 +44,6 @@ from shardmath.operators.redistribute.api import redistribute
 from shardmath.operators.redistribute.operation import Redistribution
 from shardmath.program.performing import Arguments, Names
 
-T = TypeVar("T")
 D = TypeVar("D", bound=Distributed)
 
 _MODES = ("forbid", "warn", "allow")
@@ -207,7 +206,8 @@ def rearranged(x: Distributed, layout: Layout, out: Any = None, purpose: str = "
         return zeros
     words = (layout.global_shape, x.layout.spans(rank), layout.spans(rank))
     arguments = Arguments((x.local,), (out,), words, None, None)
-    return within(x.context, lambda: call(REARRANGE, arguments))
+    with current.within(x.context):
+        return call(REARRANGE, arguments)
 
 
 @collective_call
@@ -223,7 +223,8 @@ def whole_on(x: Distributed, root: int | None) -> Any:
         return zeros
     words = (x.layout.global_shape, x.layout.spans(x.context.rank), root)
     arguments = Arguments((x.local,), (None,), words, None, None)
-    return within(x.context, lambda: call(WHOLE, arguments))
+    with current.within(x.context):
+        return call(WHOLE, arguments)
 
 
 def _whole_layout(shape: tuple[int, ...], size: int, root: int | None) -> Layout:
@@ -273,9 +274,8 @@ def redistributed(x: D, distribution: Distribution, *, out: Any = None, **words:
         zeros = in_place_of(lambda: f"to: {described(x, target)}", x, target)
         return x.like(zeros, unbound(distribution), target)
     into = None if out is None else out.local
-    local = within(  # raises on all ranks what is wrong on one
-        x.context, lambda: redistribute(x.local, x.distribution, distribution, out=into, **words)
-    )
+    with current.within(x.context):  # raises on all ranks what is wrong on one
+        local = redistribute(x.local, x.distribution, distribution, out=into, **words)
     if out is not None:
         made: D = out
         return made
@@ -287,14 +287,6 @@ def require_root(root: Any, size: int) -> None:
     """Raise ValueError unless `root` is None or a rank."""
     if root is not None and not (type(root) is int and 0 <= root < size):
         raise ValueError(f"root must be None or a rank below {size}, not {root!r}")
-
-
-def within(context: DistributedContext, function: Callable[[], T]) -> T:
-    """`function()` with `context` as the current one."""
-    if current.get() is context:
-        return function()
-    with context:
-        return function()
 
 
 def brought(x: Distributed, layout: Layout, purpose: str) -> Any:

@@ -30,7 +30,7 @@ from shardmath.distributed.manipulation import (
     permute_dims,
     reshape,
 )
-from shardmath.distributed.movement import brought, explanation, in_place_of, within
+from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans, unbound
 from shardmath.operators.matmul.forms import matmul as product_of_parts
@@ -151,7 +151,8 @@ def product(
         zeros = in_place_of(lambda: f"matmul: {a.layout} @ {b.layout} -> {layout}", a, layout)
         return a.like(zeros, distribution, layout)
     words["distributions"] = distributions
-    made = within(a.context, lambda: product_of_parts(*locals_, **words))
+    with current.within(a.context):
+        made = product_of_parts(*locals_, **words)
     if isinstance(made, tuple):
         made, outputs = made
         return a.like(made, distribution, layout), outputs

@@ -24,6 +24,7 @@ from numpy.linalg import LinAlgError
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
+from shardmath.base import current
 from shardmath.base.caller import caller_place
 from shardmath.base.collective_call import collective_call
 from shardmath.call.driver import Driver
@@ -31,7 +32,7 @@ from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.given_parts import of_parts_too
 from shardmath.distributed.manipulation import concat, of_one_type, tril, triu
-from shardmath.distributed.movement import end_explanation, within
+from shardmath.distributed.movement import end_explanation
 from shardmath.distributed.norms import diagonal, vector_norm
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
@@ -298,7 +299,8 @@ def _minus_product(c: Any, a: Any, x: Any) -> Any:
     """C - A X, split by rows. Collective."""
     how = [a.distribution, _ROWS, _ROWS]
     words: dict[str, Any] = {"distributions": how, "alpha": -1, "beta": 1}
-    local = within(c.context, lambda: product_of_parts(a.local, x.local, c.local, **words))
+    with current.within(c.context):
+        local = product_of_parts(a.local, x.local, c.local, **words)
     return c.like(local, c.distribution, c.layout)
 
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardmath.base import current
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distributed import dense, parts
-from shardmath.distributed.movement import part_in, within
+from shardmath.distributed.movement import part_in
 from shardmath.distributed.parts import squares
 from shardmath.distributed.products import matmul
 from shardmath.distributed.qr import alike, factorised, factors_of
@@ -236,7 +237,8 @@ def _by_cholesky(x: Any, weight: float) -> Any:
     """Solve (1 + weight x^2) y = x. Collective."""
     square = _with_diagonal(_in_rows(x, matmul(x, x)) * weight, 1.0)
     words: Any = {"distributions": [_ROWS] * 3, "assume_a": "pos", "check_finite": False}
-    return x.with_part(within(x.context, lambda: api.solve(square.local, x.local, **words)))
+    with current.within(x.context):
+        return x.with_part(api.solve(square.local, x.local, **words))
 
 
 def _lacks_cholesky(x: Any) -> bool:

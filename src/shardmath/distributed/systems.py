@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.base import current
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import Driver
 from shardmath.distributed import dense
 from shardmath.distributed.decompositions import of_square_stacks, replicated
 from shardmath.distributed.elementwise import all_distributed
 from shardmath.distributed.manipulation import broadcast_to, of_one_type
-from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of, within
+from shardmath.distributed.movement import agreed_layout, end_explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.factorisations import api
 from shardmath.factorisations.cholesky import CHOLESKY, SOLVE_POSITIVE_DEFINITE
@@ -85,7 +86,8 @@ def _of_one(function: Callable[..., Any], x: Any, **words: Any) -> list[Any]:
     require_matrix("x", x.shape)
     (a,) = of_one_type([x], inexact=True)
     end_explanation(lambda: _explained(function, [a], a.layout, words))
-    made = within(a.context, lambda: function(a.local, distributions=a.distribution, **words))
+    with current.within(a.context):
+        made = function(a.local, distributions=a.distribution, **words)
     return [
         replicated(a, np.asarray(one)) for one in (made if isinstance(made, tuple) else (made,))
     ]
@@ -114,7 +116,8 @@ def _like_last(
     local = in_place_of(lambda: _explained(function, arrays, layout, words), last, layout)
     if local is None:
         words["distributions"] = [*(x.distribution for x in arrays), target]
-        local = within(context, lambda: function(*(x.local for x in arrays), *more, **words))
+        with current.within(context):
+            local = function(*(x.local for x in arrays), *more, **words)
     first, *others = local if isinstance(local, tuple) else (local,)
     results = [last.like(first, unbound(target), layout)]
     results += map(last.everywhere, others)

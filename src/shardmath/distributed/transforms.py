@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.base import current
 from shardmath.distributed import parts
 from shardmath.distributed.manipulation import pad, roll
-from shardmath.distributed.movement import agreed_layout, end_explanation, within
+from shardmath.distributed.movement import agreed_layout, end_explanation
 from shardmath.distributed.reductions import axes_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Slab, unbound
@@ -219,10 +220,8 @@ def transform(
         target = Slab(0) if changes and x.distribution.per_rank else x.distribution
     pair, into = (x.distribution, target), None if out is None else out.local
     end_explanation(lambda: f"{function.__name__} of {x.layout}, along axes {axes}, to {target}")
-    local = within(
-        x.context,
-        lambda: function(x.local, distribution=pair, axes=axes, options=known, out=into, **words),
-    )
+    with current.within(x.context):
+        local = function(x.local, distribution=pair, axes=axes, options=known, out=into, **words)
     if out is not None:
         made: Distributed = out
         return made
