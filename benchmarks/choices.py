@@ -13,7 +13,6 @@ the same cores disturb least; on GPUs it is the median of graphs of calls.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -142,13 +141,13 @@ def compared(case: Case, machine: Machine) -> dict[str, tuple[str, float]]:
 
 def row(case: Case, machine: Machine, times: dict[str, float]) -> dict[str, Any]:
     """What is kept of a case; `times` are seconds by label."""
-    (label, (name, seconds)), *others = compared(case, machine).items()
+    found = compared(case, machine)
     strategies = [
         {"strategy": name, "us": round(times[label] * 1e6, 1), "predicted us": round(s * 1e6, 1)}
-        for label, (name, s) in [(label, (name, seconds)), *others]
+        for label, (name, s) in found.items()
     ]
-    fastest = min((times[other] for other, _ in others), default=math.nan)
-    ratio = round(fastest / times[label], 2) if others else None
+    choice, *others = found
+    ratio = round(min(map(times.get, others)) / times[choice], 2) if others else None
     return {"case": str(case), "strategies": strategies, "ratio": ratio}
 
 

@@ -49,34 +49,33 @@ class Transform:
     shape: tuple[int, ...]
     distributions: tuple[Distribution, Distribution]
     dtype: str = "complex128"
+    noun = "FFT"
 
-    def operator(self, context: DistributedContext) -> FFT:
-        """A transform of a random operand."""
+    def operator(self, context: DistributedContext) -> FFT | Redistribute:
+        """An operator for a random operand."""
         operand = filled(context, self.distributions[0], self.shape, self.dtype)
+        return self.planned(operand)
+
+    def planned(self, operand: Any) -> FFT | Redistribute:
         return FFT(operand, distribution=self.distributions)
 
     def __str__(self) -> str:
-        return f"FFT {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
+        shape = " x ".join(map(str, self.shape))
+        return f"{self.noun} {shape} {self.dtype}, {letters_of(self.distributions)}"
 
 
 @dataclass(frozen=True)
-class Moving:
+class Moving(Transform):
     """A redistribution of an array of this shape."""
 
-    shape: tuple[int, ...]
-    distributions: tuple[Distribution, Distribution]
     dtype: str = "float64"
+    noun = "redistribute"
 
-    def operator(self, context: DistributedContext) -> Redistribute:
-        """A redistribution of a random operand."""
-        operand = filled(context, self.distributions[0], self.shape, self.dtype)
+    def planned(self, operand: Any) -> Redistribute:
         return Redistribute(operand, *self.distributions)
 
-    def __str__(self) -> str:
-        return f"redistribute {by(self.shape)} {self.dtype}, {letters_of(self.distributions)}"
 
-
-Case = Product | Transform | Moving
+Case = Product | Transform
 
 CASES: tuple[Case, ...] = (
     # Matrix times vector: a rank reads 9, 34 and 134 MB.
@@ -117,10 +116,6 @@ CASES: tuple[Case, ...] = (
     Moving((1024, 1024), (X, Y)),
     Moving((2048, 2048), (X, R)),
 )
-
-
-def by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def measure(context: DistributedContext) -> list[dict[str, Any]]:

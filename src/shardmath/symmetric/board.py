@@ -469,14 +469,9 @@ class Board:
         An exception that leaves the call from now on fails the board. Raises RankFailure where the
         board has failed before.
         """
-        call = this_thread.call
-        if call is not self.call:
-            if not self._lock.acquire(blocking=False):
-                raise self._second_thread(operation)
-            try:
-                self._enter(call, operation)
-            finally:
-                self._lock.release()
+        if this_thread.call is not self.call:
+            self.begin(operation)
+            self.end()
         if self.failure is not None:
             self._require_usable()
 
