@@ -254,7 +254,7 @@ def described_bytes(address: int, nbytes: int) -> dict[str, Any]:
 
 
 class _HostMemory:
-    """An object of which NumPy makes an array. The array keeps it alive, and so its memory."""
+    """An object that NumPy makes an array of. The array keeps it alive, and so its memory."""
 
     __slots__ = ("__array_interface__", "keep")
 

@@ -224,7 +224,7 @@ def _saved(ctx: Any) -> Sequence[Any]:
 
 
 def _tangent(ctx: Any, tangents: Sequence[Any]) -> Any:
-    """The derivative of the result along these of the operands, of which some may be None."""
+    """The derivative of the result along the tangents of the operands; some may be None."""
     call: Call = ctx.call
     if call.adjoint is not None:
         given = call.text, call.counts, ctx.result[0], call.context

@@ -114,8 +114,8 @@ def _words_of_adjoint(words: Words, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _global_shape(distribution: Distribution, part: Sequence[Any]) -> tuple[int, ...]:
-    """The global shape of an array of which ranks have parts of such shapes. Collective if not
-    bound.
+    """The global shape of an array, given the shape of this rank's part. Collective unless the
+    distribution is bound.
     """
     if distribution.binding is not None:
         return distribution.binding.global_shape

@@ -3,7 +3,7 @@
 `dataclass` writes and compiles the source of the methods of each class when it is defined. That
 takes a millisecond for a class, and a hundred are defined before the first call ends. Here the
 methods are written once. Dataclasses remain for options, for mutable objects and for those that
-geometry makes by the thousand. Other classes of which users make objects write an `__init__`, which
+geometry makes by the thousand. Other classes that users instantiate write an `__init__`, which
 shows its arguments.
 """
 

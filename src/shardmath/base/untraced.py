@@ -123,8 +123,8 @@ def function_of_dtensors(function: Callable[..., Any]) -> Callable[..., Any] | N
 
 
 def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
-    """A wrapper of the public function `call` for arrays of class `kind`, of a library of which the
-    package knows only that it speaks DLPack; None where the package knows the class.
+    """A wrapper of the public function `call` for arrays of class `kind`, which the package does
+    not know and takes by DLPack; None where the package knows the class.
     """
     above: Any = importlib.import_module("shardmath.interchange.calls")
     found: Callable[..., Any] | None = above.with_arrays_of(call, kind)
@@ -132,7 +132,7 @@ def function_of_foreign(call: Callable[..., Any], kind: type) -> Callable[..., A
 
 
 def traced_as(name: str, call: Call) -> Call:
-    """`call`, in place of which torch's compiler traces the operator `name`."""
+    """`call`, for which torch's compiler traces the operator `name` instead."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         load_operators()

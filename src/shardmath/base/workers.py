@@ -1,9 +1,9 @@
 """Threads that perform tasks, and how to wait for them, in programs that signals interrupt.
 
 An exception may strike the thread that hands over a task, or waits for one, at any place. In
-`concurrent.futures` and `queue` it can leave a lock of theirs held, and the next task would wait
-for ever. Here a task is handed over in one call of C, and ends with a lock that is never needed
-again: whoever waits looks at the task itself, now and then even if nobody wakes it.
+`concurrent.futures` and `queue` it can leave a lock held, and the next task would wait forever.
+Here a task is handed over in one call of C, and ends with a lock that is never needed again:
+whoever waits looks at the task itself, now and then even if nobody wakes it.
 """
 
 from __future__ import annotations

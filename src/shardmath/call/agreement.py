@@ -73,7 +73,7 @@ Own = TypeVar("Own", bound=Described)
 class Agreement(Generic[Plan]):
     """The plan of a call, and the notes of all ranks.
 
-    Calls in which every rank sends the same but for payloads get the same object, by which a rank
+    Calls in which every rank sends the same, apart from payloads, get the same object. By it a rank
     finds what it has prepared for such calls.
     """
 

@@ -24,8 +24,8 @@ from shardmath.cuda.kernel import Argument, ReadyLaunch
 
 _HEAD_WORDS = 4  # the struct Head of experts.cu, each in a packet
 _CHUNK_WORDS = 4  # and its Chunk
-_PLAN_WORDS = 6  # of its Plan, but for what it has of each rank
-_PLAN_ARRAYS = 2  # of the ranks
+_PLAN_WORDS = 6  # of its Plan, without the arrays
+_PLAN_ARRAYS = 2  # of its Plan, with a word for each rank
 # At most half of the threads and registers of each multiprocessor: the blocks wait for peers, and
 # kernels of another context may have to run meanwhile.
 _THREADS, _BLOCKS_EACH = 256, 2
@@ -36,7 +36,7 @@ _NAME = "shardmath.cuda._launch"
 
 
 class RowExchange(NamedTuple):
-    """One rank's part of an exchange, but for the addresses of what it sends.
+    """One rank's part of an exchange, without the addresses of what it sends.
 
     `targets` are the addresses, on its GPU, of the results of all ranks; this rank's has `room`
     rows, of `width` bytes each, and its input has `rows`. The counts are int64, and where they have
@@ -114,7 +114,7 @@ class Experts:
 
 
 class RowLaunch:
-    """Exchanges that are alike but for the addresses of what is sent and told.
+    """Exchanges that differ only in the addresses of what is sent and told.
 
     `place` is where the kernel's argument has the addresses of counts, starts, `told` and input;
     the starts lie so many bytes `behind` the counts, or nowhere. Made by `Experts.prepare`.
@@ -154,8 +154,8 @@ class RowLaunch:
             require_success("cuLaunchKernel", status)
 
     def put_on(self, stream: int, source: int, counts: int, told: int) -> None:
-        """Put an exchange on `stream`, given the addresses of rows, of counts, and of room for what
-        the counts are of the rows that come, and where these begin.
+        """Put an exchange on `stream`, given the addresses of the rows, of their counts, and of
+        room for the counts and the starts of the rows that arrive.
         """
         starts = 0 if self._behind is None else counts + self._behind
         argument = bytearray(self._ready.parts[3])
@@ -190,7 +190,7 @@ def _table_bytes(size: int, chunks: int) -> int:
 
 
 def _plan_words(size: int, chunks: int) -> int:
-    """The words of the plan, and of what may not fit in shared memory."""
+    """The words of the plan and of all that may not fit in shared memory."""
     groups = size * max(size, chunks // size)
     room = 2 * groups + chunks + size * (_HEAD_WORDS + chunks)
     return _PLAN_WORDS + _PLAN_ARRAYS * size + _CHUNK_WORDS * chunks + room

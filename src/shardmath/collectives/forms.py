@@ -81,7 +81,7 @@ class Form:
 
 
 class OwnCount(Form):
-    """A reduction that is scattered: how many indices a rank receives is its own."""
+    """A reduction that is scattered: each rank has its own count of indices to receive."""
 
     counted = True
 
@@ -164,7 +164,7 @@ class Gathered(Form):
 
 
 class Scattered(Gathered):
-    """An all_to_all: each rank has its own counts of what it sends, and of what it expects."""
+    """An all_to_all: each rank has its own counts of what it sends and what it expects."""
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
         return (*super().whole(common, words), tuple(words), None)
@@ -199,7 +199,7 @@ class Scattered(Gathered):
 
 
 class Received(Gathered):
-    """An all_to_all of which a rank knows what it receives of each, and not what it sends."""
+    """An all_to_all in which a rank knows what it receives from each rank, not what it sends."""
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
         kind, dtype, others, axis = common

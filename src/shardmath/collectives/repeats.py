@@ -185,7 +185,7 @@ class Repeats:
         return None if entry is None else self._made(key, entry, x, out, sent, expected)
 
     def _named(self, call: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A call by the name that ranks compare, which says of which operands derivatives are."""
+        """The call, with the name that ranks compare: it tells which operands have derivatives."""
         context = self._context()
         if context is None or not context.derivatives:
             return call

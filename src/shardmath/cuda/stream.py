@@ -54,9 +54,9 @@ def capturing(stream: int) -> bool:
 def any_capturing(device: Device) -> bool:
     """Whether a stream is being captured, as far as that can be found out.
 
-    Looked at are one of our own graphs, the stream that was given to the operation under way, the
-    current streams of array libraries, and the default stream, of which the driver reports an error
-    while a stream that waits for it is being captured.
+    This looks at our own graphs, at the stream that was given to the operation under way, at the
+    current streams of array libraries, and at the default stream: the driver reports an error for
+    that while a stream that waits for it is being captured.
     """
     if device.captures:
         return True

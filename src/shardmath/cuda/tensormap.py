@@ -13,7 +13,7 @@ from shardmath.arrays import dtypes
 from shardmath.cuda.driver import bindings, call
 
 NBYTES = 128
-ALIGNMENT = 16  # of the matrix's address, and of the bytes from one row to the next
+ALIGNMENT = 16  # of the matrix's address and of its row pitch, in bytes
 BOX_BYTES = 128  # of a row of a box
 
 

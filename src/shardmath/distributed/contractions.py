@@ -67,7 +67,7 @@ def einsum(subscripts: str, *operands: Any, optimize: Any = True) -> Any:
 
 
 def _read(subscripts: str, axes: Sequence[int]) -> tuple[list[Letters], Letters]:
-    """The letters of each operand, whose numbers of axes are `axes`, and of the result."""
+    """The letters of each operand and of the result. `axes` are the operands' numbers of axes."""
     given, arrow, said = subscripts.replace(" ", "").partition("->")
     texts = given.split(",")
     if len(texts) != len(axes):
@@ -188,6 +188,6 @@ def _combined(one: Term, two: Term, needed: Collection[str]) -> Term:
 
 
 def _spread(letters: Letters, x: Any, every: Letters) -> Any:
-    """The operand with an axis for every letter, of one element for those that it lacks."""
+    """The operand with an axis for every letter; those that it lacked have one element."""
     ordered = permute_dims(x, [letters.index(letter) for letter in every if letter in letters])
     return ordered[tuple(slice(None) if letter in letters else None for letter in every)]

@@ -68,8 +68,8 @@ def _comparison(function: _Function, *, of_others: bool) -> Any:
 
 
 def _operators(function: _Function, in_place: _Function) -> Any:
-    """The methods of an operator, of the operator with its operands exchanged, and of the operator
-    in place, such as __add__, __radd__ and __iadd__.
+    """The methods of an operator: plain, with its operands exchanged, and in place; for example
+    __add__, __radd__ and __iadd__.
     """
 
     def reflected(self: Any, other: Any) -> Any:
@@ -91,7 +91,7 @@ def _operators(function: _Function, in_place: _Function) -> Any:
 
 
 class DistributedArray(Distributed):
-    """An array of which every rank has a part.
+    """An array that is split over the ranks: each has a part.
 
         x = shardmath.array(part, Slab.X)       # from parts; see also zeros, from_global, ...
         y = np.sin(x) + 2 * x                   # part by part

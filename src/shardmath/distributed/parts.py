@@ -322,7 +322,7 @@ def sum_of_squares(x: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _type_kept(x: Any, name: str) -> Any:
-    """A tensor of which no axis is reduced, in the type that the reduction has."""
+    """A tensor without any reduced axis, in the type of the reduction's result."""
     if name in ("any", "all"):
         return x.bool()
     is_narrow = name in ("sum", "prod") and not (x.is_floating_point() or x.is_complex())

@@ -2,8 +2,8 @@
 
 Along an axis that every rank has whole each rank works by itself; arrays of several axes are moved
 to such a layout, and back. A line is sorted by samples: each rank sorts its part, all agree on
-bounds from a few elements of each, send every element to the rank within whose bounds it lies, and
-sort again.
+bounds that they take from a few elements of each part, every element goes to the rank whose bounds
+enclose it, and the ranks sort again.
 
     rank 0   3 1 2 9    sorted   1 2 3 | 9      bounds: 4     1 2 2 3 3
     rank 1   7 2 8 3             2 3 | 7 8      ------->      7 8 9

@@ -37,7 +37,7 @@ LEAF = 2_048  # orders up to which every rank decomposes a block
 
 _ROWS = Slab(0)
 _BY_QR = 100  # weights above which a step is a QR factorisation: Cholesky would lose digits
-_STEPS = 12  # of the iteration, of which 6 or 7 are enough in double precision
+_STEPS = 12  # of the iteration at most: 6 or 7 are enough in double precision
 _LEVELS = 4  # more than halving a matrix would need
 _DIVISION = 50  # operations of a division, in units of n^3
 
@@ -100,8 +100,8 @@ def eigh(a: Any, triangle: str, *, vectors: bool) -> tuple[Any, ...]:
     """The eigenvalues, ascending and on every rank, and with `vectors` the eigenvectors, split as
     the matrix. Collective.
 
-    The matrix has finite elements of a type that LAPACK has, of which this triangle is read. Blocks
-    up to the order LEAF, and those that cannot be divided, are decomposed on every rank.
+    The matrix has finite elements of a type that LAPACK has; only this triangle is read. Blocks up
+    to the order LEAF, and those that cannot be divided, are decomposed on every rank.
     """
     own = part_in(a, Layout.slab(a.shape, a.context.size, axis=0))
     rows = _from_triangle(_in_rows(a, dense.workable(own)), triangle)
@@ -153,7 +153,7 @@ class _Division:
 
     def _halves(self, a: Any, shift: float) -> list[tuple[Any, Any]] | None:
         """Bases of the eigenvectors on the two sides of a shift, and the blocks of `a` for them;
-        None where no eigenvalue is on one side, or one is so near that the sides are not apart.
+        None where one side has no eigenvalue, or an eigenvalue is too near to separate the sides.
         """
         order = a.shape[0]
         sign = _sign(_with_diagonal(a, -shift))
@@ -257,7 +257,7 @@ def _in_rows(a: Any, x: Any, columns: int | None = None) -> Any:
 
 
 def _from_triangle(x: Any, triangle: str) -> Any:
-    """The Hermitian matrix of which this triangle is given."""
+    """The Hermitian matrix with this triangle."""
     own, all_ = _own_diagonal(x)[1][:, None], parts.converted(np.arange(x.shape[0]), x.local)
     is_given = own > all_ if triangle == "L" else own < all_
     strict = x.with_part(parts.chosen(is_given, x.local, x.local * 0))

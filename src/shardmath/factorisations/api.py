@@ -28,7 +28,7 @@ from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.local.lapack import Precision
 from shardmath.program.performing import Arguments
 
-Distributions = Any  # of the operands, and of the result where that has another
+Distributions = Any  # of the operands, and of the result where it differs
 Options = FactorisationOptions | dict[str, Any] | None
 
 _NOT_FINITE = {NOT_FINITE_A: "a", NOT_FINITE_B: "b"}
@@ -106,7 +106,7 @@ def lu_factor(
     `lu` is this rank's part of one matrix with U, and with L below its diagonal of ones. Every rank
     has all pivots, int32: row i was exchanged with row pivots[i], in that order. The factors of a
     singular matrix are returned, too; `lu_solve` raises for them. Arguments and errors as
-    `cholesky`, but for minors. Source: scipy.linalg.lu_factor.
+    `cholesky`, except for minors. Source: scipy.linalg.lu_factor.
     """
     operation = _in_precision("lu_factor", LU_FACTORS, precision)
     lu, pivots, fault = _called(operation, (a,), distributions, (bool(check_finite),), options)

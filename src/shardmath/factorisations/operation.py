@@ -33,7 +33,7 @@ from shardmath.operators.layouts import (
 from shardmath.program.performing import Names, Performer
 from shardmath.program.steps import Arrive, Program
 
-_SINGLE = ("float32", "complex64")  # the types of which products have lower precisions
+_SINGLE = ("float32", "complex64")  # types whose products can have a lower precision
 _SHOWN = 40  # steps, in an explanation
 
 
@@ -43,8 +43,8 @@ class Factorisation:
     Words are the distributions of operands and of the result, and flags: the arguments of `built`
     after the first, and whether operands are checked for NaN and infinity. The operands are a
     matrix, in some operations one more with as many rows, which has the shape of the result, and
-    `pivots`, which every rank has whole. `precision` is that of the products of which most of the
-    work consists.
+    `pivots`, which every rank has whole. `precision` is that of the products, which are most of the
+    work.
     """
 
     names: Names

@@ -59,7 +59,7 @@ STATUS = "status"
 
 
 class PanelSteps:
-    """Puts the steps of one rank together: of the columns of `a`, and of right-hand sides `b`.
+    """Puts one rank's steps together: those of the columns of `a` and of right-hand sides `b`.
 
     A subclass for each factorisation says how a panel is factorised, and what it does to the
     columns behind. `precision` is that of the products that bring columns up to date.
@@ -98,7 +98,7 @@ class PanelSteps:
             self.steps.append(CheckFinite(buffer, STATUS, code))
 
     def bring_right_sides(self, shape: tuple[int, ...]) -> None:
-        """Make room for right-hand sides of that shape, of which each rank has an even part."""
+        """Make room for right-hand sides of that shape, split evenly over the ranks."""
         size = self.blocks.size
         if len(shape) == 1:
             layout = Layout.on_one_rank(shape, size, rank=0)

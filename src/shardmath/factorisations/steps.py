@@ -86,8 +86,8 @@ class CopyDiagonal(Step, words="copy the diagonal of {block} to {target}"):
 
 
 class FactoriseCholesky(Step, words="factorise {panel}, without pivots"):
-    """The Cholesky factor of a panel: of the block on the diagonal, at the top, whose first row is
-    `first` of the matrix, and of what is below.
+    """The Cholesky factor of a panel: of the diagonal block at its top, which begins in row `first`
+    of the matrix, and of the rows below.
     """
 
     panel: Cut

@@ -142,7 +142,7 @@ class Spans:
 
     @property
     def count(self) -> int:
-        """How many blocks there are, the last of which may be short."""
+        """The number of blocks. The last one may be short."""
         if self.period == 0:
             return 1 if self.block else 0
         return -((self.start - self.stop) // self.period)

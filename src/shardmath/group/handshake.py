@@ -63,7 +63,7 @@ def answer(key: bytes, expects: Callable[[int], bool], heard: set[bytes]) -> Sid
     """The side of the listener with `key`. It returns the rank of the caller.
 
     `expects(rank)` says whether the caller can be that rank. `heard` collects the nonces of first
-    words, each of which counts once: who repeats a rank's is a stranger at once.
+    words, each of which counts once: a caller that repeats one is a stranger at once.
     """
     said = yield b"", _HELLO.size
     magic, rank, nonce, proof = _HELLO.unpack(said)
@@ -97,7 +97,7 @@ class Conversation:
         self._wanted = 0
 
     def go_on(self) -> None:
-        """Begin, or read what has come, no more than is waited for, and answer.
+        """Begin; or read what has come, up to the bytes that are awaited, and answer.
 
         Raises Stranger, or OSError when the connection has ended.
         """

@@ -59,8 +59,8 @@ class Place(Immutable):
 class Call(Immutable):
     """Whom to call: the places where it may listen, and the key that it has handed out.
 
-    `reasons` say why there are no more places. A `patient` call goes on where nobody listens yet,
-    or somebody else does.
+    `reasons` say why there are no other places. A `patient` call keeps trying while nobody, or
+    somebody else, listens there.
     """
 
     places: Sequence[Place]
@@ -421,7 +421,7 @@ class _Meeting:
             self._left[peer] = time.monotonic() + _FAREWELL
 
     def _close(self, connection: socket.socket) -> None:
-        with suppress(KeyError):  # what has been heard already is looked at no more
+        with suppress(KeyError):  # it is not registered once it has been heard
             self._selector.unregister(connection)
         connection.close()
 

@@ -96,7 +96,7 @@ class Replays:
         launch: Replay,
         elsewhere: Elsewhere | None,
     ) -> None:
-        """Let calls of which this is `known` find the launch."""
+        """Let later calls that are `known` by this object find the launch."""
         kept: Replays | None = known.repeats
         if kept is None or kept.facts != facts or kept.version != launch.lane.version:
             kept = known.repeats = cls(launch.lane, facts, results, elsewhere)

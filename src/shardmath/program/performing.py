@@ -191,8 +191,8 @@ class Performer(Protocol):
         ...
 
     def most_copied(self, spec: ArraySpec) -> int:
-        """The most bytes of a call's operands, of which the first is like this, that are worth
-        copying so that a known call is repeated; 0 where copies cannot stand in for them. Local.
+        """The most bytes of operands that are worth copying so that a known call can be repeated;
+        0 where copies cannot stand in for them. `spec` is that of the first operand. Local.
         """
         ...
 

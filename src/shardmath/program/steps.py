@@ -155,7 +155,7 @@ class Axpby(Step):
 class Finish(Step):
     """The epilog of a product: it turns sums in `source` into elements of `target`, rounded once.
 
-    `inputs` are the names of the epilog's inputs, and of the buffers that they are in. `outputs`
+    `inputs` are names of the epilog's inputs, which are also the names of their buffers. `outputs`
     are pairs (name of the output, its buffer), and `extras` is the dtype of these buffers.
     """
 
@@ -352,7 +352,7 @@ def buffers_of(step: object) -> set[str]:
 
 
 class SplitArray(Immutable):
-    """An array of which every rank has a part: how it is split, its dtype, and its memory order.
+    """A distributed array: how it is split, its dtype, and its memory order.
 
     With `like`, names of operands, it is in column-major order if all of those are. Buffers of the
     same `memory` lie in the same place, and are used one after the other.

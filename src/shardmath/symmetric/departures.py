@@ -46,9 +46,9 @@ PERIOD = 0.1  # seconds from one look at the boards to the next
 class Departures:
     """The ranks of one group that have gone, as this rank's kernels see them.
 
-    `words[rank]` is not 0 once nothing more comes from that rank; the last of `words` is the mark
-    that this rank's own kernels have ended. `set_mark()` has the GPU set it behind all that it was
-    asked to do, and returns False where the GPU cannot be asked now.
+    `words[rank]` becomes nonzero once that rank sends nothing more; the last of `words` is the mark
+    that this rank's own kernels have ended. `set_mark()` makes the GPU set it after everything that
+    is queued there, and returns False where the GPU cannot be asked now.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Departures:
         self._gave_up = weakly_or(False, gave_up)
 
     def gone(self) -> list[int]:
-        """The ranks for which kernels wait no more."""
+        """The ranks that kernels no longer wait for."""
         return [rank for rank in range(self.board.size) if self._words[rank]]
 
     def end_all(self) -> None:

@@ -47,7 +47,7 @@ class Groups:
         return {group for group, ended in tuple(self._left) if ended()} if self._left else set()
 
     def forget(self, groups: Collection[int]) -> None:
-        """Drop what is kept for groups that have ended, and watch them no more."""
+        """Drop what is kept for groups that have ended, and stop watching them."""
         for group in groups:
             self._watched.pop(group, None)
             self._anywhere.pop(group, None)
@@ -56,7 +56,7 @@ class Groups:
                 self._left.remove(left)
 
     def forget_all(self) -> None:
-        """Drop what is kept for any group: the heap is used no more."""
+        """Drop what is kept for any group: the heap is no longer used."""
         self._watched.clear()
         self._anywhere.clear()
 

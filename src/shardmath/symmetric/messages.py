@@ -156,7 +156,7 @@ class RankNames:
         return RankFailure(f"{self.where()}: {reasons}; {AFTER_FAILURE}", ranks)
 
     def note(self, error: Exception) -> None:
-        """Add to an error that all ranks raise a note of where this one is, and of all names."""
+        """Add a note to an error that all ranks raise: where this rank is, and all ranks' names."""
         if len(self._numbers) > 1:
             names = ", ".join(map(self.name, range(min(len(self._numbers), _NOTED))))
             more = (

@@ -133,7 +133,7 @@ class Peers:
 
     def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
         """The error where a late peer has published a round of exchange that this rank has not:
-        it waits for this rank in another operation, and both would wait for ever.
+        it waits for this rank in another operation, and both would wait forever.
         """
         mismatched = [r for r in late if self.is_ahead(r) or self._state(r) == MISMATCHED]
         if not mismatched:
@@ -174,7 +174,7 @@ class Peers:
     def silent_error(self, late: Sequence[int]) -> Exception | None:
         """As `ended_error`, where kernels have waited for these ranks.
 
-        A rank may send no more because another rank has ended, or before it says that it leaves.
+        A rank may stop sending because another rank has ended, or before it says that it leaves.
         """
         error, silent = self.ended_error(late), set(self.silent())
         known = [rank for rank in late if rank in silent]

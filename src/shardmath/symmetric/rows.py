@@ -47,8 +47,8 @@ EXCHANGE, BARRIER, STATE, RECOVERY, DECISION, KERNELS, REFUSED, BELL = range(8) 
 RUNNING, LEFT, FAILED, MISMATCHED = range(4)  # values of STATE
 GONE = 4  # is added to FAILED and to MISMATCHED
 SILENT, ENDED = 1, 2  # values of KERNELS
-WINDOW = 64  # calls of which a row lists the tags and the words
-MOST_WORDS = 16  # that are listed with a call
+WINDOW = 64  # a row lists tags and words of this many calls
+MOST_WORDS = 16  # words that are listed with a call
 WORD = 8  # bytes
 NAME_BYTES, REASON_BYTES, MAIL_BYTES = 64, 512, 4096
 # Where each begins in a row, in bytes.

@@ -50,7 +50,7 @@ _FAR_DOUBT = 0.05  # the same between hosts, there and back
 
 
 class WaitPolicy(Immutable):
-    """How long to wait: seconds until the timeout, until a notice on stderr, and of spinning."""
+    """Seconds to wait: until the timeout, until a notice on stderr, and spinning at first."""
 
     timeout: float
     notice: float

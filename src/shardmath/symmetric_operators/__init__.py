@@ -2,7 +2,7 @@
 
 torch defines these operators, and has kernels for GPUs only. `serve` adds kernels for CPU tensors,
 and shapes for torch's compiler where torch has none. Where a context computes on GPUs, `serve_gpus`
-puts ours in the place of torch's kernels there, which know nothing of our heap. A kernel is as
+replaces torch's kernels by ours, because torch's know nothing of our heap. A kernel is as
 collective as torch's, over the group that its `group_name` names.
 """
 
@@ -53,7 +53,7 @@ def serve(memset32: Callable[..., Any]) -> Any:
 
 @cache
 def serve_gpus(memset32: Callable[..., Any]) -> Any:
-    """Let our kernels take tensors on GPUs, too, but for the products: the Library of them."""
+    """Register our kernels, except for products, for tensors on GPUs, too: the Library of them."""
     library = torch.library.Library("symm_mem", "IMPL")
     kernels = _defined({**_written(memset32), **_EVERYWHERE})
     with warnings.catch_warnings():

@@ -5,11 +5,11 @@ Every rank has `experts` experts, and a part of the rows of each of all of them,
     rank-major    the experts of rank 0, one after the other, then those of rank 1 ...
     expert-major  the first expert of each rank, one rank after the other, then the second ...
 
-`all_to_all_vdev_2d` sends rank-major chunks to their experts, which have what came expert-major: of
-the first expert from rank 0, from rank 1 ...; `all_to_all_vdev_2d_offset` sends such chunks back to
-the ranks, which have them rank-major. On cores the ranks tell each other the counts, and copy by
-`all_to_all`; on GPUs kernels read them, see `shardmath.collectives.experts`.
-Source: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, of which offsets and padding are.
+`all_to_all_vdev_2d` sends rank-major chunks to their experts, where they arrive expert-major;
+`all_to_all_vdev_2d_offset` sends such chunks back to the ranks, where they are rank-major again. On
+cores the ranks tell each other the counts, and copy by `all_to_all`; on GPUs kernels read them, see
+`shardmath.collectives.experts`.
+Source: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, for offsets and padding.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def reduction(context: DistributedContext, reduce_op: str) -> str:
 def _one_shot_all_reduce(x: Any, reduce_op: str, group_name: str, out: Any = None) -> Any:
     context = context_of_group(group_name)
     if out is None and not x.is_contiguous():
-        out = torch.empty_like(x)  # with its strides, of which torch's compiler is told
+        out = torch.empty_like(x)  # torch's compiler expects the strides of x
     op, into = reduction(context, reduce_op), None if out is None else out.detach()
     made = all_reduce(x.detach(), op=op, out=into, context=context)
     return made if out is None else out

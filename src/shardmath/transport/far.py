@@ -132,7 +132,7 @@ def _outward() -> list[tuple[int, Any]]:
     loopback, those of its network devices; without any, loopback.
     """
     addresses: list[tuple[int, Any]] = []
-    with suppress(OSError):  # of which a BootstrapError is one: nobody says where they meet
+    with suppress(OSError):  # BootstrapError is an OSError: nobody says where they meet
         for family, where in resolved(*hub_of(environment())):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)

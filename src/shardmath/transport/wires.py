@@ -90,7 +90,7 @@ class Wires:
         self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}
         self._received: dict[int, bytearray] = {rank: bytearray() for rank in self._connections}
         self._queues: dict[int, deque[bytes]] = {rank: deque() for rank in self._connections}
-        self._waiting: set[int] = set()  # ranks whose connection takes no more for now
+        self._waiting: set[int] = set()  # ranks whose connection is full for now
         self._early: dict[tuple[bytes, int], list[tuple[int, int, bytes]]] = {}
         self._early_bytes = 0
         self._opened: dict[bytes, int] = {}  # the highest number opened of each name
@@ -99,7 +99,7 @@ class Wires:
         self._next_look = 0.0
         self._asked: dict[int, float] = {}  # since when a host has not answered
         self._busy = False  # the thread that holds the lock is in `_flush` or `_receive`
-        self._in_doubt: set[int] = set()  # ranks of which a system call is under way
+        self._in_doubt: set[int] = set()  # ranks to which a system call is under way
         self._ready = select.epoll()
         for descriptor in self._rank_of:
             self._ready.register(descriptor, select.EPOLLIN)
@@ -128,7 +128,7 @@ class Wires:
         return Channel(self, key, number, ranks)
 
     def forget(self, name: str) -> None:
-        """Close all channels of `name`, for ever."""
+        """Close all channels of `name` for good."""
         key = _key(name)
         self._opened[key] = _LAST
         for known in [known for known in list(self.channels) if known[0] == key]:

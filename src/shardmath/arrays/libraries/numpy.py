@@ -83,7 +83,7 @@ class NumPy(Library):
         return view
 
     def anchor(self, x: HostArray) -> int:
-        """Where the array starts of which `x` is a view, or a view of a view."""
+        """Where the array starts that `x` is a view of, directly or through other views."""
         while isinstance(x.base, np.ndarray):
             x = x.base
         return int(x.__array_interface__["data"][0])

@@ -27,7 +27,7 @@ _WORTH = 1 << 20  # multiplications from which oneDNN's product is twice as fast
 
 
 class Torch(Library):
-    """`torch.Tensor` and its subclasses, but for those that compute by `__torch_dispatch__`.
+    """`torch.Tensor` and its subclasses, except those that compute by `__torch_dispatch__`.
 
     Such a subclass (DTensor, FakeTensor, and so on) may lack the memory that it describes.
     """

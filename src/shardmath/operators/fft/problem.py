@@ -285,7 +285,7 @@ def _result_shape(
 def _result_of_adjoint(
     source: Layout, outputs: Sequence[Any], shapes: Sequence[Any], axes: Sequence[int], kind: Kind
 ) -> Layout:
-    """The layout that the operand of the transform had, of which this is the adjoint."""
+    """The layout of the operand of the transform whose adjoint this is."""
     target = infer_layout("the result's distribution", outputs, shapes)
     real, halved = (source, target) if kind in HALVING else (target, source)
     if _result_shape(real.global_shape, axes, "R2C", "") != halved.global_shape:

@@ -149,7 +149,7 @@ _MULTI_HOST: _BySize = ((64 << 20, Chunking((1, 1, 1), 2)),)
 def chunking_for(
     problem: Problem, *, two_exchanges: bool, multi_host: bool = False
 ) -> Chunking | None:
-    """The chunking for arrays of that size; None where they are so small that parts do not pay.
+    """The chunking for arrays of that size; None where they are too small for parts to pay.
 
     `two_exchanges`: another exchange follows the second transform.
     """

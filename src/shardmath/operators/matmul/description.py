@@ -81,7 +81,7 @@ class Description(NamedTuple):
     result: str
     epilog: int
     inputs: tuple[Any, ...]  # (name, (library and memory, dtype, shape, strides)) of epilog inputs
-    scales: tuple[Any, ...]  # the granularities that the scales of a, and of b, can mean
+    scales: tuple[Any, ...]  # the granularities that the scales of a and of b can mean
 
 
 def arguments_of(
@@ -190,7 +190,7 @@ def _readings(
     scales: Sequence[Given],
     result: str,
 ) -> tuple[Any, ...]:
-    """The granularities that this rank's scales of a, and of b, can mean. Raises ValueError or
+    """The granularities that this rank's scales of a and of b can mean. Raises ValueError or
     TypeError for scales that do not fit.
     """
     a, b, c = operands

@@ -139,7 +139,7 @@ class Redistribution:
         return SplitArray(problem.transfer.dst, problem.dtype, problem.order)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """A description of the moves, of the time predicted, and of the way between hosts."""
+        """The moves, the predicted time, and how data travels between hosts."""
         assert isinstance(problem.transfer, TransferPlan), "between layouts"
         milliseconds = problem.transfer.seconds(machine.rates) * 1e3
         text = (

@@ -115,8 +115,8 @@ class Products(GPUPerformer):
             collectives_of(self._context, lane)
 
     def _given(self, execution: Execution) -> Given:
-        """The arrays and numbers of an execution, by the names of programs. They keep no memory,
-        but for copies made for this execution alone.
+        """The arrays and numbers of an execution, by their names in programs. They keep no memory
+        alive, except for copies made for this execution alone.
 
         Raises HeapExhausted where algorithms are to be timed.
         """

@@ -125,7 +125,7 @@ class ProductLowering(ProgramBuilder):
         self.emit(Convert(part, copy))
 
     def _publish_c(self) -> bool:
-        """Copy C to where peers read it, if each rank has its own. Returns whether so."""
+        """Copy C to where peers read it, if each rank has its own C. Returns whether it has."""
         if not self.problem.sums_c or "c" not in self.arrays:
             return False
         given = self.addend or "c"

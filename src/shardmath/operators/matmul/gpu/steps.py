@@ -47,7 +47,7 @@ class ScaleOf(NamedTuple):
 class Gemm(Step):
     """target = F(alpha left right + beta addend), by cuBLASLt, where F is an epilog.
 
-    `alpha` is the product of the numbers of these names, and `beta` the number of that name, "" for
+    `alpha` are the names of the numbers whose product is alpha, `beta` is the name of beta, "" for
     1. `target` may be the addend. `scales` are those of eight-bit factors; `quantized` are the
     buffers of an eight-bit result's scale, and of the greatest absolute value before it is scaled.
     `spare` multiprocessors are left to what runs beside it.
