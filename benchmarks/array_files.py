@@ -27,13 +27,6 @@ RANKS, REPEATS, GOAL = 2, 5, 0.8
 SPLITS = {"slab X": Slab.X, "slab Y": Slab.Y}
 
 
-def main() -> None:
-    mib = argument(1, 1024)
-    with tempfile.TemporaryDirectory(dir=argument(2, ".")) as folder:
-        goal = {"save and load over NumPy's speed": GOAL}
-        run("array_files", measure, RANKS, folder, mib, timeout=900, mib=mib, goals=goal)
-
-
 def measure(context: Any, folder: str, mib: int) -> list[dict[str, Any]]:
     """A row for each split and way, as all ranks measure them."""
     n = int((mib * 2**20 / 8) ** 0.5)
@@ -81,4 +74,7 @@ def renamed(path: str, whole: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    mib = argument(1, 1024)
+    with tempfile.TemporaryDirectory(dir=argument(2, ".")) as folder:
+        goal = {"save and load over NumPy's speed": GOAL}
+        run("array_files", measure, RANKS, folder, mib, timeout=900, mib=mib, goals=goal)

@@ -36,12 +36,6 @@ POINTS, SHORT, LONG, RUNS = 64, 1, 4, 3
 GOALS = {"x + y": 5.0, "np.sin(x)": 5.0, "x @ y": 3.0, "x.sum(axis=0)": 10.0}  # microseconds more
 
 
-def main() -> None:
-    rows = on_ranks(measure, RANKS, timeout=300)
-    rows += navier_stokes(record.argument(1, sys.executable))
-    record.write("arrays", rows, ranks=RANKS, goals=GOALS)
-
-
 def measure(context: Any) -> list[dict[str, Any]]:
     """A row for each pair of ways."""
     calls = {(what, way): call for what, pair in ways().items() for way, call in enumerate(pair)}
@@ -125,4 +119,6 @@ def step() -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    rows = on_ranks(measure, RANKS, timeout=300)
+    rows += navier_stokes(record.argument(1, sys.executable))
+    record.write("arrays", rows, ranks=RANKS, goals=GOALS)

@@ -29,11 +29,6 @@ SMALL, N = 256, 64
 GOALS = {"barrier": 30.0, "agreement on a known plan": 20.0}  # microseconds
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run("calls", measure, RANKS, f"file://{folder}/store", timeout=300, goals=GOALS)
-
-
 def measure(context: Any, address: str) -> list[dict[str, Any]]:
     """A row for each call."""
     import torch
@@ -97,4 +92,5 @@ def agreement(context: Any, spec: tuple[Any, ...]) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        run("calls", measure, RANKS, f"file://{folder}/store", timeout=300, goals=GOALS)

@@ -224,8 +224,7 @@ def on_gpus(ranks: Any) -> Iterator[dict[str, Any]]:
             product.free()
 
 
-def main() -> None:
-    """Measure, print a table, write results/choices.json, or choices_<how many>.json of GPUs."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--commit", default="", help="where the source has no repository")
@@ -237,7 +236,3 @@ def main() -> None:
     else:
         os.environ["SHARDMATH_THREADS"] = "1"
         record.keep("choices", on_ranks(on_cores, RANKS), options.commit, ranks=RANKS)
-
-
-if __name__ == "__main__":
-    main()

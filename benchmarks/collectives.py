@@ -22,17 +22,6 @@ SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)
 GOALS = {"all_reduce 32 MB over gloo": 20.0}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=21)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"file://{folder}/store"
-        given = options.ranks, address, options.repeats
-        run("collectives", reductions, *given, timeout=500, goals=GOALS)
-
-
 def reductions(context: Any, address: str, repeats: int) -> list[dict[str, Any]]:
     """A row for each size: the median milliseconds of each way to reduce it."""
     import torch
@@ -66,4 +55,11 @@ def slowest(context: Any, ways: dict[str, Callable[[], object]], repeats: int) -
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=21)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"file://{folder}/store"
+        given = options.ranks, address, options.repeats
+        run("collectives", reductions, *given, timeout=500, goals=GOALS)

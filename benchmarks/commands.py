@@ -17,7 +17,7 @@ GOALS = {"doctor": 5.0}  # seconds
 COMMANDS = {"doctor": ["doctor"], "hello, 2 ranks": ["hello", "-n", "2"], "env": ["env"]}
 
 
-def main() -> None:
+if __name__ == "__main__":
     rows = []
     for name, arguments in COMMANDS.items():
         command = [sys.executable, "-m", "shardmath", *arguments]
@@ -31,7 +31,3 @@ def main() -> None:
             row |= {"goal, s": GOALS[name], "met": row["s"] <= GOALS[name]}
         rows.append(row)
     record.write("commands", rows)
-
-
-if __name__ == "__main__":
-    main()

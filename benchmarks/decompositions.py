@@ -64,11 +64,6 @@ for _ in range(calls):
 """
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        compare(folder)
-
-
 def compare(folder: str) -> None:
     """Measure, print a table, write results/decompositions.json."""
     dask = record.argument(1, sys.executable)
@@ -139,4 +134,5 @@ def of_peer(python: str, what: str, peer: str, shape: tuple[int, int]) -> list[l
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(folder)

@@ -141,8 +141,7 @@ def of_scalapack(wall: dict[str, list[float]], spent: list[float]) -> dict[str, 
     }
 
 
-def main() -> None:
-    """Measure, print a table, write results/factorisations.json."""
+if __name__ == "__main__":
     n = record.argument(1, 4096)
     with tempfile.TemporaryDirectory() as folder:
         rows, peers = on_ranks(run, RANKS, n, Scalapack(folder, RANKS))
@@ -150,7 +149,3 @@ def main() -> None:
     facts |= peers
     facts["load average"] = os.getloadavg()[1]  # over 5 minutes; about 2 of it are ours
     record.write("factorisations", rows, **facts)
-
-
-if __name__ == "__main__":
-    main()

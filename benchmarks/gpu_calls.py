@@ -233,12 +233,8 @@ def measure(ranks, with_alone):
         yield row(what, call, gpus=ranks.size, library="torch", memory="ordinary")
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--alone", type=int, default=1, help="contexts of one GPU, and CuPy")
     options = parser.parse_args()
     run("gpu_calls", measure, options, options.alone)
-
-
-if __name__ == "__main__":
-    main()

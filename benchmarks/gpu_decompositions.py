@@ -159,8 +159,7 @@ def shape_of(text: str) -> tuple[int, int]:
     return int(m), int(n)
 
 
-def main() -> None:
-    """Measure, print a table, keep it in results."""
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(SHAPES), choices=SHAPES)
     every = sorted({shape for shapes in SHAPES.values() for shape in shapes})
@@ -168,7 +167,3 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of all extents")
     options = parser.parse_args()
     run("gpu_decompositions", measure, options, options.cases, options.shapes, options.scale)
-
-
-if __name__ == "__main__":
-    main()

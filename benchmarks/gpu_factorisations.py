@@ -309,8 +309,7 @@ def on_all(ranks: Ranks, call: Callable[[], Any]) -> tuple[Any, float]:
     return made, spent
 
 
-def main() -> None:
-    """Measure, print a table, keep it in results."""
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--blocks", type=int, nargs="*", default=[])
@@ -322,7 +321,3 @@ def main() -> None:
     for routines in options.routines:
         name = "gpu_factorisations" + ("_libraries" if routines == LIBRARIES else "")
         run(name, measure, options, *given, routines)
-
-
-if __name__ == "__main__":
-    main()

@@ -154,13 +154,9 @@ def measure(ranks, seconds):
         ranks.context.barrier()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--seconds", type=float, default=40, help="begin no size after so long")
     options = parser.parse_args()
     os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # a hang costs no more than this
     run("gpu_fft", measure, options, options.seconds)
-
-
-if __name__ == "__main__":
-    main()

@@ -223,13 +223,9 @@ def measure(ranks, size):
         ranks.context.barrier()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="how many ranks there would be")
     options = parser.parse_args()
     assert options.gpus > 1, "peers have their buffers on other GPUs"
     run("gpu_fft_share", measure, options, options.ranks)
-
-
-if __name__ == "__main__":
-    main()

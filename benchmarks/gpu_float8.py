@@ -159,12 +159,8 @@ def measure(ranks: Ranks, most: int) -> Iterator[dict]:
         }
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="leave out larger extents")
     options = parser.parse_args()
     run("gpu_float8", measure, options, options.most)
-
-
-if __name__ == "__main__":
-    main()

@@ -68,12 +68,8 @@ def measure(ranks, transport):
         }
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--transport", choices=["cuda", "nvshmem"], default="cuda")
     options = parser.parse_args()
     run(f"gpu_hosts_{options.transport}", measure, options, options.transport)
-
-
-if __name__ == "__main__":
-    main()

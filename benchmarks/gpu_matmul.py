@@ -179,14 +179,10 @@ def measure(ranks: Ranks, cases: list) -> Iterator[dict]:
         yield measure_case(ranks, *case)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="the largest m")
     options = parser.parse_args()
     size = options.gpus
     cases = [[m, n * size // 8, k, target] for m, n, k, target in CASES if m <= options.most]
     run("gpu_matmul", measure, options, cases)
-
-
-if __name__ == "__main__":
-    main()

@@ -126,7 +126,7 @@ def measure(
         ranks.torch.cuda.empty_cache()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--cases", default="", help="such as bfloat16:16384,float64:8192")
     parser.add_argument("--orders", default="C", help="of the matrices: C, F, or CF")
@@ -139,7 +139,3 @@ def main() -> None:
     size = options.gpus
     grids = GRIDS.get(size, [(2, size // 2) if size % 2 == 0 else (1, size)])
     run("gpu_matmul_grid", measure, options, grids, cases, options.orders)
-
-
-if __name__ == "__main__":
-    main()

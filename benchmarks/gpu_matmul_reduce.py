@@ -208,13 +208,9 @@ def measure(ranks: Ranks, most: int, only: str) -> Iterator[dict]:
             yield measured(ranks, what, m, n, depth, as_on, target)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="rows of A")
     parser.add_argument("--only", default="", help="GEMM+RS or GEMM+AR")
     options = parser.parse_args()
     run("gpu_matmul_reduce", measure, options, options.most, options.only)
-
-
-if __name__ == "__main__":
-    main()

@@ -359,7 +359,7 @@ def measure(ranks: Ranks, cases: list, eager: bool) -> Iterator[dict]:
         yield measure_case(ranks, eager, *case)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = command(__doc__)
     parser.add_argument("--only", default="", help="mlp or block")
     parser.add_argument("--most", type=int, default=1 << 30, help="the most tokens")
@@ -372,7 +372,3 @@ def main() -> None:
         for name, us in row.items():
             if name.endswith("_us"):
                 print(f"  {name.removesuffix('_us'):20} {us:9.1f} us  {us / ours:5.2f} of our best")
-
-
-if __name__ == "__main__":
-    main()

@@ -80,7 +80,7 @@ def lines(plt: Any, results: dict[str, Any]) -> Any:
     return figure
 
 
-def main() -> None:
+if __name__ == "__main__":
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -90,7 +90,3 @@ def main() -> None:
     results = json.loads(path.read_text())
     draw = bars if results["benchmark"].startswith("gpu_fft") else lines
     draw(plt, results).savefig(path.with_suffix(".svg"))
-
-
-if __name__ == "__main__":
-    main()

@@ -117,12 +117,8 @@ def _first_of_torch(torch: Any, dist: Any) -> Any:
     return buffer, symmetric.rendezvous(buffer, group)
 
 
-def main() -> None:
+if __name__ == "__main__":
     options = command(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows, about = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
     record.keep(f"gpu_starting_{options.gpus}", rows, options.commit, **about)
-
-
-if __name__ == "__main__":
-    main()

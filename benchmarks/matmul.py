@@ -91,11 +91,6 @@ def planned(context: DistributedContext, case: Case, n: int, dtype: str) -> Matm
     return plan
 
 
-def main() -> None:
-    """Measure, print tables, write results/matmul.json."""
+if __name__ == "__main__":
     n = argument(1, 4096)
     run("matmul", measure, RANKS, n, n=n, repeats=REPEATS)
-
-
-if __name__ == "__main__":
-    main()

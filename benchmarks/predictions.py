@@ -147,10 +147,5 @@ def measured(context: DistributedContext, call: Callable[[], object]) -> list[tu
     return [together(context, call) for _ in range(turns)]
 
 
-def main() -> None:
-    """Measure, print a table, write results/predictions.json."""
-    run("predictions", measure, RANKS, limit=LIMIT)
-
-
 if __name__ == "__main__":
-    main()
+    run("predictions", measure, RANKS, limit=LIMIT)

@@ -173,13 +173,8 @@ def rates(nbytes: int, times: dict[str, list[float]]) -> dict[str, dict[str, flo
     }
 
 
-def main() -> None:
-    """Measure, print a table, write results/redistribution.json."""
+if __name__ == "__main__":
     mebibytes = argument(1, 512)
     n = int((mebibytes * (1 << 20) / 8) ** 0.5)
     compiled = is_built("shardmath.redistribution._box")
     run("redistribution", measure_all, RANKS, n, n=n, repeats=REPEATS, compiled=compiled)
-
-
-if __name__ == "__main__":
-    main()
