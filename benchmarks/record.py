@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -42,14 +41,10 @@ def reason(error: Exception) -> str:
     return (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
 
 
-def timed(
-    call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
-) -> list[float]:
-    """Seconds of calls in a row; `before` each (such as a barrier) is not counted."""
+def timed(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of so many calls in a row."""
     times = []
     for _ in range(repeats):
-        if before is not None:
-            before()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -62,13 +57,6 @@ def mean_seconds(call: Callable[[], object], count: int) -> float:
     for _ in range(count):
         call()
     return (time.perf_counter() - start) / count
-
-
-def median_seconds(
-    call: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
-) -> float:
-    """The median time of `call` over `repeats`; `before` as in `timed`."""
-    return statistics.median(timed(call, repeats, before))
 
 
 def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
