@@ -5,9 +5,9 @@
 2 ranks of 1 thread beside one process with 2 threads: of BLAS for SciPy and NumPy, of its own for
 Dask. ScaLAPACK also has 2 ranks of 1 thread, and is left out if it is not installed.
 `python` names an interpreter that has Dask, by default this one; without Dask its rows are left
-out. Systems take turns, so that other load on the machine affects all. Figures are minima of all
-calls: seconds, and processor seconds of all ranks, which also tell the cost on a busy machine. All
-start from a float64 matrix in memory and end with factors there.
+out. Systems follow one another. Figures are minima of all calls: seconds, and processor seconds of
+all ranks, which also tell the cost on a busy machine. All start from a float64 matrix in memory and
+end with factors there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardmath.collectives import all_reduce
 from shardmath.distribution import Slab
 from shardmath.linalg import norm, qr, svd_lowrank
 
-RANKS, TURNS, CALLS = 2, 1, 2
+RANKS, CALLS = 2, 2
 CASES = {
     "QR": {"shape": (4096, 4096), "peers": ["scipy", "scalapack"],
            "goals": {"scipy": 0.85, "scalapack": 1.2}},
@@ -70,21 +70,17 @@ def compare(folder: str) -> None:
     has_dask = subprocess.run([dask, "-c", "import dask.array"], capture_output=True, check=False)
     scalapack = Scalapack(folder, RANKS)
     seconds: dict[tuple[str, str], list[list[float]]] = {}
-    for turn in range(TURNS):
-        for what, case in CASES.items():
-            ours = on_ranks(measure, RANKS, what, case["shape"], timeout=900)
-            seconds.setdefault((what, "shardmath"), []).extend(ours)
-            for peer in case["peers"]:
-                if (peer == "dask" and has_dask.returncode) or (turn and (what, peer) in SLOW):
-                    continue
-                if peer == "scalapack":
-                    if not scalapack.missing:
-                        took = scalapack.seconds("qr", case["shape"][0])
-                        seconds.setdefault((what, peer), []).append([took, took * RANKS])
-                    continue
+    for what, case in CASES.items():
+        shape = case["shape"]
+        seconds[what, "shardmath"] = on_ranks(measure, RANKS, what, shape, timeout=900)
+        for peer in case["peers"]:
+            if peer == "scalapack":
+                if not scalapack.missing:
+                    took = scalapack.seconds("qr", shape[0])
+                    seconds[what, peer] = [[took, took * RANKS]]
+            elif peer != "dask" or not has_dask.returncode:
                 python = dask if peer == "dask" else sys.executable
-                taken = of_peer(python, what, peer, case["shape"])
-                seconds.setdefault((what, peer), []).extend(taken)
+                seconds[what, peer] = of_peer(python, what, peer, shape)
     rows = []
     for what, case in CASES.items():
         own, busy = min(seconds[what, "shardmath"])
