@@ -35,10 +35,10 @@ from shardmath.factorisations.lu import (
     LU_SOLVE,
     SOLVE,
 )
+from shardmath.factorisations.operation import SOLVE_TRIANGULAR
 from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A
-from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.geometry import Layout, Slab, decode
 from shardmath.machine import CORES, Machine
 from shardmath.program.rank_program import packed

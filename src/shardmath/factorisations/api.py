@@ -22,9 +22,9 @@ from shardmath.factorisations.lu import (
     SOLVE,
 )
 from shardmath.factorisations.operands import SingularMatrix, not_finite
+from shardmath.factorisations.operation import SOLVE_TRIANGULAR
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.factorisations.steps import GOOD, NOT_FINITE_A, NOT_FINITE_B, NOT_PIVOTS
-from shardmath.factorisations.triangular import SOLVE_TRIANGULAR
 from shardmath.local.lapack import Precision
 from shardmath.program.performing import Arguments
 

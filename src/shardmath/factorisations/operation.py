@@ -1,4 +1,7 @@
-"""Factorisations as operations: description, check, program and explanation. Pure."""
+"""Factorisations as operations: description, check, program and explanation. Pure.
+
+The solution of a triangular system is here as well: it needs no factorisation.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from shardmath.factorisations.operands import (
 from shardmath.factorisations.panels import PanelSteps
 from shardmath.factorisations.prediction import predicted
 from shardmath.factorisations.problem import FactorisationOptions, Problem
+from shardmath.factorisations.steps import NOT_FINITE_A
 from shardmath.geometry import Distribution, Layout
-from shardmath.local.lapack import Precision
+from shardmath.local.lapack import Op, Precision
 from shardmath.machine import Machine
 from shardmath.operators.facts import ArrayFacts, agreed_facts
 from shardmath.operators.layouts import (
@@ -182,3 +186,23 @@ def _facts(operation: str, name: str, spec: ArraySpec) -> ArrayFacts:
         require_type(operation, name, spec.dtype)
         (require_right_sides if name == "b" else require_matrix)(name, spec.shape)
     return ArrayFacts.of(spec)
+
+
+class SolveTriangular(Factorisation):
+    """The operation: X of op(T) X = B, where T is a triangle of A; with `unit` its diagonal is
+    taken for ones. Each rank reads the triangle once, block by block.
+
+    Source: Golub, Van Loan, Matrix Computations, 4th edition, 3.1.
+    """
+
+    names = Names("solve_triangular", ("a", "b"), ("x", "fault"))
+
+    def built(self, panels: PanelSteps, op: Op, lower: bool, unit: bool) -> Program:
+        panels.check_finite("a", NOT_FINITE_A)
+        panels.move_right_sides()
+        split = panels.problem.a
+        panels.substitute("a", split, lower=lower, op=op, unit=unit, notes=not unit)
+        return panels.program([("rhs", "x", panels.problem.result)])
+
+
+SOLVE_TRIANGULAR = SolveTriangular()

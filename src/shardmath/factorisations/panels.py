@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmath.factorisations.blocks import Blocks, Rows
+from shardmath.factorisations.blocks import Blocks, LowerTriangle, Rows
 from shardmath.factorisations.problem import Problem
 from shardmath.factorisations.steps import (
     GOOD,
@@ -38,7 +38,6 @@ from shardmath.factorisations.steps import (
     Substitute,
     Subtract,
 )
-from shardmath.factorisations.triangle import LowerTriangle
 from shardmath.geometry import Layout
 from shardmath.local.lapack import Op, Precision
 from shardmath.local.reduction import Reduction
