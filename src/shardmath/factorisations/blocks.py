@@ -12,6 +12,7 @@ from math import prod
 from shardmath.base.immutable import Immutable
 from shardmath.geometry import Layout, Move, Spans, Traffic, counted, moves, shared_part
 from shardmath.redistribution import Transfer
+from shardmath.redistribution.plan import in_ring_order
 
 _NOTHING = Spans(0, 0, 0, 0)
 
@@ -135,17 +136,9 @@ class LowerTriangle(Immutable, Transfer):
         )
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        size = self.blocks.size
         numbers = self.blocks.owned(rank) if self.returns else range(self.blocks.count)
-        return self._once(
-            ("out of", rank),
-            lambda: tuple(
-                sorted(
-                    (x for k in numbers for x in self._of(k, src=rank)),
-                    key=lambda move: (move.dst - rank - 1) % size,
-                )
-            ),
-        )
+        found = (x for k in numbers for x in self._of(k, src=rank))
+        return self._once(("out of", rank), lambda: in_ring_order(found, rank, self.blocks.size))
 
     def _inside(self, k: int) -> Layout:
         """The layout of the rows of block `k` from its diagonal on, which its owner has."""

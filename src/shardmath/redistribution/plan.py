@@ -7,7 +7,7 @@ moves into itself, and reads the others' local arrays in place. A GPU may also p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import accumulate
@@ -34,6 +34,11 @@ from shardmath.redistribution.copies import Strides, lowered, pieces_of
 T = TypeVar("T")
 
 Ranges = tuple[tuple[int, int], ...]
+
+
+def in_ring_order(found: Iterable[Move], rank: int, size: int) -> tuple[Move, ...]:
+    """Moves out of the array of `rank`, to the next rank first, itself last."""
+    return tuple(sorted(found, key=lambda move: (move.dst - rank - 1) % size))
 
 
 class Transfer:
@@ -157,9 +162,8 @@ class Overlap(Immutable, Transfer):
         return tuple(move for src in self._peers(rank) for move in self._moves(src, rank))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        size = self.held.size
-        peers = sorted(self._peers(rank), key=lambda dst: (dst - rank - 1) % size)
-        return tuple(move for dst in peers for move in self._moves(rank, dst))
+        found = (move for dst in self._peers(rank) for move in self._moves(rank, dst))
+        return in_ring_order(found, rank, self.held.size)
 
     def _peers(self, rank: int) -> Sequence[int]:
         return (rank,) if self.alone else range(self.held.size)
@@ -219,7 +223,6 @@ class TransferPlan(Immutable, Transfer):
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether any byte changes its rank; if not, ranks need not wait for each other."""
         return any(self.received)
 
     @property
@@ -252,16 +255,13 @@ class TransferPlan(Immutable, Transfer):
         return max(times, default=0.0) + rates.latency
 
     def into(self, rank: int) -> tuple[Move, ...]:
-        """The moves that `rank` executes: all that end in its part."""
         return self._once(("into", rank), lambda: moves(self.src, self.dst, dst_rank=rank))
 
     def out_of(self, rank: int) -> tuple[Move, ...]:
-        """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
-        return self._once(("out of", rank), lambda: self._in_ring_order(rank))
-
-    def _in_ring_order(self, rank: int) -> tuple[Move, ...]:
-        outgoing, size = moves(self.src, self.dst, src_rank=rank), self.dst.size
-        return tuple(sorted(outgoing, key=lambda move: (move.dst - rank - 1) % size))
+        return self._once(
+            ("out of", rank),
+            lambda: in_ring_order(moves(self.src, self.dst, src_rank=rank), rank, self.dst.size),
+        )
 
     def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
         """(destination, elements) of what moves from `rank` to each of its peers, ascending."""
