@@ -3,9 +3,9 @@
     ocean/checkpoint.json      {"arrays": {"u": {"file": "u-3f2a90bb.npy", "dtype": "float64"}},
     ocean/u-3f2a90bb.npy        "values": {"step": 120}}
 
-The folder means what `checkpoint.json` says. A checkpoint that takes the place of another writes
-its arrays under new names, renames that one file into place, and then removes the old arrays: at
-every moment one of both is whole.
+The folder contains what `checkpoint.json` names. A checkpoint that replaces another writes its
+arrays under new names, renames that one file into place, and then removes the old arrays: at every
+moment one of the two is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`einsum`: sums of products of arrays whose axes have letters.
 
-    "ij,jk->ik"       letters that two operands share, and that go: a product of matrices
-    "bij,bjk->bik"    letters that they share, and that stay: a stack of such
+    "ij,jk->ik"       a shared letter that is summed: a product of matrices
+    "bij,bjk->bik"    a shared letter that stays: a stack of products
     "ij,ij->i"        no other letters: elements are multiplied, and summed
     "ii->i"           a letter twice: the diagonal
 

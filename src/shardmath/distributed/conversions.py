@@ -68,7 +68,7 @@ def to_dtensor(x: DistributedArray, mesh: Any) -> Any:
     """The `DTensor` on torch's mesh whose parts are those of `x`, and share their memory. Local.
 
     The placements follow from how `x` is split. torch shards n indices over p ranks in parts of
-    ceil(n / p), the last of which may be short or empty. Raises ValueError where no placements
+    ceil(n / p); the last ones may be short or empty. Raises ValueError where no placements
     describe how `x` is split, or the mesh has other ranks than the context; TypeError for parts
     that are not torch's.
     """

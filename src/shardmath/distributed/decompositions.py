@@ -86,9 +86,9 @@ def qr(a: Any, mode: str = "economic") -> Any:
     """The factors Q and R of a matrix, A = Q R. Collective.
 
     `mode` is "economic" (or "reduced"): Q is m x k and R k x n, k = min(m, n); "complete": Q is
-    m x m and R m x n; "r": R alone. The diagonal of R is real and not negative, so that Q and R do
-    not depend on the number of ranks, but for rounding, where A has full rank. Q is split by rows
-    as A is, or as Slab.X; R is on every rank.
+    m x m and R m x n; "r": R alone. The diagonal of R is real and not negative: where A has full
+    rank, Q and R do not depend on the number of ranks, except for rounding. Q is split by rows as
+    A is, or as Slab.X; R is on every rank.
 
     Raises on all ranks ValueError for elements that are not finite and for another mode,
     LinAlgError for less than two axes.
@@ -111,13 +111,13 @@ def qr(a: Any, mode: str = "economic") -> Any:
 
 
 def orthonormal(a: Any) -> Any:
-    """Q of a matrix that needs no checks any more. Collective."""
+    """Q of a matrix that has been checked before. Collective."""
     rows, factors = factorised(a)
     return _of_rows(a, factors.q(), rows, factors.rank)
 
 
 def _of_rows(a: Any, local: Any, rows: Layout, columns: int) -> Any:
-    """The array of `columns` columns of which `local` has this rank's `rows`, split as `a` is."""
+    """The array with `columns` columns, split as `a` is; `local` has this rank's `rows`."""
     column = rows.column(0)
     layout = Layout.product((rows.global_shape[0], columns), [column], size=a.context.size)
     return _of_part(a, local, layout)
@@ -175,7 +175,7 @@ def svdvals(a: Any) -> Any:
 def lstsq(a: Any, b: Any, rcond: float | None = None) -> LstsqResult:
     """The x of least norm among those that minimise ||b - A x||, for each column of b. Collective.
 
-    By QR and the singular values of R; those not above `rcond` times the largest count as 0. The
+    By QR and the singular values of R; those up to `rcond` times the largest count as 0. The
     default of `rcond` is max(m, n) times the type's epsilon. x is on every rank if m >= n, and
     otherwise split by rows as the columns of A are. One of A and b may be an array that is the same
     on all ranks. Raises as `svd`, and LinAlgError where the shapes do not fit.
@@ -248,7 +248,7 @@ def _eigen(name: str, a: Any, triangle: str) -> Sequence[Any]:
 
 
 def _by_every_rank(a: Any) -> str:
-    """How a matrix is decomposed that every rank gathers."""
+    """How a matrix that every rank gathers is decomposed."""
     return "all of it to every rank, which decomposes it alone"
 
 

@@ -61,16 +61,16 @@ def is_finite(x: Any) -> bool:
 
 
 def identity(order: int, like: Any) -> Any:
-    """The identity matrix of an order, in the type of `like`, where that is."""
+    """The identity matrix of an order, in the type and the place of `like`."""
     return parts.module_of(like).diag(parts.full((order,), 1, like))
 
 
 def scattered(rows: range, columns: int, seed: int, like: Any) -> Any:
-    """Numbers from -1 to 1 as if drawn at random, in the type of `like` and where that is: these
-    rows of a matrix of so many columns, which follows from `seed` and the number of columns alone.
+    """Pseudorandom numbers from -1 to 1, in the type and the place of `like`: these rows of a
+    matrix with `columns` columns that depends on `seed` and `columns` alone.
 
-    They are made by the parts' library, as a host would take longer than GPUs to multiply with
-    them: element i in C order is word i of SplitMix64 (Steele, Lea, Flood, "Fast splittable
+    The parts' library makes them, because a host would take longer than GPUs take to multiply
+    with them: element i in C order is word i of SplitMix64 (Steele, Lea, Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014), taken as a signed number.
     """
     first, along = np.arange(rows.start, rows.stop) * columns, np.arange(1, columns + 1)
@@ -163,8 +163,8 @@ def _svd_by_eigenvalues(x: Any, vectors: bool) -> tuple[Any, ...]:
 
 
 def eigh(x: Any, triangle: str, *, vectors: bool = True) -> tuple[Any, ...]:
-    """The eigenvalues and, with `vectors`, eigenvectors of each Hermitian matrix of a stack, of
-    which this triangle, "L" or "U", is read.
+    """The eigenvalues and, with `vectors`, eigenvectors of each Hermitian matrix of a stack. Only
+    the `triangle`, "L" or "U", is read.
     """
     if vectors:
         return tuple(called("eigh", x, UPLO=triangle))

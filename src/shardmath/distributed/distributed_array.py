@@ -251,7 +251,7 @@ class DistributedArray(Distributed):
         return self.library.spec(self.local).space
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> Self:
-        """The array itself. Raises ValueError for a device on which it is not."""
+        """The array itself. Raises ValueError for a device other than its own."""
         if str(device) != self.device:
             raise ValueError(f"the parts are on {self.device}, and stay there, not on {device!r}")
         return self

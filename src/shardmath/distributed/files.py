@@ -1,4 +1,4 @@
-"""`save` and `load`: arrays in files, of which every rank writes or reads its part."""
+"""`save` and `load`: arrays in files; every rank writes or reads its part."""
 
 from __future__ import annotations
 

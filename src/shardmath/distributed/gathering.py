@@ -1,7 +1,7 @@
 """Elements at any indices: what `take`, `x[[3, 1, 5]]` and `x[rows, columns]` read.
 
 Every rank knows all indices and all layouts, so it knows which rank has each element that is
-selected and which rank gets it: one exchange, of nothing but these elements, brings them there.
+selected and which rank gets it: one exchange of just these elements brings them there.
 
     indices   5 0 4 | 1 1 3        the result is split evenly, at the bar
     owners    1 0 1 | 0 0 0        x has 0, ..., 3 on rank 0, and 4, ... on rank 1

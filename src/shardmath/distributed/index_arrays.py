@@ -1,7 +1,7 @@
 """Arrays of indices in `[]`, and masks beside other indices: NumPy's advanced indexing.
 
     x (n, m, k)   x[[3, 1, 5]]              (3, m, k)
-                  x[rows, columns]          (..., k), of the shape to which both broadcast
+                  x[rows, columns]          (..., k): the shape that both broadcast to
                   x[mask, 0] = values       a mask is the arrays of the indices at which it holds
 
 Together the arrays name a list of positions along the axes that they index. The result has the axes

@@ -187,7 +187,7 @@ def chosen(condition: Any, x: Any, y: Any) -> Any:
 
 
 def rounded(x: Any, decimals: int) -> Any:
-    """`x` rounded to so many decimals, which torch does for floating types only."""
+    """`x` rounded to `decimals`, which torch does for floating types only."""
     if is_torchs(x) and decimals >= 0 and not (x.is_floating_point() or x.is_complex()):
         return x.clone()
     return module_of(x).round(x, decimals=decimals)

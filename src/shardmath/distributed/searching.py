@@ -127,8 +127,8 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Any:
     """The elements at indices along an axis, different ones for each line, as
     numpy.take_along_axis.
 
-    Collective: both arrays are brought to parts that have the axis whole. Lines are taken from by
-    `take`. Raises IndexError for an index out of range.
+    Collective: both arrays are brought to parts that have the axis whole; those of
+    one axis go to `take`. Raises IndexError for an index out of range.
     """
     x, numbers = all_distributed((x, indices))
     x, axis = flat_or_along(x, axis)
