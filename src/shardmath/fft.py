@@ -8,16 +8,7 @@ from shardmath.geometry import Slab
 from shardmath.operators.fft.allocation import allocate_operand
 from shardmath.operators.fft.api import FFT, fft, ifft, irfft, rfft
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.trigonometric import (
-    dct,
-    dctn,
-    dst,
-    dstn,
-    idct,
-    idctn,
-    idst,
-    idstn,
-)
+from shardmath.operators.fft.trigonometric import dct, dctn, dst, dstn, idct, idctn, idst, idstn
 
 __all__ = [
     "FFT",

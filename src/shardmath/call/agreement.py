@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
-from shardmath.context.agreement import (
-    beginning,
-    checked,
-    described,
-    require_accepted,
-)
+from shardmath.context.agreement import beginning, checked, described, require_accepted
 
 if TYPE_CHECKING:
     from shardmath.context.context import Context

@@ -16,12 +16,7 @@ from shardmath.call.agreement import Agreement, agree
 from shardmath.call.driver import Driver
 from shardmath.collectives.ahead import Ahead, KnownCall
 from shardmath.collectives.forms import OnGPUs, OwnParts
-from shardmath.collectives.gpu_operand import (
-    DeviceOperand,
-    DeviceOutput,
-    DirectLaunch,
-    placeholder,
-)
+from shardmath.collectives.gpu_operand import DeviceOperand, DeviceOutput, DirectLaunch, placeholder
 from shardmath.collectives.operand import Shape
 from shardmath.collectives.repeats import Repeats
 from shardmath.context.context import Context

@@ -19,13 +19,7 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.cells import DeviceCollectives, Parts
 from shardmath.collectives.forms import OwnParts
-from shardmath.collectives.operand import (
-    ON_GPUS,
-    OutputSpec,
-    Shape,
-    bounds,
-    kind_of,
-)
+from shardmath.collectives.operand import ON_GPUS, OutputSpec, Shape, bounds, kind_of
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import ReadyLaunch

@@ -13,14 +13,7 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call, differentiable
 from shardmath.base.immutable import Immutable
 from shardmath.collectives.dispatch import Collective, in_background, perform
-from shardmath.collectives.forms import (
-    ANY_EXTENT,
-    Broadcast,
-    Gathered,
-    OnGPUs,
-    Received,
-    Scattered,
-)
+from shardmath.collectives.forms import ANY_EXTENT, Broadcast, Gathered, OnGPUs, Received, Scattered
 from shardmath.collectives.operand import (
     OutputSpec,
     Shape,

@@ -12,11 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context.context import (
-    DistributedContext,
-    open_contexts,
-    require_context,
-)
+from shardmath.context.context import DistributedContext, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.geometry import Spans
 

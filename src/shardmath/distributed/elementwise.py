@@ -19,13 +19,7 @@ import numpy as np
 
 from shardmath.arrays import array_of
 from shardmath.distributed import parts
-from shardmath.distributed.layouts import (
-    distribution_of,
-    interned,
-    layout_of,
-    places,
-    selector,
-)
+from shardmath.distributed.layouts import distribution_of, interned, layout_of, places, selector
 from shardmath.distributed.movement import (
     brought,
     described,

@@ -24,12 +24,7 @@ from shardmath.base import current
 from shardmath.distributed import parts, reductions
 from shardmath.distributed.elementwise import all_distributed, applied, needed_layout, whole
 from shardmath.distributed.layouts import distribution_of, layout_of, of_axes
-from shardmath.distributed.manipulation import (
-    of_one_type,
-    one_axis,
-    permute_dims,
-    reshape,
-)
+from shardmath.distributed.manipulation import of_one_type, one_axis, permute_dims, reshape
 from shardmath.distributed.movement import brought, explanation, in_place_of
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Distribution, Layout, Replicated, Slab, Spans, unbound

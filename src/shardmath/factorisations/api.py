@@ -14,13 +14,7 @@ from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import Operation, call
 from shardmath.context.context import require_context
 from shardmath.factorisations.cholesky import CHOLESKYS, SOLVE_POSITIVE_DEFINITE
-from shardmath.factorisations.lu import (
-    DIAGONAL,
-    INVERSE,
-    LU_FACTORS,
-    LU_SOLVE,
-    SOLVE,
-)
+from shardmath.factorisations.lu import DIAGONAL, INVERSE, LU_FACTORS, LU_SOLVE, SOLVE
 from shardmath.factorisations.operands import SingularMatrix, not_finite
 from shardmath.factorisations.operation import SOLVE_TRIANGULAR
 from shardmath.factorisations.problem import FactorisationOptions

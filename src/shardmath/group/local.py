@@ -19,13 +19,7 @@ from collections.abc import Sequence
 from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import GatheringGroup
-from shardmath.group.links import (
-    Link,
-    receive_all,
-    send_all,
-    tell_failure,
-    too_few_descriptors,
-)
+from shardmath.group.links import Link, receive_all, send_all, tell_failure, too_few_descriptors
 
 _LENGTH = struct.Struct("<Q")
 

@@ -19,11 +19,7 @@ from shardmath.factorisations.api import (
     slogdet,
     solve_triangular,
 )
-from shardmath.factorisations.direct_solver import (
-    DirectSolver,
-    DirectSolverOptions,
-    direct_solver,
-)
+from shardmath.factorisations.direct_solver import DirectSolver, DirectSolverOptions, direct_solver
 from shardmath.factorisations.operands import SingularMatrix
 from shardmath.factorisations.problem import FactorisationOptions
 from shardmath.linalg import advanced

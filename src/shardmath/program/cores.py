@@ -29,13 +29,7 @@ from shardmath.handles.operand import Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_readers
 from shardmath.program import two_shots
-from shardmath.program.analysis import (
-    agreed_at,
-    fused,
-    overwritten,
-    staged,
-    waits_at_end,
-)
+from shardmath.program.analysis import agreed_at, fused, overwritten, staged, waits_at_end
 from shardmath.program.binding import Binding
 from shardmath.program.notes import (
     TAG_BYTES,

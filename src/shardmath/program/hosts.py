@@ -10,17 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardmath.program.steps import (
-    READ,
-    TAKEN,
-    Get,
-    Move,
-    Pack,
-    Program,
-    Step,
-    Synchronise,
-    Unpack,
-)
+from shardmath.program.steps import READ, TAKEN, Get, Move, Pack, Program, Step, Synchronise, Unpack
 from shardmath.redistribution.delivery import Delivery
 
 OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of all operations

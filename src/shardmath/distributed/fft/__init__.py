@@ -17,16 +17,7 @@ from shardmath.distributed.transforms import (
     rfft,
     rfftn,
 )
-from shardmath.operators.fft.trigonometric import (
-    dct,
-    dctn,
-    dst,
-    dstn,
-    idct,
-    idctn,
-    idst,
-    idstn,
-)
+from shardmath.operators.fft.trigonometric import dct, dctn, dst, dstn, idct, idctn, idst, idstn
 
 __all__ = [
     "dct",

@@ -21,11 +21,7 @@ from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.local.fft import ADJOINTS, COMPLETING, HALVING, Kind, Norm, keeps_shape
 from shardmath.local.trigonometric import SERIES
 from shardmath.operators.facts import ArrayFacts, agreed_facts, require_fits
-from shardmath.operators.fft.options import (
-    COMPARED,
-    FFTDirection,
-    FFTOptions,
-)
+from shardmath.operators.fft.options import COMPARED, FFTDirection, FFTOptions
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 
 _NORMS = (None, "backward", "ortho", "forward")

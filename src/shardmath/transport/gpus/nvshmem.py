@@ -24,14 +24,7 @@ from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.geometry.integers import up
 from shardmath.group.base import ProcessGroup
-from shardmath.transport.base import (
-    DeviceBytes,
-    Fence,
-    Memory,
-    Segment,
-    Transport,
-    require_within,
-)
+from shardmath.transport.base import DeviceBytes, Fence, Memory, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
 _BOUNCE = 16 << 20  # bytes at the end of a heap through which ordinary memory passes

@@ -30,12 +30,7 @@ from shardmath.operators.matmul.gpu.reduction_choice import (
 )
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
-from shardmath.operators.matmul.gpu.scale_moves import (
-    ScaleMoves,
-    amax_transfer,
-    modes,
-    scale_moves,
-)
+from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves, amax_transfer, modes, scale_moves
 from shardmath.operators.matmul.scaling import SCALES
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program import steps

@@ -32,10 +32,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import combine, copy
 from shardmath.operators.matmul.gpu.local_product import SplitKProduct
 from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
-from shardmath.operators.matmul.gpu.reduction_choice import (
-    choose_schedule,
-    choose_shared_schedule,
-)
+from shardmath.operators.matmul.gpu.reduction_choice import choose_schedule, choose_shared_schedule
 from shardmath.operators.matmul.gpu.tile_order import (
     TILE_COLUMNS,
     TILE_ROWS,
