@@ -267,7 +267,7 @@ def _same_everywhere(context: DistributedContext, results: tuple[Any, ...]) -> t
     """The results that every rank has computed from the same elements. On GPUs, and on several
     hosts, whose processors may differ in the last bit, those of rank 0. Collective.
     """
-    if len({*context.hosts}) == 1 and all(map(dense.is_on_cores, results)):
+    if not context.multi_host and all(map(dense.is_on_cores, results)):
         return results
     return tuple(broadcast(library_of(x).contiguous(x), context=context) for x in results)
 

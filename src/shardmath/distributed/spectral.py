@@ -243,7 +243,7 @@ def _by_cholesky(x: Any, weight: float) -> Any:
 
 def _lacks_cholesky(x: Any) -> bool:
     """Whether there is no Cholesky factorisation between these ranks."""
-    return x.context.team is not None and len({*x.context.hosts}) > 1
+    return x.context.team is not None and x.context.multi_host
 
 
 # -- matrices in slabs of rows ---------------------------------------------------------------------

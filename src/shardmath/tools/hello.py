@@ -39,7 +39,7 @@ def main(device: str = "cpu") -> int:
         title = "1 rank" if context.size == 1 else f"{context.size} ranks"
         show(title, header, [tuple(map(str, card)) for card in cards])
         rows = [
-            ("hosts", str(len(set(context.hosts)))),
+            ("hosts", str(context.host_count)),
             ("found each other by", type(context.process_group).__name__),
             ("memory is reached by", context.transport),
             ("a barrier", f"{1e6 * barrier:.1f} us"),
