@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
+from shardmath.base.compiled import extension
+
 # How many results are kept until the end, and whether the heap takes them for large ones.
 WAYS = {"few": (0, False), "many": (400, False), "large": (0, True), "many large": (150, True)}
 
@@ -143,20 +145,20 @@ def test_a_graph_writes_no_array_made_after_its_result_was_dropped(gpus, size, n
 
 def move(context):
     """Which products are wrong whose operands and results, in ordinary memory, lie elsewhere in
-    each turn, as in a program that trains; and how many operands were copied for that.
+    each turn, as in a program that trains; and how many of them the driver has made.
     """
     import torch
 
+    from shardmath.call.driver import Driver
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import matmul
-    from shardmath.program.gpu_performing import GPUPerformer
 
     torch.cuda.set_device(context.device_id)
-    size, rank, n, copy = context.size, context.rank, 48, GPUPerformer.copy
+    size, rank, n, call = context.size, context.rank, 48, Driver.call
     right = (torch.arange(n * n).reshape(n, n) % 5).float().cuda()
-    counted = patch.object(GPUPerformer, "copy", autospec=True, side_effect=copy)
+    counted = patch.object(Driver, "call", autospec=True, side_effect=call)
     kept = []
-    with context, counted as copied:
+    with context, counted as made:
         for turn in range(200):
             whole = ((torch.arange(n * n) + turn) % (7 + turn % 4)).reshape(n, n).float().cuda()
             x, b = (full.tensor_split(size)[rank].clone() for full in (whole, right))
@@ -164,9 +166,11 @@ def move(context):
             kept.append((x, b, d, (whole @ right).tensor_split(size)[rank]))
             x.fill_(-1)  # after the product has read it
     wrong = [turn for turn, (*_, d, wanted) in enumerate(kept) if not torch.equal(d, wanted)]
-    return wrong, copied.call_count
+    return wrong, made.call_count
 
 
 def test_operands_that_lie_elsewhere(gpus, size):
-    for wrong, copied in gpus.run(move, ranks=size):
-        assert not wrong and copied > 2 * 150
+    for wrong, made in gpus.run(move, ranks=size):
+        assert not wrong
+        if extension("shardmath.call._direct"):
+            assert made < 50
