@@ -473,7 +473,7 @@ def explained(context):
         for name in ("cholesky", "lu_factor", "inv", "det", "solve"):
             operands = [square] * (1 + (name == "solve"))
             told = shardmath.explain(getattr(shardmath.linalg, name), *operands)
-            assert f"{name} of 6 x 6 {square.element_type.name} on 2 ranks: 1 panels" in told
+            assert f"{name} of 6 x 6 {square.element_type.name} on 2 ranks: a single panel" in told
         told = shardmath.explain(shardmath.linalg.solve, square, square, assume_a="pos")
         assert "solve, positive definite of 6 x 6" in told
         words = {"options": {"block_size": 2}}

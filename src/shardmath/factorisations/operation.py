@@ -155,12 +155,14 @@ class Factorisation:
     def summary(self, problem: Problem, machine: Machine) -> str:
         """The operation, how many panels it has, its predicted cost, and what look-ahead saves."""
         n, size, block = problem.n, problem.a.size, problem.block_on(machine)
-        lines = [
-            f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "
-            f"{-(-n // block)} panels of {block} columns, dealt to the ranks in turn"
-        ]
+        lines = [f"{self.names.operation} of {n} x {n} {problem.dtype} on {size} ranks: "]
+        if block < n:
+            lines[0] += f"{-(-n // block)} panels of {block} columns, dealt to the ranks in turn"
+        else:
+            lines[0] += "a single panel, on one rank"
         if problem.b is not None:
-            lines[0] += f"; {problem.columns} right-hand sides, split evenly"
+            sides = problem.columns
+            lines[0] += f"; {sides} right-hand side{'s, split evenly' if sides > 1 else ''}"
         ranks = [self.program(problem, machine, rank).steps for rank in range(size)]
         words = problem.dtype, problem.itemsize, machine.rates
         cost = predicted(ranks, *words)
