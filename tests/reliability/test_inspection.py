@@ -16,6 +16,7 @@ import pytest
 
 from mortal import ENDLESS, Job, left_behind
 from shardmath.base import recorder
+from shardmath.base.caller import PACKAGE
 from shardmath.base.compiled import extension
 from shardmath.base.recorder import (
     OPERATIONS,
@@ -149,6 +150,7 @@ def operation(number, name="all_reduce", ended=0, state=0):
 
 
 ON_A_GPU = operation(7)._replace(stream=0xABC)
+OURS = Frame(f"{PACKAGE[0]}context/startup.py", 1, "start")
 ASLEEP = Seen(2, 13, operation(6, ended=3), stack=[Frame("/a/data.py", 40, "load")])
 WAITING = [Seen(0, 11, operation(7)), Seen(1, 12, operation(7))]
 TABLES = {
@@ -183,12 +185,16 @@ the ranks are in different operations: all_reduce, fft""",
             Seen(0, 11),
             Seen(1, 12, operation(7, ended=7, state=RAISED)),
             Seen(2, 13, elsewhere="far"),
+            Seen(3, 14, stack=[OURS, *ASLEEP.stack]),
+            Seen(4, 15, stack=[OURS]),
         ],
         """\
 rank  pid  #  operation                                 since  at
    0   11     none so far
    1   12  7  left by an exception: all_reduce f4[3]  0.00 ms
-   2   13     far""",
+   2   13     far
+   3   14     none so far                                      data.py:40
+   4   15     none so far                                      startup.py:1""",
     ),
 }
 
@@ -280,11 +286,20 @@ def test_the_dead_are_known_by_what_they_did_last():
     assert any("died; last in all_reduce float64[3]" in text for text in shown), shown
 
 
-def test_one_rank_shows_the_table_where_time_is_up():
+def test_one_rank_shows_the_table_where_time_is_up(tmp_path):
+    """And none raises before it is shown: that may end the job."""
+    path = tmp_path / "shown"
+
     def body(group):
         context = startup.initialize("cpu", group)
         shown = []
-        context._runtime.job.print = shown.append
+
+        def show(text):
+            select.select([], [], [], 0.1)
+            path.touch()
+            shown.append(text)
+
+        context._runtime.job.print = show
         part = context.split(context.rank // 2)
         if context.rank == 2:
             asleep()
@@ -292,7 +307,7 @@ def test_one_rank_shows_the_table_where_time_is_up():
             part.barrier()
             all_reduce(1)
         except OpTimeout:
-            pass
+            assert path.exists()
         return shown
 
     with Job(RANKS, body, {"SHARDMATH_TIMEOUT": "0.3", "SHARDMATH_NOTICE": "100"}) as job:
@@ -320,6 +335,23 @@ def test_ctrl_c_shows_who_is_missing():
     assert len(shown) == 1, shown
     assert "rank 0 in all_reduce" in shown[0] and "was interrupted" in shown[0]
     assert "missing: rank 2" in shown[0] and "in asleep" in shown[0]
+    assert "missing: rank 1" not in shown[0]  # which has not heard of it by then
+
+
+def test_a_number_that_is_another_process_here():
+    """As in another namespace of processes, where a peer's number may be this rank's own."""
+
+    def body(group):
+        startup.initialize("cpu", group)
+        shown, numbers = [], [os.getpid()] * 2
+        job = inspection.Job(0, numbers, [inspection.start()] * 2, [0, 1], "here")
+        job.print = shown.append
+        job.show("asked")
+        return shown
+
+    with Job(1, body, ENDLESS) as job:
+        (text,) = job.outcome(0)
+    assert re.search(r"\n   1 +\d+ +not seen here", text), text
 
 
 SCRIPT = """
@@ -371,6 +403,7 @@ def test_a_notice_a_signal_and_ctrl_c(tmp_path):
         text = read_until(launcher.stderr, "signal.pause()")
         assert "waiting for rank 2" in text and "missing: rank 2" in text
         assert text.count("where the ranks are") == 1
+        assert "its last operation was all_reduce)" in text
         number, pid = re.search(r", #(\d+), pid (\d+)", text).groups()
         assert re.search(rf" {pid} +{number}  ", text), text  # the table counts alike
         assert "missing: rank 2" in seen(launcher.pid, "missing")
@@ -383,13 +416,15 @@ def test_a_notice_a_signal_and_ctrl_c(tmp_path):
         thread = threading.Thread(target=ask)
         thread.start()
         text = read_until(launcher.stderr, "asked by SIGQUIT")
-        read_until(launcher.stderr, "signal.pause()")
+        text = read_until(launcher.stderr, "signal.pause()")
+        assert "stacks.py" not in text  # also where the missing rank itself shows the table
         asking.set()
         thread.join()
         launcher.send_signal(signal.SIGINT)
         rest = launcher.stderr.read()
     assert launcher.returncode == 130
-    assert "ended by SIGINT" in rest
+    assert "ended by SIGINT; in no operation: rank 2\nTraceback" in rest
+    assert rest.count("signal.pause()") >= 1
 
 
 def test_a_program_that_has_these_signals_keeps_them():

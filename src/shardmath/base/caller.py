@@ -9,6 +9,7 @@ from pathlib import Path
 
 # How the files of the package begin, and that of the context managers it makes.
 PACKAGE = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
+CALL = f"{PACKAGE[0]}base/collective_call.py"  # in the traceback of each operation
 
 # Parts of the names of files through which torch and JAX call on the user's behalf, in a backward
 # pass, a transform or a compiled program. The last two are of code that torch's compiler makes.

@@ -128,7 +128,7 @@ class Runtime:
             processes=processes,
             policy=policy,
             job=self._job,
-            show=self.job.show,
+            look=self.job.look,
         )
         self._observe(board, name, ranks)
         if self._job is None:

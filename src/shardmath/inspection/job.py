@@ -16,8 +16,8 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardmath.base.recorder import (
@@ -35,7 +35,9 @@ from shardmath.transport.cores.host import export_memory
 
 _NAME = "shardmath-record"
 _A_MOMENT = 10**9  # nanoseconds
+_LOOK = 5e-3  # seconds between two looks at a lock
 _WORD = struct.Struct("=Q")
+_Seen = tuple[int, bytes | None, str]  # of a rank: its process, its record, the process's state
 _own: list[int] = []  # descriptors of this process's record, and of its stack
 
 
@@ -112,12 +114,31 @@ class Job:
 
         Errors are not raised here: the one that is being reported matters more.
         """
-        with suppress(Exception):
-            if len(self._pids) > 1 and self._is_first():
-                self.print(f"shardmath: {why}\n{self._table()}")
+        self.look()(why)
 
-    def _table(self) -> str:
-        here = {rank: (self._pids[rank], bytes(record)) for rank, record in self._records.items()}
+    def look(self) -> Callable[[str], None]:
+        """See what all ranks do now; the function that is returned shows it, as `show` does."""
+        seen: dict[int, _Seen] = {}
+        with suppress(Exception):
+            for rank, record in self._records.items():
+                seen[rank] = self._pids[rank], bytes(record), state_of(self._pids[rank])
+
+        def shown(why: str) -> None:
+            with suppress(Exception):
+                if len(self._pids) > 1:
+                    with self._turn() as is_first:
+                        if is_first:
+                            self.print(f"shardmath: {why}\n{self._table(seen)}")
+
+        return shown
+
+    def _table(self, seen: Mapping[int, _Seen]) -> str:
+        here = {
+            rank: (pid, record, state)
+            for rank, (pid, record, state) in seen.items()
+            # Not so where a number is that of another process here: in containers, for example.
+            if record is not None and description(record).get("rank") == rank
+        }
         others = [
             Seen(rank, pid, elsewhere=self.elsewhere(rank) or "not seen here")
             for rank, pid in enumerate(self._pids)
@@ -125,24 +146,43 @@ class Job:
         ]
         return _table(here, others)
 
-    def _is_first(self) -> bool:
-        """Whether no rank of this host has just shown a table or is about to."""
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether this rank is to show the table: the first of this host is, for a moment.
+
+        The others wait until it has: the error that they raise next may end the job.
+        """
+        record = -1
         for rank in self._here:
             with suppress(OSError):
                 record = os.open(_checked(self._pids[rank], self._descriptors[rank]), os.O_RDWR)
-                try:
-                    fcntl.lockf(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    last = _WORD.unpack(os.pread(record, _WORD.size, SHOWN))[0]
-                    now = time.monotonic_ns()
-                    if now - last < _A_MOMENT:
-                        return False
-                    os.pwrite(record, _WORD.pack(now), SHOWN)
-                except BlockingIOError:
-                    return False
-                finally:
-                    os.close(record)
-                return True
-        return False
+                break
+        try:
+            if record < 0 or not _locked(record):
+                yield False
+                return
+            last = _WORD.unpack(os.pread(record, _WORD.size, SHOWN))[0]
+            now = time.monotonic_ns()
+            is_first = now - last >= _A_MOMENT
+            if is_first:
+                os.pwrite(record, _WORD.pack(now), SHOWN)
+            yield is_first
+        finally:
+            if record >= 0:
+                os.close(record)
+
+
+def _locked(record: int) -> bool:
+    """Whether this process has the lock of a record, for which it waits a moment."""
+    deadline = time.monotonic_ns() + _A_MOMENT
+    while True:
+        try:
+            fcntl.lockf(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic_ns() >= deadline:
+                return False
+        time.sleep(_LOOK)
 
 
 class _Mapping:
@@ -185,7 +225,7 @@ def inspected(pid: int) -> str:
         )
     told = description(record)
     pids: Mapping[str, int] = told.get("pids", {str(told.get("rank", 0)): pid})
-    records = {int(rank): (each, _record_of(each)) for rank, each in pids.items()}
+    records = {int(rank): (each, _record_of(each), state_of(each)) for rank, each in pids.items()}
     size, host = told.get("size", len(records)), told.get("host", "this host")
     return f"{len(records)} of {size} ranks, on {host}\n{_table(records)}"
 
@@ -206,15 +246,18 @@ def show_on_request(show: Callable[[], bool]) -> None:
             signal.signal(signal.SIGQUIT, shown)
 
 
-def _table(records: Mapping[int, tuple[int, bytes | None]], others: Sequence[Seen] = ()) -> str:
-    """The table of ranks of this host, by their processes and records, and of `others`.
+def _table(records: Mapping[int, _Seen], others: Sequence[Seen] = ()) -> str:
+    """The table of ranks of this host, and of `others`.
 
     The stacks are those of the ranks that are missing, or of all if none is.
     """
     ranks = [*others]
-    for rank, (pid, record) in records.items():
+    for rank, (pid, record, state) in records.items():
+        if record is None and not state:
+            ranks.append(Seen(rank, pid, elsewhere="not seen: this process has no record"))
+            continue
         done = [] if record is None else operations(record)
-        ranks.append(Seen(rank, pid, done[-1] if done else None, state_of(pid)))
+        ranks.append(Seen(rank, pid, done[-1] if done else None, state))
     ranks.sort()
     asked = {each.rank for each in missing(ranks) or ranks if not each.state and not each.elsewhere}
     for place, each in enumerate(ranks):

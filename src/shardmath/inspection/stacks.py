@@ -19,6 +19,7 @@ from shardmath.base.caller import PACKAGE
 from shardmath.base.immutable import Immutable
 
 _NAME = "shardmath-stack"
+_HERE = str(Path(__file__).parent)
 _SIGNAL = signal.SIGURG
 _MOST_BYTES = 1 << 20  # after which the memory is emptied
 _PATIENCE = 0.25  # seconds for an answer
@@ -89,6 +90,8 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
     finally:
         os.close(memory)
     frames = [Frame(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+    shows = [place for place, frame in enumerate(frames) if frame.file.startswith(_HERE)]
+    frames = frames[shows[-1] + 1 :] if shows else frames  # it was asked for the table itself
     while frames and frames[-1].file.startswith(("<frozen ", *PACKAGE)):
         frames.pop()  # frames that started the program
     return frames

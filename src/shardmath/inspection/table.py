@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardmath.base.caller import file_line
+from shardmath.base.caller import PACKAGE, file_line
 from shardmath.base.recorder import RAISED, Operation
 from shardmath.inspection.stacks import Frame
 
@@ -63,7 +63,9 @@ def table(ranks: Sequence[Seen], now: int) -> str:
 def _row(each: Seen, now: int) -> tuple[str, ...]:
     if each.elsewhere:
         return str(each.rank), str(each.pid), "", each.elsewhere, "", ""
-    at = file_line(each.stack[0].file, each.stack[0].line) if each.stack else ""
+    outside = (frame for frame in each.stack if not frame.file.startswith(PACKAGE))
+    inner = next(outside, None) or next(iter(each.stack), None)
+    at = file_line(inner.file, inner.line) if inner else ""
     last = each.last
     if last is None:
         return str(each.rank), str(each.pid), "", each.state or "none so far", "", at

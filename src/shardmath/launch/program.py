@@ -13,11 +13,12 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from shardmath.base.caller import CALL
 from shardmath.base.immutable import Immutable
-from shardmath.launch.failure import from_exception
+from shardmath.launch.failure import Failure, from_exception
 from shardmath.launch.job import FAILURE, Job
 from shardmath.launch.output import Prefixer
 from shardmath.launch.ranks import Place, fork_ranks, share_cores
@@ -97,12 +98,29 @@ def _watch(job: Job) -> int:
             _say(str(error))
             return 1
     if job.interrupt is not None:
-        _say(f"ended by {signal.Signals(job.interrupt).name}")
+        _say(f"ended by {signal.Signals(job.interrupt).name}{_interrupted(job.failures)}".rstrip())
         return 128 + job.interrupt
     failure = job.first_failure
     if failure is not None:
         _say(f"{failure}\n{failure.text}".rstrip())
     return 0 if failure is None else failure.status
+
+
+def _interrupted(failures: Sequence[Failure]) -> str:
+    """The words for ranks that Ctrl-C found in no operation, with the first one's traceback.
+
+    The table that a waiting rank prints lacks their stacks where they were interrupted with it.
+    """
+    outside = sorted(
+        (each.rank, each.text)
+        for each in failures
+        if each.error[1] == KeyboardInterrupt.__name__ and CALL not in each.text
+    )
+    if not outside:
+        return ""
+    (first, text), *more = outside
+    others = "".join(f", {rank}" for rank, _ in more[:8]) + (", ..." if more[8:] else "")
+    return f"; in no operation: rank {first}{others}\n{text}"
 
 
 def _be_rank(place: Place, program: Program) -> int:

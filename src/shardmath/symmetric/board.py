@@ -66,7 +66,8 @@ class Board:
     """This rank's side of the board of one group.
 
     Rank r is number `numbers[r]` of the job, and `processes[r]` is its process. `job` is the board
-    of all ranks of the job, None for that board itself. `show(why)` shows where all ranks are.
+    of all ranks of the job, None for that board itself. `look()` sees what all ranks do, and
+    returns the function that shows it, given the reason.
 
     Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
     and OpTimeout when one does not come; after that the board has `failed`, and says so to the
@@ -82,7 +83,7 @@ class Board:
         processes: Sequence[str],
         policy: WaitPolicy,
         job: Board | None = None,
-        show: Callable[[str], None] = lambda _: None,
+        look: Callable[[], Callable[[str], None]] = lambda: lambda _: None,
     ) -> None:
         self.rank = rows.rank
         self.size = rows.size
@@ -100,7 +101,7 @@ class Board:
         self._rows = rows
         self._words = rows.words
         self._own = rows.words[rows.rank]
-        self._show = show
+        self._look = look
         self._arrivals = Arrivals(rows)
         self._operation = "start"
         # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
@@ -450,9 +451,14 @@ class Board:
     def interrupted(self, error: BaseException, line: str) -> None:
         """Tell the peers that `error` has left an operation, called in `line`, before its end."""
         why = f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": ")
-        self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
-        if isinstance(error, KeyboardInterrupt):
-            self._show(f"{self.names.where()} was interrupted")
+        shown = None
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                shown = self._look()  # before the peers hear of it, and end what they do
+        finally:
+            self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
+        if shown is not None:
+            shown(f"{self.names.where()} was interrupted")
 
     def _second_thread(self, operation: str) -> RuntimeError:
         """The error where two threads use this board, which fails."""
@@ -548,9 +554,10 @@ class Board:
         if isinstance(error, CollectiveMismatch) and self.failure is None:
             self._rows.publish(STATE, MISMATCHED)
         why = str(error) if isinstance(error, ShardmathError) else repr(error)
+        shown = self._look() if isinstance(error, OpTimeout) else None
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
-        if isinstance(error, OpTimeout):
-            self._show(f"{self.names.where()} has waited too long")
+        if shown is not None:
+            shown(f"{self.names.where()} has waited too long")
 
     def fail(
         self, why: str, blamed: Sequence[int] = (), *, late: bool = False, raised: str = ""
@@ -684,6 +691,9 @@ class Board:
             rest=self._rows.rest if rings and self._rows.rings else None,
             late=late,
         )
+
+    def _show(self, why: str) -> None:
+        self._look()(why)
 
     def ring(self) -> None:
         """Wake the peers that sleep until this rank writes, which it has done."""

@@ -193,4 +193,5 @@ class RankNames:
     def operation_of(self, rank: int) -> str:
         """The operation that a rank is in, or was in last; "" where it has called none."""
         text = bytes(self._rows.bytes[rank][OPERATION : OPERATION + NAME_BYTES])
-        return text.rstrip(b"\0").decode(errors="replace")
+        name, _, _ = text.rstrip(b"\0").partition(b", ")  # a comma begins the name of a part of it
+        return name.decode(errors="replace")
