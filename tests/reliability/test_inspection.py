@@ -329,7 +329,7 @@ def test_ctrl_c_shows_who_is_missing():
         return shown
 
     with Job(RANKS, body, ENDLESS) as job:
-        seen(job.pids[0], "missing: rank 2")
+        seen(job.pids[0], "missing: rank 2", f"{job.pids[1]}  1  all_reduce")
         job.signal(0, signal.SIGINT)
         shown = job.outcome(0)
     assert len(shown) == 1, shown
