@@ -42,6 +42,10 @@ networks, set `SHARDMATH_ADDRESS` on each host to choose one. If it is an addres
 itself does not have, because a router translates it, the ranks there listen at the default route's
 address.
 
+Where ranks meet by torch, torch's gloo would offer its peers the address of the host's name. If
+that is loopback, `initialize` sets `GLOO_SOCKET_IFNAME`, unless it is set, to the network device
+by which this host reaches `MASTER_ADDR`.
+
 Others may connect meanwhile, any number of times. They are refused on Unix sockets unless they
 are this user's ranks, and everywhere unless they prove within 5 seconds that they know a key
 which only the ranks have. They do not keep the ranks from meeting.
@@ -65,7 +69,8 @@ name meet by torch, where it is installed.
 
 Ranks also meet this way if srun offers PMI or PMIx (`--mpi`): no MPI is started, because an MPI
 that expects another PMI would end the process. If a program imports mpi4py before `initialize`,
-mpi4py finds its ranks.
+mpi4py finds its ranks. Under mpiexec, mpi4py must load the MPI that mpiexec belongs to; if there
+are several, `MPI4PY_MPIABI=openmpi` or `mpich` selects it.
 
 ## The folder of compiled kernels
 

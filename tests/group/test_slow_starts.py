@@ -152,6 +152,13 @@ CALLS = {
         *(BOUNDED_START, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),
         ["<string>:3: waiting", "<string>:3: ended after 1 s"],
     ),
+    "torch never": (
+        *(BOUNDED_START.replace("}", "}, call='c', library='t'", 1), (9.0, 1.0), "signal.pause()"),
+        *(
+            -signal.SIGTERM,
+            ["in c, <string>:3: ended after 1 s of waiting for all 2 ranks to start t"],
+        ),
+    ),
     "call at once": (BOUNDED_CALL, (60.0, 90.0), "pass", 0, []),
     "call never": (
         *(BOUNDED_CALL, (0.2, 1.0), "signal.pause()", -signal.SIGTERM),

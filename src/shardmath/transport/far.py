@@ -8,10 +8,8 @@ of its network devices.
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -23,12 +21,11 @@ from shardmath.group.handshake import new_key
 from shardmath.group.links import too_few_descriptors
 from shardmath.group.liveness import GRACE, PeerWatch
 from shardmath.group.meeting import BACKLOG, Call, Place, meet
-from shardmath.group.tcp import Endpoint, hub_of, resolved
+from shardmath.group.tcp import Endpoint, devices, hub_of, leads_back, resolved
 
 # Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
-_SIOCGIFADDR, _REQUEST = 0x8915, struct.Struct("16s24x")  # as in <linux/sockios.h> and <net/if.h>
 _ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
 
 
@@ -121,7 +118,7 @@ def _own(name: str) -> list[tuple[int, Any]]:
     """The addresses of `name`, without those that lead back to the caller unless `name` is one."""
     with suppress(OSError):
         addresses = resolved(name, 0)
-        return [a for a in addresses if a[1][0] == name or not _leads_back(a[1][0])]
+        return [a for a in addresses if a[1][0] == name or not leads_back(a[1][0])]
     return []
 
 
@@ -137,7 +134,7 @@ def _outward() -> list[tuple[int, Any]]:
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
                 addresses += resolved(probe.getsockname()[0], 0)
-    towards = [each for each in dict.fromkeys(addresses) if not _leads_back(each[1][0])]
+    towards = [each for each in dict.fromkeys(addresses) if not leads_back(each[1][0])]
     if towards:
         return towards
     for family, outside in _OUTSIDE:
@@ -147,27 +144,15 @@ def _outward() -> list[tuple[int, Any]]:
                 addresses += resolved(probe.getsockname()[0], 0)
     with suppress(OSError):
         addresses += resolved(socket.gethostname(), 0)
-    outward = [address for address in addresses if not _leads_back(address[1][0])]
+    outward = [address for address in addresses if not leads_back(address[1][0])]
     loopback = [(int(socket.AF_INET), ("127.0.0.1", 0))]
     return list(dict.fromkeys(outward)) or _of_devices() or loopback
 
 
 def _of_devices() -> list[tuple[int, Any]]:
     """The IPv4 addresses of this host's network devices but loopback."""
-    found: list[tuple[int, Any]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                told = fcntl.ioctl(any_socket, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
-                found += resolved(socket.inet_ntoa(told[20:24]), 0)
-    return [address for address in found if not _leads_back(address[1][0])]
-
-
-def _leads_back(host: str) -> bool:
-    """Whether the address means a host to itself only: loopback, any address, or link-local."""
-    number = ipaddress.ip_address(host)
-    scoped = number.version == 6 and number.is_link_local
-    return number.is_loopback or number.is_unspecified or scoped
+    found = [address for _, host in devices() for address in resolved(host, 0)]
+    return [address for address in found if not leads_back(address[1][0])]
 
 
 def _endpoint(listener: socket.socket) -> Endpoint:
