@@ -118,7 +118,16 @@ def by_a_method(case):
         case.array.copy()
 
 
+def by_a_call_that_reads(case):
+    try:
+        if case.rank == 0:
+            case.handle.put(np.ones(N), 1)
+    finally:
+        all_reduce(case.array)
+
+
 RACES = [
+    by_a_call_that_reads,
     put_and_get,
     two_puts,
     view_and_owner,
@@ -233,7 +242,10 @@ def outcomes(program):
 
 @pytest.mark.parametrize("program", RACES)
 def test_a_race_is_told_with_both_lines(program):
-    first, last = program.__code__.co_firstlineno, max(n for *_, n in program.__code__.co_lines())
+    first, last = (
+        program.__code__.co_firstlineno,
+        max(n or 0 for *_, n in program.__code__.co_lines()),
+    )
     told = [text for text in outcomes(program) if text]
     assert told, "nobody has seen it"
     for text in told:

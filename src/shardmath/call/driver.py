@@ -214,8 +214,14 @@ class Driver:
     def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
         """This rank's side of a call, prepared for the plan that is expected. Local.
 
-        Raises as `known`, and HeapExhausted. The ranks can agree after it.
+        Raises as `known`, HeapExhausted, and DataRace where a peer may be writing to an operand.
+        The ranks can agree after it.
         """
+        if self.context.observer is not None:
+            from shardmath.handles.watched import tell_of
+
+            for x in arguments.operands:
+                tell_of(x, writes=False, what=self.operation.names.operation)
         known = self.known(arguments, spec)
         turn = Turn(arguments, known)
         self.performer.prepare(turn, known.expected)
