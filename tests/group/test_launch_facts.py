@@ -143,6 +143,8 @@ def test_the_launchers_library_lacks_one_of_its_own(
         ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
         ({"WORLD_SIZE": "2"}, ""),
         ({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "1"}, ""),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "a"}, "PMIX_RANK=1, but no variable of a launcher"),
+        ({"PMIX_RANK": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}, ""),
     ],
 )
 def test_a_rank_that_is_not_told_where_the_others_are_is_warned(
@@ -150,6 +152,8 @@ def test_a_rank_that_is_not_told_where_the_others_are_is_warned(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    for library in ("mpi4py.MPI", "torch.distributed"):  # another test may have started it
+        monkeypatch.delitem(sys.modules, library, raising=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert isinstance(as_process_group(None, Settings()), SoloProcessGroup)

@@ -157,19 +157,28 @@ def from_environment(settings: Settings) -> ProcessGroup:
     if running is not None and running.nranks > 1:
         return running
     if facts.launcher is None:
-        _warn_of_incomplete(_TORCH, config.environment())
+        _warn_of_incomplete(config.environment(), is_alone=running is not None)
     return SoloProcessGroup()
 
 
-def _warn_of_incomplete(convention: _Convention, environ: Mapping[str, str]) -> None:
-    """Warn, at the user's line, if this is one of several ranks that cannot find each other."""
-    names = (convention.rank, convention.size[0])
-    missing = [name for name in convention.required if name not in environ]
+def _warn_of_incomplete(environ: Mapping[str, str], *, is_alone: bool) -> None:
+    """Warn, at the user's line, if this is one of several ranks that cannot find each other.
+
+    `is_alone`: a library that the program has started says that there is one.
+    """
+    names = (_TORCH.rank, _TORCH.size[0])
+    missing = [name for name in _TORCH.required if name not in environ]
     if missing and all(name in environ for name in names) and environ[names[1]] != "1":
         given = " and ".join(f"{name}={environ[name]}" for name in names)
-        text = f"{given}, but {' and '.join(missing)} not set: this process computes alone"
-        file, line = caller_place()
-        warnings.warn_explicit(text, UserWarning, file, line)
+        what = f"{given}, but {' and '.join(missing)} not set"
+    elif "PMIX_RANK" in environ and not is_alone:
+        rank = environ["PMIX_RANK"]
+        what = f"PMIX_RANK={rank}, but no variable of a launcher says how many ranks there are"
+        what += ", and the program has not imported mpi4py.MPI, which may know"
+    else:
+        return
+    file, line = caller_place()
+    warnings.warn_explicit(f"{what}: this process computes alone", UserWarning, file, line)
 
 
 def _read(convention: _Convention, environ: Mapping[str, str]) -> LaunchFacts | None:
