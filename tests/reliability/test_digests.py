@@ -84,11 +84,28 @@ def test_other_calls_end_the_comparison(tmp_path):
         assert "all_gather of int64[3]" in text and "was fft, test_digests.py:" in text
 
 
-def test_it_takes_the_check(tmp_path):
+MISTAKES = {
+    "without the check": ("", "takes SHARDMATH_CHECK=1"),
+    "not what was written": (
+        "1",
+        r"rank 1: SHARDMATH_DIGESTS: .*rank-1-of-.*.jsonl was not written",
+    ),
+    "a file in the way": ("1", "every rank: SHARDMATH_DIGESTS: .*rank-.*: Not a directory"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes(tmp_path, what):
+    check, message = MISTAKES[what]
+    path = tmp_path / f"rank-1-of-{SIZE}.jsonl"
+    path.write_text("12\n")
+    folder = path / "in" if "way" in what else tmp_path
+
     def body(group):
-        with pytest.raises(ValueError, match="takes SHARDMATH_CHECK=1"):
+        with pytest.raises((ValueError, OSError), match=message):
             startup.initialize("cpu", group)
         return True
 
-    with Job(SIZE, body, {"SHARDMATH_DIGESTS": str(tmp_path)}) as job:
+    variables = {"SHARDMATH_DIGESTS": str(folder), "SHARDMATH_CHECK": check or "0"}
+    with Job(SIZE, body, variables) as job:
         assert [job.outcome(rank) for rank in range(SIZE)] == [True] * SIZE

@@ -35,26 +35,36 @@ _UNWRITTEN = ("allocate", "empty")  # how the functions begin whose results are 
 def start(folder: str, rank: int, size: int) -> None:
     """Note this process's calls in `folder`, or compare them with the notes there. Once.
 
-    Raises OSError where the files cannot be read or written.
+    Raises OSError where the files cannot be read or written, ValueError where they are damaged.
     """
     if this_process.compared is None:
         this_process.compared = _Digests(Path(folder), rank, size).around
 
 
 class _Digests:
-    """The notes of one rank: those of an earlier run, or in the first run those being written."""
+    """The notes of one rank: those of an earlier run, or in the first run those being written.
+
+    Raises OSError where they cannot be read or written, ValueError where they are something else.
+    """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"rank-{rank}-of-{size}.jsonl"
         self._rank = rank
         self._number = 0
         self._before: list[list[str]] | None = None
         self._file: Any = None
-        if self._path.exists():
-            self._before = [json.loads(line) for line in self._path.read_text().splitlines()]
-        else:
-            self._file = self._path.open("x")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._before = [_read(line) for line in self._path.read_text().splitlines()]
+            else:
+                self._file = self._path.open("x")
+        except OSError as error:
+            raise OSError(f"SHARDMATH_DIGESTS: {self._path}: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"SHARDMATH_DIGESTS: {self._path} was not written by an earlier run; remove it"
+            ) from error
 
     def around(self, function: Callable[..., R]) -> Callable[..., R]:
         """`function`, whose call is noted or compared."""
@@ -102,6 +112,12 @@ class _Digests:
         same = given == before
         cause = "though this rank gave it the same" if same else "and this rank gave it others"
         return f"gives other bits than in the run of {self._path}, {cause}"
+
+
+def _read(line: str) -> list[str]:
+    """The name, line and digests of one call. Raises ValueError or TypeError."""
+    name, place, given, made = json.loads(line)
+    return [name, place, given, made]
 
 
 def _values(x: Any) -> Iterator[Any]:
