@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]} | {
     "sequence_parallel": [2],  # torch's optimizers load its compiler, which takes long
     "experts": [],  # torchrun starts it: see tests/launchers
+    "cluster": [],  # it takes Dask or Ray: see tests/launch/test_clusters.py
     "jax_programs": [3],  # of which each loads JAX
 }
 EXAMPLES = [

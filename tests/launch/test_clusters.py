@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def cluster(request):
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_ranks_compute_together(cluster, size):
-    """The function of the example, and what NumPy says; twice, on the same workers."""
+    """As NumPy says; twice, on the same workers."""
 
     def product(x, w):
         import numpy as np
@@ -57,6 +59,15 @@ def test_ranks_compute_together(cluster, size):
         found = shardmath.spawn(product, size, x, w, on=cluster)
         assert [each[:2] for each in found] == [(rank, size) for rank in range(size)]
         np.testing.assert_allclose(np.concatenate([each[2] for each in found]), x @ w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["dask.distributed", "ray"])
+def test_the_example(library):
+    pytest.importorskip(library)
+    example = Path(__file__).parents[2] / "examples" / "cluster.py"
+    command = [sys.executable, str(example), library.partition(".")[0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "rows by rank: [100, 100, 100]" in done.stdout
 
 
 def test_the_first_failure_is_raised(cluster):

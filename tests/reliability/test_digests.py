@@ -90,7 +90,7 @@ MISTAKES = {
         "1",
         r"rank 1: SHARDMATH_DIGESTS: .*rank-1-of-.*.jsonl was not written",
     ),
-    "a file in the way": ("1", "every rank: SHARDMATH_DIGESTS: .*rank-.*: Not a directory"),
+    "a file in the way": ("1", "SHARDMATH_DIGESTS: .*rank-0-of-.*: Not a directory"),
 }
 
 
