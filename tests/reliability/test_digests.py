@@ -10,6 +10,7 @@ import pytest
 
 import shardmath
 from mortal import Job, run_job
+from shardmath.base import config
 from shardmath.base.collective_call import collective_call
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.context import startup
@@ -84,28 +85,23 @@ def test_other_calls_end_the_comparison(tmp_path):
         assert "all_gather of int64[3]" in text and "was fft, test_digests.py:" in text
 
 
-MISTAKES = {
-    "without the check": ("", "takes SHARDMATH_CHECK=1"),
-    "not what was written": (
-        "1",
-        r"rank 1: SHARDMATH_DIGESTS: .*rank-1-of-.*.jsonl was not written",
-    ),
-    "a file in the way": ("1", "SHARDMATH_DIGESTS: .*rank-0-of-.*: Not a directory"),
+MISTAKES = {  # by folder: what the check is, and what is said on all ranks
+    "": ("0", "takes SHARDMATH_CHECK=1"),
+    ".": ("1", r"rank 1: SHARDMATH_DIGESTS: .*rank-1-of-.*.jsonl was not written"),
+    f"rank-1-of-{SIZE}.jsonl/in": ("1", "SHARDMATH_DIGESTS: .*rank-1-of-.*: Not a directory"),
 }
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_mistakes(tmp_path, what):
-    check, message = MISTAKES[what]
-    path = tmp_path / f"rank-1-of-{SIZE}.jsonl"
-    path.write_text("12\n")
-    folder = path / "in" if "way" in what else tmp_path
+def test_mistakes(tmp_path):
+    (tmp_path / f"rank-1-of-{SIZE}.jsonl").write_text("12\n")
 
     def body(group):
-        with pytest.raises((ValueError, OSError), match=message):
-            startup.initialize("cpu", group)
+        for folder, (check, message) in MISTAKES.items():
+            variables = {"DIGESTS": str(tmp_path / folder), "CHECK": check}
+            config.export({f"{config.PREFIX}{name}": text for name, text in variables.items()})
+            with pytest.raises((ValueError, OSError), match=message):
+                startup.initialize("cpu", group)
         return True
 
-    variables = {"SHARDMATH_DIGESTS": str(folder), "SHARDMATH_CHECK": check or "0"}
-    with Job(SIZE, body, variables) as job:
+    with Job(SIZE, body) as job:
         assert [job.outcome(rank) for rank in range(SIZE)] == [True] * SIZE

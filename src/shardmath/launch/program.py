@@ -107,16 +107,17 @@ def _watch(job: Job) -> int:
 
 
 def _interrupted(failures: Sequence[Failure]) -> str:
-    """The words for ranks that Ctrl-C found in no operation, with the first one's traceback.
+    """The words for ranks that Ctrl-C found in no operation while others were in one.
 
-    The table that a waiting rank prints lacks their stacks where they were interrupted with it.
+    With the first one's traceback: the table that a waiting rank prints lacks the stacks of ranks
+    that were interrupted with it.
     """
     outside = sorted(
         (each.rank, each.text)
         for each in failures
         if each.error[1] == KeyboardInterrupt.__name__ and CALL not in each.text
     )
-    if not outside:
+    if not outside or not any(CALL in each.text for each in failures):
         return ""
     (first, text), *more = outside
     others = "".join(f", {rank}" for rank, _ in more[:8]) + (", ..." if more[8:] else "")
