@@ -121,7 +121,7 @@ def _interrupted(failures: Sequence[Failure]) -> str:
         return ""
     (first, text), *more = outside
     others = "".join(f", {rank}" for rank, _ in more[:8]) + (", ..." if more[8:] else "")
-    return f"; in no operation: rank {first}{others}\n{text}"
+    return f"; in no operation: rank{'s' if more else ''} {first}{others}\n{text}"
 
 
 def _be_rank(place: Place, program: Program) -> int:
