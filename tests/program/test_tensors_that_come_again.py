@@ -178,6 +178,7 @@ def elsewhere(group):
         product(freed, new())
     except UseAfterFree:
         found["freed"] = True, True
+    del freed  # while arrays refer to freed memory, the driver makes such calls
     a, b = new(), new()
     for _ in range(140):
         tell("often there", a, b)
@@ -187,7 +188,7 @@ def elsewhere(group):
 
 @pytest.mark.skipif(not BUILT, reason="the package was built without a C compiler")
 def test_operands_that_lie_elsewhere():
-    in_driver = {"strided", "on the heap", "recorded", "freed", "elsewhere, after other plans"}
+    in_driver = {"strided", "recorded", "freed", "elsewhere, after other plans"}
     for found in all_of(elsewhere):
         assert all(right for right, _ in found.values()), str(found)
         assert {name for name, (_, entered) in found.items() if entered} == in_driver, str(found)
