@@ -6,11 +6,17 @@ that lie where those did. What is wrong is named.
 
 from __future__ import annotations
 
+import json
+import tempfile
+import time
+from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from counted import calls_before
 from mortal import Raised, run_job
@@ -26,18 +32,32 @@ from shardmath.errors import RankFailure, UseAfterFree
 from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.handles.allocation import free_symmetric_memory as free
 from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.tools.kernels import realtime_minus_monotonic, works_of
 
 RANKS = 2
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 WAYS = {"compiled": VARIABLES, "in Python": VARIABLES | {"SHARDMATH_COMPILED": "0"}}
 SPLITS = [Slab.X, Slab.X, Slab.X]
 BUILT = extension("shardmath.call._direct") is not None
+CLOCKS = 10**8  # nanoseconds between clocks as two libraries read them, on a busy machine
 
 
 def all_of(body, variables=VARIABLES):
     outcomes = run_job(RANKS, body, variables, timeout=60)
     assert not any(isinstance(outcome, Raised) for outcome in outcomes), outcomes
     return outcomes
+
+
+def exported_ranges(profiled):
+    """The ranges that a profiler exports, read as if a GPU had performed them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ranges.json"
+        profiled.export_chrome_trace(str(path))
+        document = json.loads(path.read_text())
+    events = [x for x in document["traceEvents"] if x["name"].startswith("shardmath::")]
+    ours = [{**x, "cat": "kernel"} for x in events if x["cat"] == "user_annotation"]
+    assert len(ours) == 5
+    return works_of({**document, "traceEvents": ours}, realtime_minus_monotonic())
 
 
 def again(call):
@@ -78,6 +98,16 @@ def others(group):
         found = matmul(a, b, distributions=SPLITS)
     tell("autocast", found, torch.full((2, 4), 4.0), dtype=torch.bfloat16)
     tell("autocast, before", matmul(a, b, distributions=SPLITS), torch.full((2, 4), 4.0))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        began = time.monotonic_ns()
+        tell("profiled", all_reduce(x), 2 * x.detach())
+        again(lambda: matmul(a, b, distributions=SPLITS))
+        ended = time.monotonic_ns()
+    ranges = Counter(event.name for event in profiled.events())
+    right["named"] = (ranges["shardmath::all_reduce"], ranges["shardmath::matmul"]) == (1, 4)
+    right["on our clock"] = all(
+        began - CLOCKS < one.begun < one.ended < ended + CLOCKS for one in exported_ranges(profiled)
+    )
     with torch.device("cpu"):  # a mode: torch runs Python in each of its functions
         tell("a mode", all_reduce(x), 2 * x.detach())
     derived = torch.func.grad(lambda y: all_reduce(y).sum())(x)

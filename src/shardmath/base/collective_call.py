@@ -37,6 +37,7 @@ from shardmath.base.untraced import (
     is_watched,
     marked,
     operator_of,
+    range_of_profiler,
     traced_as,
     unwatched,
     wants_operator,
@@ -90,9 +91,10 @@ class CollectiveCall:
 
 
 class _Thread(threading.local):
-    """The `call` that a thread is in, or None."""
+    """The `call` that a thread is in, or None, and whether it is in a range of torch's profiler."""
 
     call: CollectiveCall | None = None
+    in_range = False
 
 
 this_thread = _Thread()
@@ -239,6 +241,7 @@ def _written(result: R, args: tuple[Any, ...]) -> R:
 _WITHOUT_FUNCTIONS: set[type] = set()
 _TENSORS: dict[type, tuple[Watch, Watch, Watch, Watch]] = {}
 _MOST = 1000
+_RANGE = "shardmath::"  # as torch's operators are called
 
 
 def _function_of(
@@ -261,7 +264,8 @@ def _function_of(
         torch = sys.modules["torch"]
         if kind not in _TENSORS and kind in (torch.Tensor, torch.nn.Parameter):
             _TENSORS[kind] = watches_of_torch()
-        return operator_of(name) if name and wants_operator(operand, name) else None
+        wants = name and wants_operator(operand, name)
+        return operator_of(name) if wants else _in_profile(function, call)
     if kind is dict:  # of arrays
         for x in operand.values():
             if type(x) not in _WITHOUT_FUNCTIONS:
@@ -274,6 +278,25 @@ def _function_of(
     if foreign is None and len(_WITHOUT_FUNCTIONS) < _MOST:
         _WITHOUT_FUNCTIONS.add(kind)
     return foreign if name else None
+
+
+def _in_profile(function: Any, call: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`call`, the public function, in a range of its name for torch's profiler; None where there is
+    no profiler on, or this thread is in such a range already.
+    """
+    found = None if this_thread.in_range else range_of_profiler(_RANGE + function.__qualname__)
+    if found is None:
+        return None
+
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        this_thread.in_range = True
+        try:
+            with found:
+                return call(*args, **kwargs)
+        finally:
+            this_thread.in_range = False
+
+    return ranged
 
 
 @lru_cache(maxsize=1)

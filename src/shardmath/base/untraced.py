@@ -160,13 +160,13 @@ Watch = Callable[[], Any]
 
 
 def watches_of_torch() -> tuple[Watch, Watch, Watch, Watch]:
-    """Functions that say whether a transform is active, whether tensors may have tangents, whether
-    a dispatch mode is active, and whether autocast is on.
+    """Functions that say whether a transform is active, whether tensors may have tangents or a
+    profiler is on, whether a dispatch mode is active, and whether autocast is on.
     """
     core = sys.modules["torch"]._C
     return (
         core._functorch.peek_interpreter_stack,
-        _asks_for_level(),
+        _asks_for_level_and_profiler(),
         core._len_torch_dispatch_stack,
         core._is_any_autocast_enabled,
     )
@@ -185,6 +185,20 @@ def _asks_for_level() -> Callable[[], bool]:
     """See `may_have_tangents`. The module is looked up once, since each call with a tensor asks."""
     forward: Any = sys.modules["torch.autograd.forward_ad"]
     return lambda: forward._current_level >= 0
+
+
+@functools.cache
+def _asks_for_level_and_profiler() -> Callable[[], bool]:
+    """See `watches_of_torch`. One function asks for both: each call of one takes time."""
+    forward: Any = sys.modules["torch.autograd.forward_ad"]
+    profiler: Any = sys.modules["torch.autograd.profiler"]
+    return lambda: forward._current_level >= 0 or profiler._is_profiler_enabled
+
+
+def range_of_profiler(name: str) -> Any:
+    """A range of that name for torch's profiler, to be entered; None where none is on."""
+    profiler: Any = sys.modules["torch.autograd.profiler"]
+    return profiler.record_function(name) if profiler._is_profiler_enabled else None
 
 
 def has_tangent(tensor: Any) -> bool:
