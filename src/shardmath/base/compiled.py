@@ -33,7 +33,7 @@ BUILT = {
     "shardmath.symmetric._board": Built("rounds of agreement", 3),
     "shardmath.handles._fingerprint": Built("fingerprints of arrays", 1),
     "shardmath.arrays._dlpack": Built("torch's arrays on the heap"),
-    "shardmath.base._record": Built("the record of operations"),
+    "shardmath.base._record": Built("the record of operations", 1),
     "shardmath.call._direct": Built("calls that come again", 12),
     "shardmath.cuda._launch": Built("calls on GPUs that come again", 4),
 }

@@ -342,6 +342,135 @@ static PyObject *record_in(PyObject *module, PyObject *const *given, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+/* -- spans: what happens inside operations, only where a program is traced ------------------------------- */
+
+typedef struct {
+    uint64_t begun, ended;
+    uint32_t site, thread;
+} Entered; /* as in spans.py */
+
+enum { SPANS_HEAD = 64 }; /* as in spans.py; the number of spans so far comes first */
+
+static Py_buffer spans;
+static uint64_t spans_turn; /* the number of entries, a power of two, minus 1 */
+static _Thread_local uint64_t marked;
+
+static void put_span(uint32_t site, uint64_t begun) {
+    if (spans.buf == NULL) /* this is a forked child */
+        return;
+    uint64_t number = *(uint64_t *)spans.buf;
+    Entered *entry = (Entered *)((char *)spans.buf + SPANS_HEAD) + (number & spans_turn);
+    *entry = (Entered){begun, now(), site, (uint32_t)PyThread_get_thread_ident()};
+    __atomic_store_n((uint64_t *)spans.buf, number + 1, __ATOMIC_RELEASE); /* last: a rank may be killed in between */
+}
+
+enum { AROUND, BEGIN, END };
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *call; /* NULL but for AROUND */
+    uint32_t site;
+    int what;
+} Span;
+
+static PyObject *span_call(PyObject *object, PyObject *const *given, size_t count, PyObject *words) {
+    Span *self = (Span *)object;
+    uint64_t begun = now();
+    PyObject *result = self->call == NULL ? Py_NewRef(Py_None)
+                                          : PyObject_Vectorcall(self->call, given, PyVectorcall_NARGS(count), words);
+    if (self->what == BEGIN)
+        marked = begun;
+    else if (result != NULL)
+        put_span(self->site, self->what == END ? marked : begun);
+    return result;
+}
+
+static int span_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(((Span *)self)->call);
+    return 0;
+}
+
+static int span_clear(PyObject *self) {
+    Py_CLEAR(((Span *)self)->call);
+    return 0;
+}
+
+static void span_free(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(((Span *)self)->call);
+    PyObject_GC_Del(self);
+}
+
+#define SPAN_TYPE(name)                                                                                             \
+    {                                                                                                               \
+        PyVarObject_HEAD_INIT(NULL, 0).tp_name = name, .tp_basicsize = sizeof(Span), .tp_dealloc = span_free,       \
+        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,                           \
+        .tp_vectorcall_offset = offsetof(Span, vectorcall), .tp_call = PyVectorcall_Call,                           \
+        .tp_traverse = span_traverse, .tp_clear = span_clear,                                                       \
+    }
+
+/* A span of what runs no Python runs none either; direct.c knows such steps by the name of their type. */
+static PyTypeObject SpanType = SPAN_TYPE("shardmath.base._record.Span"), PlainSpanType = SPAN_TYPE("CompiledStep");
+
+static PyObject *new_span(PyTypeObject *type, PyObject *call, uint32_t site, int what) {
+    Span *made = PyObject_GC_New(Span, type);
+    if (made == NULL)
+        return NULL;
+    made->vectorcall = span_call;
+    made->call = Py_XNewRef(call);
+    made->site = site;
+    made->what = what;
+    PyObject_GC_Track((PyObject *)made);
+    return (PyObject *)made;
+}
+
+/* around(call, site, is plain): a function that makes the call, and writes when it began and ended. */
+static PyObject *around(PyObject *module, PyObject *given) {
+    (void)module;
+    PyObject *call;
+    unsigned site;
+    int plain;
+    if (!PyArg_ParseTuple(given, "OIp", &call, &site, &plain))
+        return NULL;
+    return new_span(plain ? &PlainSpanType : &SpanType, call, site, AROUND);
+}
+
+/* marks(site): two functions; the second writes a span that began when this thread called the first. */
+static PyObject *marks(PyObject *module, PyObject *given) {
+    (void)module;
+    unsigned long site = PyLong_AsUnsignedLong(given);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *begins = new_span(&PlainSpanType, NULL, (uint32_t)site, BEGIN);
+    PyObject *ends = begins == NULL ? NULL : new_span(&PlainSpanType, NULL, (uint32_t)site, END);
+    return ends == NULL ? Py_XDECREF(begins), NULL : Py_BuildValue("NN", begins, ends);
+}
+
+/* spans_in(memory): write spans into `memory` from now on; None: write none. */
+static PyObject *spans_in(PyObject *module, PyObject *given) {
+    (void)module;
+    if (spans.buf != NULL)
+        PyBuffer_Release(&spans);
+    spans.buf = NULL;
+    if (given == Py_None)
+        Py_RETURN_NONE;
+    Py_buffer room;
+    if (PyObject_GetBuffer(given, &room, PyBUF_WRITABLE) < 0)
+        return NULL;
+    uint64_t entries = room.len < SPANS_HEAD ? 0 : (uint64_t)(room.len - SPANS_HEAD) / sizeof(Entered);
+    if (entries == 0 || (uintptr_t)room.buf % sizeof(uint64_t)) {
+        PyBuffer_Release(&room);
+        PyErr_SetString(PyExc_ValueError, "no room for spans");
+        return NULL;
+    }
+    spans = room;
+    for (spans_turn = 1; 2 * spans_turn <= entries; spans_turn *= 2)
+        ;
+    spans_turn--;
+    Py_RETURN_NONE;
+}
+
 static const Record record = {begin_known, note_stream, end_with, withdraw};
 
 static PyMethodDef methods[] = {
@@ -350,6 +479,9 @@ static PyMethodDef methods[] = {
     {"on_stream", on_stream, METH_O, "It works on that stream."},
     {"end", end, METH_NOARGS, "It has returned."},
     {"leave", leave, METH_NOARGS, "An exception has left it, if one is under way."},
+    {"spans_in", spans_in, METH_O, "Write spans into that memory from now on."},
+    {"around", around, METH_VARARGS, "A function that makes a call within a span."},
+    {"marks", marks, METH_O, "Two functions that begin and end a span."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -360,8 +492,11 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__record(void) {
     if ((shape = PyUnicode_InternFromString("shape")) == NULL)
         return NULL;
+    if (PyType_Ready(&SpanType) < 0 || PyType_Ready(&PlainSpanType) < 0)
+        return NULL;
     PyObject *module = PyModule_Create(&definition), *capsule = PyCapsule_New((void *)&record, RECORDING, NULL);
-    if (module == NULL || PyModule_AddObjectRef(module, "RECORDING", capsule) < 0)
+    if (module == NULL || PyModule_AddObjectRef(module, "RECORDING", capsule) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", 1) < 0)
         Py_CLEAR(module);
     Py_XDECREF(capsule);
     return module;

@@ -17,9 +17,9 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from shardmath.base.caller import BETWEEN, PACKAGE, caller_place
 from shardmath.base.compiled import extension
@@ -30,6 +30,12 @@ ENTRY = struct.Struct("=QQQQQII48s72s88s")  # as record.c has it
 _HEAD = struct.Struct("=QQQ")
 SHOWN = 16  # the place in the head of the time when a table was shown last
 RAISED = 1  # the state of an operation that raised an exception
+_NOTHING: Mapping[int, int] = {}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Kind = Literal["copy", "compute", "wait"]
+Call = Callable[[], object]
 
 
 class Operation(NamedTuple):
@@ -88,9 +94,12 @@ class Recorder:
     `begin(function, arguments)`, `on_stream(address)`, and `end()`, or `leave()` where it raised,
     concern the operation of the calling thread. `tell_plan`, where set, gets the number of the
     operation for which a plan was made, and a text of the plan. `compared(function)`, where set,
-    wraps each function: see `inspection.digests`.
+    wraps each function: see `inspection.digests`. A traced process has `spans`, of `base.spans`,
+    and `on_gpu`, which is called when the process begins to compute on a GPU.
     """
 
+    spans: Any = None
+    on_gpu: Callable[[], None] | None = None
     compared: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     tell_plan: Callable[[int, str], None] | None = None
     begin: Callable[[Any, tuple[Any, ...]], None]
@@ -117,7 +126,9 @@ class Recorder:
             built = extension("shardmath.base._record")
             if built is not None:
                 built.record_in(None, PACKAGE, BETWEEN)
-        self.memory = self.compared = None
+        if self.spans is not None:
+            self.spans.stop()
+        self.memory = self.compared = self.spans = self.on_gpu = None
         self.begin = self.on_stream = self.end = self.leave = _nothing
 
     @property
@@ -196,3 +207,53 @@ def _operand(x: Any) -> str:
 
 
 this_process = Recorder()
+
+
+# -- what happens inside operations, in a traced process ------------------------------------------
+
+
+class Site(NamedTuple):
+    """What spans of one place in a program show.
+
+    `read` and `written` are the bytes in the memory of other ranks, by the rank in the context of
+    the call; `nbytes` are all that are copied, 0 where nothing is.
+    """
+
+    name: str
+    kind: Kind
+    nbytes: int = 0
+    read: tuple[tuple[int, int], ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+
+
+def spanned(
+    call: Callable[P, R],
+    name: str,
+    kind: Kind = "compute",
+    nbytes: int = 0,
+    *,
+    read: Mapping[int, int] = _NOTHING,
+    written: Mapping[int, int] = _NOTHING,
+) -> Callable[P, R]:
+    """`call`, within a span each time where this process is traced; see `Site`.
+
+    Elsewhere it is `call` itself, so that a call that was bound before costs nothing more.
+    """
+    spans = this_process.spans
+    if spans is None:
+        return call
+    peers = tuple(sorted(read.items())), tuple(sorted(written.items()))
+    within: Callable[P, R] = spans.around(call, Site(name, kind, nbytes, *peers))
+    return within
+
+
+def waited(call: Call, name: str) -> Sequence[Call]:
+    """`call`, in which this rank waits for others, between marks where this process is traced.
+
+    It stays recognisable: compiled code knows a barrier by its identity.
+    """
+    spans = this_process.spans
+    if spans is None:
+        return (call,)
+    begins, ends = spans.marks(Site(name, "wait"))
+    return begins, call, ends

@@ -5,6 +5,8 @@ Binding a step works out addresses, copies and constants; what is bound is calle
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
@@ -15,6 +17,7 @@ from shardmath.arrays import Library
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import CompiledStep
 from shardmath.base.immutable import Immutable
+from shardmath.base.recorder import spanned
 from shardmath.context.context import Context
 from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
@@ -47,6 +50,7 @@ from shardmath.program.steps import (
 from shardmath.redistribution import Transfer, Window
 from shardmath.redistribution.bound_copies import Calls, pairs, part_of, run
 
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
 _SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
@@ -57,6 +61,15 @@ _SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share 
 
 def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Calls:
     """The calls that perform a step on this rank's buffers alone."""
+    return [spanned(call, named(step)) for call in _bind_arithmetic(step, arrays, numbers)]
+
+
+def named(step: Step) -> str:
+    """What a trace calls a step: the words of its class."""
+    return _CAPITAL.sub(" ", type(step).__name__).lower()
+
+
+def _bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Calls:
     if isinstance(step, Axpby):
         return _bind_axpby(step, arrays, numbers)
     if isinstance(step, Finish):
@@ -250,7 +263,10 @@ class Binding(Immutable, eq=False):
     def _reduce(self, step: Combine) -> Calls:
         """The calls that combine in one shot: the part that this rank needs of what all have."""
         assert step.reduction is not None, "one shot"
-        return [bind_reduction(step.reduction, self._inputs(step), self.hosts[step.target])]
+        inputs, ranks, own = self._inputs(step), step.sources(self.context.rank), self.context.rank
+        read = {src: x.nbytes for src, x in zip(ranks, inputs, strict=True) if src != own}
+        reduce = bind_reduction(step.reduction, inputs, self.hosts[step.target])
+        return [spanned(reduce, "reduce", read=read)]
 
     def payload_sum(self, step: Step) -> tuple[int, int, int] | None:
         """How compiled code adds up the payloads of all ranks, if this step alone reads them.
@@ -295,10 +311,11 @@ class Binding(Immutable, eq=False):
         for src in step.sources(rank):
             boxes = shared_part(step.held, step.needed, src=src, dst=rank)
             for theirs, own in pairs(boxes, array, sums):
+                add: Callable[[], object] = CompiledStep(np.add, own, theirs, own)
                 if weight is not None:
-                    bound.append(partial(add_times, own, weight, theirs))
-                else:
-                    bound.append(CompiledStep(np.add, own, theirs, own))
+                    add = partial(add_times, own, weight, theirs)
+                read = {src: theirs.nbytes} if src != rank else {}
+                bound.append(spanned(add, "add", read=read))
         if sums is not target:
             bound.append(partial(np.copyto, target, sums, "unsafe"))
         return bound
@@ -353,8 +370,10 @@ class Binding(Immutable, eq=False):
         if rounded is None:
             return [*gathered, *plain]
 
+        multiply_and_round = spanned(self.library.matmul, "multiply")
+
         def multiplied() -> None:
-            if not self.library.matmul(left.whole(), right.whole(), rounded):
+            if not multiply_and_round(left.whole(), right.whole(), rounded):
                 run(plain)
             left.forget()
             right.forget()
@@ -379,7 +398,10 @@ def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArra
 
     def bound(lo: int, hi: int) -> Callable[[], object]:
         a, b = left.matrix(lo, hi), right.matrix(lo, hi)
-        return gemm.bind(a, b, out, accumulate=lo > 0, conj_a=conj_a, conj_b=conj_b)
+        product = gemm.bind(a, b, out, accumulate=lo > 0, conj_a=conj_a, conj_b=conj_b)
+        return spanned(
+            product, "multiply", read=Counter(left.read(lo, hi)) + Counter(right.read(lo, hi))
+        )
 
     def in_panels() -> None:
         for lo, hi in cuts:

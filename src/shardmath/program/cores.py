@@ -22,6 +22,7 @@ from shardmath.arrays.base import HostArray, share_memory
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.immutable import Immutable
 from shardmath.base.lru_cache import LRUCache
+from shardmath.base.recorder import spanned, waited
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of, maker_on_heap
@@ -30,7 +31,7 @@ from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace, kept_for_readers
 from shardmath.program import two_shots
 from shardmath.program.analysis import agreed_at, fused, overwritten, staged, waits_at_end
-from shardmath.program.binding import Binding
+from shardmath.program.binding import Binding, named
 from shardmath.program.notes import (
     TAG_BYTES,
     UNPREPARED,
@@ -517,11 +518,13 @@ class Cores:
     def _bind_step(self, number: int, binding: Binding) -> Calls:
         step = binding.program.steps[number]
         if isinstance(step, Synchronise):
-            return [self._barrier]
+            return [*waited(self._barrier, "barrier")]
         if isinstance(step, Arrive):
             return [self._arrive]
         perform = self.performers.get(type(step))
-        return binding.bind(number) if perform is None else perform(step, binding.hosts)
+        if perform is None:
+            return binding.bind(number)
+        return [spanned(call, named(step)) for call in perform(step, binding.hosts)]
 
     def most_copied(self, spec: ArraySpec) -> int:
         """See Performer."""

@@ -134,6 +134,12 @@ class Factor:
             self._fill(lo // self.source.panel * self.source.panel)
         return self._panel[self._cut(lo - self._filled[0], hi - self._filled[0], slice(None))]
 
+    def read(self, lo: int, hi: int) -> dict[int, int]:
+        """The bytes of `matrix(lo, hi)` that are read where another rank has them, by that rank."""
+        nbytes = (hi - lo) * self.source.width * self.dtype.itemsize
+        own = self._rank
+        return {x.src: nbytes for x in self.source.pieces if x.lo <= lo < x.hi and x.src != own}
+
     @property
     def gathers(self) -> bool:
         """Whether panels are gathered anew in each call, into memory of that call."""

@@ -24,6 +24,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.recorder import spanned
 from shardmath.context.context import Context
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.workspace import kept_for_readers
@@ -189,7 +190,7 @@ def _bind_copy(array: Operand, ranges: Ranges, target: Window) -> Calls:
     copies = (
         [] if 0 in extents else [whole(extents, array.itemsize, source.strides, target.strides)]
     )
-    return bind(copies, {0: source}, target)
+    return bind(copies, {0: source}, target, name="copy to where peers read")
 
 
 def array_at(array: Operand) -> HostArray:
@@ -276,11 +277,15 @@ class Offers:
         if kind == _SENT:
             assert self.landing is not None, "something was sent"
             return Window(int(self.landing.ctypes.data) + offset + origin, strides, self.landing)
-        pieces = None
-        if transfer is not None and not context.same_host(rank):
-            ranges = transfer.pieces(context.rank, rank, strides)
-            pieces = [(origin + low, origin + high) for low, high in ranges]
-        view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
+        pieces, read = None, context.read_bytes
+        if not context.same_host(rank):
+            read = spanned(
+                read, f"fetch from rank {rank}", "copy"
+            )  # what is copied from it says more
+            if transfer is not None:
+                ranges = transfer.pieces(context.rank, rank, strides)
+                pieces = [(origin + low, origin + high) for low, high in ranges]
+        view = read(rank, exposed.location, exposed.nbytes, pieces)
         return Window(int(view.__array_interface__["data"][0]) + origin, strides, view)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
+from shardmath.base.recorder import spanned
 from shardmath.context.context import Context
 from shardmath.geometry import Move
 from shardmath.geometry.integers import slices
@@ -187,7 +188,7 @@ class Pass(Immutable):
                 out = target
                 if not large:
                     out = self._scratch(scratch, "made", target.shape, target.dtype)
-            yield bound_transform(
+            transform = bound_transform(
                 taken,
                 blocks.axes,
                 out=out,
@@ -196,6 +197,7 @@ class Pass(Immutable):
                 norm=self.norm,
                 engine=self.engine,
             )
+            yield spanned(transform, "transform")
             if out is not target:
                 yield from bind_array(out, target)
 
@@ -206,7 +208,7 @@ class Pass(Immutable):
             return bind_array(part_of(self.source, blocks[number]), into)
         strides = {src: window.strides for src, window in self.windows.items()}
         copies = blocks.copies(number, strides, into.strides)
-        return bind(copies, self.windows, Window.of(into))
+        return bind(copies, self.windows, Window.of(into), rank=blocks.rank)
 
     def _scratch(
         self, scratch: _Scratch, role: str, shape: tuple[int, ...], dtype: np.dtype[Any]

@@ -19,7 +19,7 @@ still read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -30,6 +30,7 @@ import numpy as np
 from shardmath.arrays import dtypes, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
+from shardmath.base.recorder import spanned, this_process
 from shardmath.context.context import Context
 from shardmath.geometry.integers import up
 from shardmath.handles.operand import Exposed, Operand
@@ -188,7 +189,8 @@ def offer(
     if operand.block is None:
         stages = layout.stages.arrays(np.asarray(staging))
         first = _flat(operand, layout.stages.dtype)[: layout.block]
-        copies.append(partial(_copy, stages[0][: first.size], first))
+        stage = partial(_copy, stages[0][: first.size], first)
+        copies.append(spanned(stage, "copy to where peers read", "copy", first.nbytes))
     in_place = result if result is not None and result.order in ("C", "both") else None
     own = Exposed(staging.block.location, layout.nbytes, 0, ())
     places = _on_heap(context, operand), _on_heap(context, in_place), own
@@ -211,8 +213,12 @@ def bind(
     own = [area.arrays(memory) for area in (layout.stages, layout.slots, layout.partials)]
     direct = result.flags.c_contiguous
     target = result.reshape(-1) if direct else np.empty(0, result.dtype)
-    kind = _HostChain if layout.hosts else _Pipeline
-    pipeline = kind(context, reduction, flat, target, peers, block, layout, *own)
+    kind: type[_Pipeline] = _HostChain if layout.hosts else _Pipeline
+    if this_process.spans is not None:
+        kind = _TracedHostChain if layout.hosts else _TracedPipeline
+    meet = partial(context.board.barrier, context.board.operation)
+    barrier = spanned(meet, "barrier", "wait")
+    pipeline = kind(context, reduction, flat, target, peers, block, layout, barrier, *own)
     if direct:
         return [pipeline.run]
 
@@ -234,6 +240,7 @@ class _Pipeline(Immutable):
     peers: Sequence[_Peer]
     block: int
     layout: StagingLayout
+    barrier: Callable[[], object]
     stages: list[HostArray]
     slots: list[HostArray]
     partials: list[HostArray]
@@ -245,19 +252,19 @@ class _Pipeline(Immutable):
 
     def run(self) -> None:
         """Combine the operands of all ranks into all results."""
-        board, count = self.context.board, -(-self.operand.size // self.block)
+        count = -(-self.operand.size // self.block)
         for number in range(count):
             if number:
                 self.fetch(number - 1)
             self.reduce(number)
             if number + 1 < count:
                 self.stage(number + 1)
-            board.barrier(board.operation)
+            self.barrier()
         self.fetch(count - 1)
         if self.context.multi_host:
             # Before reusing what a peer may still read: on its own host it can even when this rank
             # has ended, from another it cannot.
-            board.barrier(board.operation)
+            self.barrier()
 
     def part(self, rank: int, number: int) -> tuple[int, int, int]:
         """Where block `number` begins, and the range in it that `rank` sees to."""
@@ -326,12 +333,12 @@ class _HostChain(_Pipeline):
 
     def run(self) -> None:
         """Combine the operands of all ranks into all results."""
-        board, place, last = self.context.board, self.place, len(self.layout.hosts) - 1
+        place, last = self.place, len(self.layout.hosts) - 1
         count = -(-self.operand.size // self.block)
         results = last if place == last else last + 1 + place  # barriers until they are here
         for time in range(count + 2 * last + 1):
             if time:
-                board.barrier(board.operation)
+                self.barrier()
             if 0 <= time - place < count:
                 self.reduce(time - place)
             if 1 <= time - place + 1 < count:
@@ -393,6 +400,66 @@ class _HostChain(_Pipeline):
             if begins < ends:
                 pieces.append(self.peers[src].staged(area, number, begins - begin, ends - begin))
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, area.dtype), *pieces])
+
+
+class _TracedPipeline(_Pipeline):
+    """The same calls, with a span for each of them."""
+
+    def reduce(self, number: int) -> None:
+        """Reduce a part, in a span that says what is read and written where peers have it."""
+        peers = [src for src in range(len(self.peers)) if src != self.rank]
+        read = dict.fromkeys(peers, self._nbytes(self.rank, number, self.operand))
+        written = {
+            src: self._nbytes(self.rank, number, self.result)
+            for src in peers
+            if self.peers[src].writes_result
+        }
+        spanned(super().reduce, "reduce", read=read, written=written)(number)
+
+    def stage(self, number: int) -> None:
+        """Copy a block, if it is copied, in a span."""
+        if self.peers[self.rank].operand is None:
+            start, low, high = self.part(self.rank, number)
+            size = min(self.block, self.operand.size - start) - (high - low)
+            nbytes = size * self.operand.itemsize
+            spanned(super().stage, "copy to where peers read", "copy", nbytes)(number)
+
+    def fetch(self, number: int) -> None:
+        """Copy the parts that peers have reduced, in a span that says whose they are."""
+        read = {src: self._nbytes(src, number, self.result) for src in self._fetched()}
+        if read:
+            spanned(super().fetch, "copy results", "copy", sum(read.values()), read=read)(number)
+
+    def _fetched(self) -> list[int]:
+        """The ranks whose results this rank copies."""
+        on_heap = self.peers[self.rank].result is not None
+        peers = [src for src in range(len(self.peers)) if src != self.rank]
+        return [src for src in peers if not (on_heap and self.peers[src].same_host)]
+
+    def _nbytes(self, rank: int, number: int, array: HostArray) -> int:
+        """The bytes of a rank's part of a block."""
+        _, low, high = self.part(rank, number)
+        return (high - low) * array.itemsize
+
+
+class _TracedHostChain(_HostChain):
+    """The same calls, with a span for each of them."""
+
+    def reduce(self, number: int) -> None:
+        """Go on with a part, in a span."""
+        spanned(super().reduce, "reduce")(number)
+
+    def stage(self, number: int) -> None:
+        """Copy a block, in a span."""
+        spanned(super().stage, "copy to where peers read", "copy")(number)
+
+    def bring(self, number: int) -> None:
+        """Copy results from another host, in a span."""
+        spanned(super().bring, "copy results", "copy")(number)
+
+    def fetch(self, number: int) -> None:
+        """Copy results from this host's ranks, in a span."""
+        spanned(super().fetch, "copy results", "copy")(number)
 
 
 def _copy(into: HostArray, source: HostArray) -> None:

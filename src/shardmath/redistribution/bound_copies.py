@@ -22,6 +22,7 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray, host_array
 from shardmath.base.compiled import extension
+from shardmath.base.recorder import spanned, this_process
 from shardmath.geometry import Move
 from shardmath.redistribution.copies import StridedCopy, own_first, whole
 
@@ -95,7 +96,7 @@ def bind_moves(
     read from one.
     """
     copies, windows = _lowered(moves, source, destination, rank)
-    return bind(copies, windows, Window.of(destination))
+    return bind(copies, windows, Window.of(destination), rank=rank)
 
 
 def pairs(
@@ -138,12 +139,18 @@ def bind_array(src: HostArray, dst: HostArray) -> Calls:
 
 
 def bind(
-    copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
+    copies: Iterable[StridedCopy],
+    sources: Mapping[int, Window],
+    destination: Window,
+    *,
+    rank: int = 0,
+    name: str = "copy",
 ) -> Calls:
     """Calls that perform `copies`, in order, each time that they are made.
 
     `sources[r]` is the window on rank r's local array. The calls keep what the windows keep. What
-    already lies where it goes is not copied.
+    already lies where it goes is not copied. In a trace the copies from each rank are a span, which
+    has the given name where they are this `rank`'s own.
     """
     boxes = _boxes()
     copies = [
@@ -169,15 +176,32 @@ def bind(
         return _TRANSPOSED_PAST_CACHES if total >= _STREAMED else _TRANSPOSED
 
     bound: Calls = []
+    traced = this_process.spans is not None
     ways = [(copy, sources[copy.src], way_of(copy)) for copy in copies]
-    for compiled, group in groupby(ways, lambda one: one[2] is not None):
+    for (compiled, _), group in groupby(
+        ways, lambda one: (one[2] is not None, one[0].src * traced)
+    ):
+        held = [*group]
         if compiled:
-            held = [*group]
             given = tuple([_box(copy, source, destination, way) for copy, source, way in held])
-            bound.append(boxes(given, (destination.keep, [source.keep for _, source, _ in held])))
+            calls = [boxes(given, (destination.keep, [source.keep for _, source, _ in held]))]
         else:
-            bound += [_bind(copy, source, destination) for copy, source, _ in group]
+            calls = [_bind(copy, source, destination) for copy, source, _ in held]
+        bound += _in_spans(calls, [copy for copy, *_ in held], rank, name) if traced else calls
     return bound
+
+
+def _in_spans(calls: Calls, copies: Sequence[StridedCopy], rank: int, name: str) -> Calls:
+    """Calls that make copies from one rank's memory, all in one or one each, within spans."""
+    src = copies[0].src
+    sizes = [copy.nbytes for copy in copies]
+    if len(calls) == 1:
+        sizes = [sum(sizes)]
+    named = name if src == rank else f"copy from rank {src}"
+    return [
+        spanned(call, named, "copy", size, read={} if src == rank else {src: size})
+        for call, size in zip(calls, sizes, strict=True)
+    ]
 
 
 def _transposes(copy: StridedCopy) -> bool:
