@@ -87,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     traced.add_argument("-o", dest="output", metavar="FILE", default="trace.json", help=file)
     kept = "operations of each rank that are kept: the last (default: 131072)"
     traced.add_argument("--operations", type=int, metavar="K", default=1 << 17, help=kept)
+    without = "leave out what GPUs do, in a program that uses torch's profiler itself"
+    traced.add_argument("--no-kernels", dest="kernels", action="store_false", help=without)
     add_arguments(traced)
     hello = command("hello", "show who computes together, and how fast they meet", _hello)
     count = "number of ranks (default: 1), where no launcher has started them"
@@ -132,8 +134,14 @@ def _trace(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     program = Program(options.program, tuple(options.arguments), options.is_module)
     output = Path(options.output)
-    size = options.n or 1
-    return trace(program, size, threads=options.threads, output=output, kept=options.operations)
+    return trace(
+        program,
+        options.n or 1,
+        threads=options.threads,
+        output=output,
+        kept=options.operations,
+        kernels=options.kernels,
+    )
 
 
 def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ HOST = (
     "distributed",
     "factorisations",
     "fft",
+    "launch",
     "local",
     "matmul",
     "program",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardmath.base.config import Settings
+from shardmath.base.recorder import this_process
 from shardmath.context import agreement
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
@@ -72,6 +73,8 @@ class Runtime:
             from shardmath.cuda.device import Device
 
             self.device = Device.of(ordinal)
+            if this_process.on_gpu is not None:
+                this_process.on_gpu()
         else:
             keep_freed_memory()
             self._limit = ThreadLimit(self.threads, self.settings.threads)

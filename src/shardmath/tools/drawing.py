@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from shardmath.errors import BackendUnavailable
 
 _INK, _GRID, _PAPER, _WAIT = "#222222", "#dddddd", "#ffffff", "#bbbbbb"
+_OTHERS = "#777777"
 _COLOURS = (
     *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"),
     *("#ee7733", "#009988", "#997700", "#6699cc"),
@@ -22,13 +24,15 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 
 class Bar(NamedTuple):
     """A box of a timeline: its line, its beginning and end in seconds, and its name. Without a name
-    it is a wait, which is drawn upon the others.
+    it is a wait, which is drawn upon the others. Boxes of one `group` have one colour; without one
+    a box is of the group of its name.
     """
 
     line: int
     begun: float
     ended: float
     name: str
+    group: str = ""
 
 
 def unit_for(seconds: float) -> str:
@@ -37,9 +41,16 @@ def unit_for(seconds: float) -> str:
 
 
 def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
-    """A picture of bars along a common time axis, with one colour for each name."""
-    names = sorted({bar.name for bar in bars if bar.name})
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"": _WAIT}
+    """A picture of bars along a common time axis, with a colour for each of the groups that take
+    longest, and one for all others.
+    """
+    lasting: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        if bar.name:
+            lasting[bar.group or bar.name] += bar.ended - bar.begun
+    longest = sorted(lasting, key=lambda name: -lasting[name])[: len(_COLOURS)]
+    names = [*sorted(longest), *(["others"] if len(lasting) > len(longest) else [])]
+    colours = dict(zip(names, (*_COLOURS[: len(longest)], _OTHERS), strict=False)) | {"": _WAIT}
     begun = min((bar.begun for bar in bars), default=0.0)
     span = max((bar.ended for bar in bars), default=0.0) - begun or 1e-9
     legend = [*names, ""]
@@ -57,8 +68,9 @@ def timeline(bars: Sequence[Bar], lines: Sequence[str]) -> Any:
         top = _MARGIN + _LINE * bar.line + (4 if bar.name else _LINE // 2)
         x = left + (bar.begun - begun) * scale
         box = x, top, max(x, x + (bar.ended - bar.begun) * scale), _MARGIN + _LINE * bar.line + 28
-        draw.rectangle(box, fill=colours[bar.name])
-        if _width(draw, bar.name) + 8 < box[2] - box[0]:
+        draw.rectangle(box, fill=colours.get(bar.name and (bar.group or bar.name), _OTHERS))
+        room = box[2] - box[0] - 8
+        if room > 0 and _width(draw, bar.name) < room:
             draw.text((x + 4, top - 1), bar.name, fill=_PAPER)
     for i, name in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + _LINE * i + 10), name, fill=_INK)
