@@ -85,7 +85,7 @@ def converted(context, store):
         shared(context, mesh, torch, tensors)
         for mesh in meshes.values():
             summed(mesh, torch, tensors)
-        groups(context, mesh_of)
+        groups(context, mesh_of, torch, tensors)
         for mesh in meshes.values():
             computed(mesh, torch, tensors)
 
@@ -146,17 +146,24 @@ def test_any_dtensor(distributed_torch, tmp_path, size):
     check()
 
 
-def groups(context, mesh_of):
-    """Which ranks a mesh means, where a group is asked for."""
+def groups(context, mesh_of, torch, tensors):
+    """Which ranks a mesh means, where a group is asked for, and where it places a tensor."""
     rank, size = context.rank, context.size
     square = mesh_of("cpu", (2, 2), mesh_dim_names=("high", "wide"))
-    for mesh, expected in (
-        (mesh_of("cpu", (size,)), (rank, size)),
-        (square, (rank, size)),
-        (square["wide"], (rank % 2, 2)),
+    for mesh, ranks in (
+        (mesh_of("cpu", (size,)), range(size)),
+        (square, range(size)),
+        (square["wide"], (rank - rank % 2, rank - rank % 2 + 1)),
+        (square["high"], (rank % 2, rank % 2 + 2)),
     ):
         group = as_process_group(mesh)
-        assert (group.rank, group.nranks) == expected
+        assert (group.rank, group.nranks) == (ranks.index(rank), len(ranks))
+        assert [*group.job_ranks] == [*ranks]
+        with context.split(ranks[0]):
+            a = torch.arange(15.0).reshape(5, 3)
+            x = tensors.distribute_tensor(a, mesh, [tensors.Shard(0)] * mesh.ndim)
+            y = redistribute(x, Slab.Y)
+            assert y.device_mesh is mesh and torch.equal(y.full_tensor(), a)
 
 
 def computed(mesh, torch, tensors):

@@ -136,6 +136,11 @@ class Context(OnHosts):
         return self.team
 
     @property
+    def job_ranks(self) -> tuple[int, ...]:
+        """The number of each rank in the job: see `ProcessGroup.job_ranks`."""
+        return tuple([self._runtime.job_ranks[rank] for rank in self._ranks])
+
+    @property
     def transport(self) -> str:
         """The name of the transport to peers' memory."""
         return self._runtime.transport.name

@@ -43,7 +43,7 @@ class Runtime:
     """Connections, transport and heap of a context and of those split from it.
 
     `transport` and `heap` exist after `open`. `threads` is the number of threads that this rank's
-    arithmetic uses.
+    arithmetic uses. `job_ranks` are those of the group.
     """
 
     transport: Transport
@@ -52,6 +52,7 @@ class Runtime:
 
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
+        self.job_ranks = tuple(group.job_ranks)
         self._job: Board | None = None  # the board of all ranks, once it is made
         self._log: AccessLog | None = None  # see `log_accesses`
         self.mesh = mesh = Mesh(

@@ -29,7 +29,8 @@ def from_dtensor(x: Any) -> DistributedArray:
 
         x = shardmath.from_dtensor(distribute_tensor(weights, mesh, [Shard(0)]))
 
-    The mesh has all ranks of the current context, under the same numbers. Where some mesh axes
+    The mesh has exactly the ranks of the current context. For one axis of a larger mesh, that is
+    the context of `initialize(device, mesh["tp"])`, or one that was split. Where some mesh axes
     shard the tensor and others replicate it, a rank's part is its share of what it has, a view.
     `Partial` placements are summed by torch first, and scattered along the first axis; only then is
     the call collective. Raises ValueError for other meshes and placements.
@@ -250,23 +251,25 @@ def _layout(
     """The layout of a tensor that torch has placed on a mesh of all ranks. With `shares`, what
     several ranks have is divided among them, along the first axis that is sharded.
     """
+    numbers = {number: rank for rank, number in enumerate(context.job_ranks)}
     ranks = mesh.mesh.flatten().tolist()
-    if sorted(ranks) != list(range(context.size)) or mesh.get_rank() != context.rank:
+    if sorted(ranks) != sorted(numbers) or numbers[mesh.get_rank()] != context.rank:
         raise ValueError(
-            f"the mesh has ranks {ranks}, and this one is {mesh.get_rank()}; the context has "
-            f"{context.size}, and this one is {context.rank}"
+            f"the mesh has ranks {ranks} (here {mesh.get_rank()}), and the current context has "
+            f"{[*numbers]} (here {context.job_ranks[context.rank]}): pass the mesh to initialize, "
+            "or call within a context of its ranks"
         )
     by_rank: dict[int, tuple[Spans, ...]] = {}
-    for rank, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
+    for number, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
         low, high = [0] * len(shape), list(shape)
         along = list(zip(placements, place, mesh.shape, strict=False))
-        splits = [(p.dim, number, count) for p, number, count in along if p.is_shard()]
+        splits = [(p.dim, index, count) for p, index, count in along if p.is_shard()]
         if shares:
             first = min(axis for axis, *_ in splits)
-            splits += [(first, number, count) for p, number, count in along if p.is_replicate()]
-        for axis, number, count in splits:
+            splits += [(first, index, count) for p, index, count in along if p.is_replicate()]
+        for axis, index, count in splits:
             wide = -(-(high[axis] - low[axis]) // count)
-            low[axis] = min(high[axis], low[axis] + number * wide)
+            low[axis] = min(high[axis], low[axis] + index * wide)
             high[axis] = min(high[axis], low[axis] + wide)
-        by_rank[rank] = tuple(map(Spans.interval, low, high))
+        by_rank[numbers[number]] = tuple(map(Spans.interval, low, high))
     return Layout(shape, tuple(by_rank[rank] for rank in range(context.size)))

@@ -48,6 +48,11 @@ class ProcessGroup(ABC):
         """The number of ranks in the group."""
 
     @property
+    def job_ranks(self) -> Sequence[int]:
+        """The number of each rank in the job: torch's global ranks, for a group of torch's."""
+        return range(self.nranks)
+
+    @property
     def awaited(self) -> Sequence[int]:
         """The ranks that a call in progress still waits for, as far as this group knows."""
         return ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -62,6 +63,11 @@ class TorchProcessGroup(GatheringGroup):
         self._buffer_size = 2048
         self.device_id = device_id
         (logger or logging.getLogger(__name__)).info("%r over %s", self, backends)
+
+    @property
+    def job_ranks(self) -> Sequence[int]:
+        """The global rank of each rank of the group, as torch numbers them."""
+        return [int(rank) for rank in self._distributed.get_process_group_ranks(self._group)]
 
     @property
     def allreduce_obj_buffer_size(self) -> int:
