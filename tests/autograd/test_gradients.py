@@ -453,18 +453,23 @@ def test_mistakes_are_raised_on_all_ranks(contexts, name):
 
 
 def say_where(context):
-    """Where this rank was, as the error of a backward pass that rank 1 does not make says it."""
+    """Where this rank was, as the error of a backward pass that rank 1 does not make says it, and
+    the line of the call whose gradient it is.
+    """
     with context:
         y = collectives.all_gather(torch.ones(2, requires_grad=True))
         try:
             y.sum().backward() if context.rank == 0 else collectives.all_reduce(torch.ones(1))
         except ValueError as error:
-            return error.__notes__[0]
+            return error.__notes__, say_where.__code__.co_firstlineno + 5
 
 
 def test_the_error_of_a_backward_pass_says_where_the_program_was(contexts):
-    for said in contexts.run(say_where, ranks=2):
-        assert "test_gradients.py:" in said
+    told = contexts.run(say_where, ranks=2)
+    assert all("test_gradients.py:" in notes[0] for notes, _ in told)
+    ((_, called), line), (others, _) = told
+    assert called == f"It is in the gradient of all_gather, test_gradients.py:{line}."
+    assert len(others) == 1
 
 
 FORWARD = {

@@ -22,6 +22,7 @@ from torch.library import get_ctx
 
 from shardmath.autograd.table import TABLE, Operator
 from shardmath.base import current
+from shardmath.base.caller import caller_place, file_line
 from shardmath.base.immutable import Immutable
 from shardmath.base.untraced import is_compiling, without_tangent
 from shardmath.call.agreement import raise_on_all_ranks
@@ -118,7 +119,7 @@ class _Function(torch.autograd.Function):
             # torch records nothing here, but outer levels of torch.func do.
             with torch.set_grad_enabled(backward), _set_fwd_grad_enabled(forward):
                 result = _dispatched(keys, call, xs)
-        ctx.call, ctx.operand = call, (xs[0].shape, xs[0].dtype)
+        ctx.call, ctx.operand, ctx.place = call, (xs[0].shape, xs[0].dtype), caller_place()
         ctx.result = result.shape, result.dtype
         if call.adjoint is None:
             saved = (*xs, result) if call.operator.saves_result else xs
@@ -129,22 +130,30 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        call: Call = ctx.call
-        if call.adjoint is None:
-            again = partial(call_operator, context=call.context)
-            gradients = call.operator.gradients
-            assert gradients is not None
-            wanted = ctx.needs_input_grad[2:]
-            return None, None, *gradients(_saved(ctx), call.words, grad, wanted, again)
-        shape, dtype = ctx.operand
-        name, text = call.adjoint
-        made = call_operator(name, [grad], text, call.counts, shape, call.context)
-        return None, None, made if made.dtype == dtype else made.to(dtype)
+        try:
+            return None, None, *_gradients(ctx, grad)
+        except Exception as error:
+            error.add_note(f"It is in the gradient of {ctx.call.name}, {file_line(*ctx.place)}.")
+            raise
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         with _set_fwd_grad_enabled(True):  # for outer levels of torch.func: torch disables it
             return _tangent(ctx, tangents[2:])
+
+
+def _gradients(ctx: Any, grad: Any) -> Sequence[Any]:
+    """The gradients of the operands of a call, given that of its result."""
+    call: Call = ctx.call
+    if call.adjoint is None:
+        again = partial(call_operator, context=call.context)
+        gradients = call.operator.gradients
+        assert gradients is not None
+        return gradients(_saved(ctx), call.words, grad, ctx.needs_input_grad[2:], again)
+    shape, dtype = ctx.operand
+    name, text = call.adjoint
+    made = call_operator(name, [grad], text, call.counts, shape, call.context)
+    return (made if made.dtype == dtype else made.to(dtype),)
 
 
 def _dispatched(keys: Any, call: Call, xs: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 # How the files of the package begin, and that of the context managers it makes.
@@ -47,6 +48,7 @@ def process_name() -> str:
     return f"pid {os.getpid()} on {os.uname().nodename}"
 
 
+@lru_cache(maxsize=1024)
 def _passed_through(file: str) -> bool:
     """Whether the file is this package's, or one that calls it on the user's behalf."""
     return file.startswith(PACKAGE) or any(part in file for part in BETWEEN)
