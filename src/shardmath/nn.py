@@ -94,7 +94,7 @@ class _Way(NamedTuple):
     """How a layer is computed as a product of matrices. `x`, `weight` and `y` are split by "rows"
     or "columns", or replicated (""). `front` is the leading axis that is split, and moved to the
     front; `extent`, its global extent, is -1 if no distribution is bound. `split` are the
-    distributions of the matrices x, weight.T and y, bound where those of the arrays are.
+    distributions of the matrices x, weight and y, bound where those of the arrays are.
     """
 
     front: int
@@ -237,7 +237,7 @@ def _known_way(axes: tuple[int, ...], given: tuple[Any, ...], activation: Any) -
         whole: tuple[int, ...] = ()
         if distribution.binding is not None:
             whole = distribution.binding.global_shape
-        of_matrix = _SPLIT[_TURNED[kinds[-1]] if is_weight else kinds[-1]]
+        of_matrix = _SPLIT[kinds[-1]]
         if whole and not is_weight:
             of_matrix = of_matrix.bind((prod(whole[:-1]), whole[-1]))
         split.append(of_matrix)
@@ -314,10 +314,11 @@ def _fused(
     functions.
     """
     if recorded:
-        y = operator_of("matmul")(rows, weight.T, distributions=way.split)
+        y = operator_of("layer_product")(rows, weight, way.split)
         return _finished(y, _of_all_ranks(bias, way), activation)
     if bias is None and activation is None:
-        return matmul(rows, weight.T, distributions=way.split)
+        split = [way.split[0], _SPLIT[_TURNED[way.weight]], way.split[2]]
+        return matmul(rows, weight.T, distributions=split)
     split = [_SPLIT[way.weight], _SPLIT[_TURNED[way.x]], _SPLIT[_TURNED[way.y]]]
     epilog = _EPILOGS[activation, bias is not None]
     inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}

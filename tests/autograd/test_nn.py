@@ -77,7 +77,7 @@ def total(results):
 
 def check_layers(context, kind):
     """The cases whose results, or gradients, are others than those of one process. Gradients are
-    those of one weight or of both.
+    those of one weight or of both, and lie as the weights do, so that torch keeps them as they are.
     """
     wrong = []
     with context:
@@ -107,6 +107,8 @@ def check_layers(context, kind):
                 right = torch.autograd.grad(total(expected), [whole[n] for n in used])
                 each = zip(found, right, used, strict=True)
                 pairs += [(x, part(context, y, places[n])) for x, y, n in each]
+                if any(not x.is_contiguous() for x in found[1:]):
+                    wrong.append(f"{shape} {split}: a gradient does not lie as its weight")
             for x, y in pairs:
                 z = torch.as_tensor(x)
                 if z.shape != y.shape or not torch.allclose(z, y):

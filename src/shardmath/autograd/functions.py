@@ -23,6 +23,7 @@ from shardmath.geometry import Replicated, Slab
 from shardmath.traced.arguments import (
     functions_of,
     words_of_fft,
+    words_of_layer,
     words_of_matmul,
     words_of_redistribute,
     words_of_trigonometric,
@@ -131,6 +132,16 @@ def _product(*given: Any) -> tuple[str, str, bool, bool]:
     """The words of a product, and what its epilog does to it: see `functions_of`."""
     *_, epilog, _, _ = given
     return words_of_matmul(*given), *functions_of(epilog)
+
+
+def layer_product(x: Any, weight: Any, distributions: Any) -> Any:
+    """The product x @ weight.T. The distributions are those of x, of the weight and of the result.
+
+    Unlike that of `matmul(x, weight.T)`, the gradient of the weight lies in memory as the weight
+    does, so that torch keeps it as it is, without a copy.
+    """
+    text = _said("matmul", None, words_of_layer, distributions)
+    return _operated("matmul", [*narrowed(x, weight)], text)
 
 
 def _bias_of(product: Any, bias: Any, distributions: Any) -> Any:
@@ -339,7 +350,7 @@ def between_graphs(name: str, *arguments: Any) -> None:
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
 _OTHERS = (
     *(matmul, redistribute, all_gather, reduce_scatter, all_to_all, broadcast, all_reduce),
-    *(between_graphs, certain, copies, finished, narrowed),
+    *(between_graphs, certain, copies, finished, layer_product, narrowed),
 )
 
 operators.update({function.__name__: function for function in _OTHERS})

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from shardmath.base.untraced import constant
 from shardmath.geometry import Distribution, Replicated, Slab, unbound
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.arguments import options_of
 from shardmath.operators.fft.options import FFTOptions
 from shardmath.operators.matmul.description import arguments_of, three_distributions
-from shardmath.operators.matmul.options import MatmulOptions
+from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_dtype
 from shardmath.traced.words import plain, read_words, words_of
 
 SWAPPED = {None: None, "backward": "forward", "ortho": "ortho", "forward": "backward"}
@@ -41,6 +43,14 @@ def words_of_matmul(
         conjugate=flags.qualifiers.conjugate[:2],
         options=kept,
     )
+
+
+@constant
+def words_of_layer(distributions: Any) -> str:
+    """The words of the product A @ B.T, by distributions of A, of B and of the result."""
+    qualifiers = np.zeros(2, matrix_qualifiers_dtype)
+    qualifiers["is_transpose"][1] = True
+    return words_of_matmul(distributions, None, None, None, qualifiers, None)
 
 
 @constant
