@@ -168,6 +168,8 @@ def _shape_of_part(array: Any) -> tuple[int, ...]:
         raise TypeError("layers take parts, not DTensors: pass x.to_local()")
     if hasattr(array, "__shardmath_functions__"):
         raise TypeError("layers take parts, not arrays that know how they are split: pass x.local")
+    if not hasattr(array, "shape"):
+        raise TypeError(f"layers take arrays, this rank's parts: not {type(array).__name__}")
     return tuple(array.shape)
 
 
@@ -401,7 +403,8 @@ def tokens_to_heads(
     `x` is this rank's part of an array that is split along `token_axis` as Slab splits it, and the
     result is split along `head_axis`, evenly or not. Negative axes count from the end.
     `global_shape`, the shape of the whole array, lets `torch.compile` know the number of tokens
-    while it traces; without it the number is a symbol, which is bound when the program runs.
+    while it traces, also where it is a symbol, as of a sequence of any length. Without it the
+    number is known when the program runs.
 
     This is the exchange around attention of DeepSpeed's Ulysses: each head is then computed on one
     rank. It is `redistribute`, whose errors and gradients it has; `heads_to_tokens` leads back.
@@ -428,8 +431,15 @@ def heads_to_tokens(
 
 
 def _exchanged(x: Any, source: int, target: int, global_shape: Sequence[int] | None) -> Any:
-    axes = len(x.shape)
-    split = [Slab(axis + axes if axis < 0 else axis) for axis in (source, target)]
-    if global_shape is not None:
-        split = [one.bind(global_shape) for one in split]
+    try:
+        axes = len(_shape_of_part(x))
+        if not all(-axes <= axis < axes for axis in (source, target)):
+            raise ValueError(f"x has {axes} axes, and tokens and heads are axes {source}, {target}")
+        split = [Slab(axis + axes if axis < 0 else axis) for axis in (source, target)]
+        if global_shape is not None and not is_compiling():
+            split = [one.bind(global_shape) for one in split]
+    except (AttributeError, TypeError, ValueError) as error:
+        _refuse(error, "redistribute")
+    if global_shape is not None and is_compiling():  # distributions are bound to numbers alone
+        return operator_of("redistribute_of_shape")(x, *split, global_shape)
     return redistribute(x, *split)

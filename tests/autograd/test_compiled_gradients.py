@@ -28,7 +28,9 @@ def operations(x, context):
     bias = x[:N, 0]
     waves = torch.complex(rows, rows)
     odd = fft.FFTOptions(last_axis_parity="odd")
-    heads = nn.tokens_to_heads(x.reshape(-1, 2, 2))
+    cube = x.reshape(-1, 2, 2)
+    whole = 2 * (x.shape[0] + context.rank) - 1, 2, 2  # a symbol among its extents
+    heads = nn.tokens_to_heads(cube, global_shape=whole)
     return {
         "all_gather": collectives.all_gather(x),
         "reduce_scatter": collectives.reduce_scatter(rows, axis=-1, context=context),
@@ -72,8 +74,8 @@ def operations(x, context):
             epilog_inputs={"bias": bias},
         ),
         "linear": nn.linear(x, w.T, distributions=[X, Replicated(), X], activation="gelu"),
-        "tokens_to_heads": heads,
-        "heads_to_tokens": nn.heads_to_tokens(heads * heads),
+        "tokens_to_heads": nn.tokens_to_heads(cube),
+        "heads_to_tokens": cube + nn.heads_to_tokens(heads * heads, global_shape=whole),
     }
 
 

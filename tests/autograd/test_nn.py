@@ -182,7 +182,7 @@ MISTAKES = {
         "other leading axes: [0, 1]",
     ),
     "one axis": (lambda x, w: {"x": x[0, 0]}, "two axes or more"),
-    "no array": (lambda x, w: {"x": 1.0}, "shape"),
+    "no array": (lambda x, w: {"x": 1.0}, "not float"),
     "no part": (lambda x, w: {"weight": shardmath.array(w, Replicated())}, "pass x.local"),
     "other features": (lambda x, w: {"x": x[..., :3]}, "x has 3 features"),
     "biases": (lambda x, w: {"bias": [w[:, 0], w[:, 0]]}, "1 weight(s) have 2 biases"),
@@ -191,6 +191,9 @@ MISTAKES = {
         lambda x, w: {"distributions": [TOKENS, COLUMNS, TOKENS]},
         "call redistribute first",
     ),
+    "heads: no array": (lambda x, w: {"x": 1.0}, "arrays"),
+    "heads: a matrix": (lambda x, w: {"x": w}, "x has 2 axes"),
+    "heads: an axis too many": (lambda x, w: {"head_axis": 3}, "x has 3 axes"),
 }
 
 
@@ -198,11 +201,13 @@ def mistake(context, name):
     """What is said where rank 1 makes it."""
     with context:
         x, w = np.ones((2, 3, 4)), np.ones((5, 4))
-        given = {"x": x, "weight": w, "distributions": [TOKENS, ROWS, FEATURES]}
+        call, given = nn.linear, {"x": x, "weight": w, "distributions": [TOKENS, ROWS, FEATURES]}
+        if name.startswith("heads"):
+            call, given = nn.tokens_to_heads, {"x": x}
         if context.rank == 1 or name in ("uneven tokens", "no part"):
             given |= MISTAKES[name][0](x, w)
         try:
-            nn.linear(**given)
+            call(**given)
         except (TypeError, ValueError) as error:
             return str(error)
         return "nothing"

@@ -190,6 +190,12 @@ def redistribute(
     return _operated("redistribute", [operand], _said("redistribute", None, *given), out=out)
 
 
+def redistribute_of_shape(x: Any, source: Any, target: Any, global_shape: Sequence[Any]) -> Any:
+    """See `redistribute`. The distributions are not bound: the global shape may have symbols."""
+    text = _said("redistribute", None, words_of_redistribute, source, target)
+    return _operated("redistribute", [x], text, [*global_shape])
+
+
 def _fft(name: str) -> Callable[..., Any]:
     def fft(
         operand: Any,
@@ -350,7 +356,7 @@ def between_graphs(name: str, *arguments: Any) -> None:
 _TRIGONOMETRIC = ("dct", "dctn", "idct", "idctn", "dst", "dstn", "idst", "idstn")
 _OTHERS = (
     *(matmul, redistribute, all_gather, reduce_scatter, all_to_all, broadcast, all_reduce),
-    *(between_graphs, certain, copies, finished, layer_product, narrowed),
+    *(between_graphs, certain, copies, finished, layer_product, narrowed, redistribute_of_shape),
 )
 
 operators.update({function.__name__: function for function in _OTHERS})

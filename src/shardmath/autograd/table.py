@@ -93,6 +93,13 @@ def _turned(words: Words) -> Words:
     return dict(words, source=words["target"], target=words["source"])
 
 
+@lru_cache(maxsize=1024)
+def _bound_pair(words: Words, shape: tuple[int, ...] | None) -> tuple[Distribution, Distribution]:
+    """The distributions of a redistribution, bound where the call says the global shape."""
+    source, target = words["source"], words["target"]
+    return (source, target) if shape is None else (source.bind(shape), target.bind(shape))
+
+
 def _performed_adjoint(name: str) -> Call:
     """How the adjoint of a transform, which has no public function, is performed."""
 
@@ -343,7 +350,7 @@ TABLE = {
         saves_result=False,
     ),
     "redistribute": Operator(
-        lambda xs, words, counts, shape: redistribute(xs[0], words["source"], words["target"]),
+        lambda xs, words, counts, shape: redistribute(xs[0], *_bound_pair(words, counts)),
         shapes.of_redistribution,
         lambda words: ("redistribute", _turned(words)),
     ),

@@ -32,8 +32,15 @@ def of_transform(name: str, xs: Tensors, words: Words, counts: Any) -> Shape:
 
 
 def of_redistribution(xs: Tensors, words: Words, counts: Any) -> Shape:
-    """The shape of this rank's part once its array is redistributed."""
-    return of_transform("fft", xs, dict(words, axes=[0], parity=""), counts)
+    """The shape of this rank's part once its array is redistributed. `counts` are the array's
+    global shape, where the call says it.
+    """
+    if counts is None:
+        return of_transform("fft", xs, dict(words, axes=[0], parity=""), counts)
+    shape, target = xs[0].shape, words["target"]
+    pairs = zip(shape, counts, strict=True)
+    axes = [_Axis(own, whole, None) for own, whole in pairs]
+    return [x.to(target, axis, len(shape)) for axis, x in enumerate(axes)]
 
 
 def of_product(xs: Tensors, words: Words, counts: Any) -> Shape:
