@@ -295,6 +295,10 @@ def check_transformed(context):
         pairs = {
             "grad": (torch.func.grad(layer)(x, w), gradient(x)),
             "grad of grad": (torch.func.grad(squares)(x), twice(x)),
+            "linearize": (
+                torch.func.linearize(squares, x)[1](w.T[:1].expand_as(x)),
+                torch.func.jvp(squares, (x,), (w.T[:1].expand_as(x),))[1],
+            ),
             "no_grad within": (torch.func.grad(stopped)(x), torch.zeros_like(x)),
             "vmap": (
                 torch.vmap(collectives.all_gather)(many),

@@ -182,9 +182,14 @@ def may_have_tangents() -> bool:
 
 @functools.cache
 def _asks_for_level() -> Callable[[], bool]:
-    """See `may_have_tangents`. The module is looked up once, since each call with a tensor asks."""
+    """See `may_have_tangents`. The module is looked up once, since each call with a tensor asks.
+
+    Below torch's dispatch modes, which `torch.func.linearize` uses, no tangent is within reach.
+    """
     forward: Any = sys.modules["torch.autograd.forward_ad"]
-    return lambda: forward._current_level >= 0
+    core = sys.modules["torch"]._C
+    below, key = core._dispatch_tls_is_dispatch_key_excluded, core.DispatchKey.ADInplaceOrView
+    return lambda: forward._current_level >= 0 and not below(key)
 
 
 @functools.cache
