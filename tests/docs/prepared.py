@@ -49,11 +49,13 @@ class Prepared:
             cwd=ROOT,
         )
 
-    def run(self, program: str | Path, ranks: int | None = None) -> str:
-        """What it prints, alone or on ranks of our launcher. AssertionError when it fails."""
+    def run(
+        self, program: str | Path, ranks: int | None = None, launcher: str = "shardmath"
+    ) -> str:
+        """What it prints, alone or on ranks of a launcher. AssertionError when it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.NamedTemporaryFile() as printed, tempfile.NamedTemporaryFile() as errors:
-            request = (str(program), ranks, printed.name, errors.name)
+            request = (str(program), ranks, launcher, printed.name, errors.name)
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             status = self._process.stdout.readline().strip()
@@ -78,12 +80,12 @@ def serve() -> None:
     gc.enable()
     use_huge_pages()
     for line in sys.stdin:
-        program, ranks, *streams = json.loads(line)
+        program, ranks, launcher, *streams = json.loads(line)
         pid = os.fork()
         if pid == 0:
             for number, path in enumerate((os.devnull, *streams)):
                 os.dup2(os.open(path, os.O_RDWR), number)
-            end(partial(run, program, ranks))
+            end(partial(run, program, ranks, launcher))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(status, flush=True)
 
@@ -107,8 +109,15 @@ def keep_bytecode(package: str) -> None:
     setattr(SourceFileLoader, "get_code", get_code)  # noqa: B010
 
 
-def run(program: str, ranks: int | None) -> None:
-    """As `python PROGRAM`, or `python -m shardmath run -n RANKS PROGRAM`."""
+def run(program: str, ranks: int | None, launcher: str) -> None:
+    """As `python PROGRAM`, as `python -m shardmath run -n RANKS PROGRAM`, or by torchrun."""
+    if launcher == "torchrun":
+        import preloaded
+        from started import command
+
+        assert ranks is not None
+        words = [*command(launcher, ranks, preloaded.python()), program]
+        sys.exit(subprocess.run(words, check=False).returncode)
     if ranks is not None:
         from shardmath.__main__ import main
 

@@ -18,10 +18,13 @@ import configuration
 import pytest
 from prepared import ROOT, Prepared
 
+from started import missing
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Other examples run on 1, 3 and 4 ranks; the demo runs the first two on 4.
 SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]} | {
-    "sequence_parallel": [2],  # torch's optimizers load its compiler, which takes long
+    "sequence_parallel": ["torchrun"],  # on 2 ranks
+    "tensor_parallel": [1, 3, "torchrun"],
     "experts": [],  # torchrun starts it: see tests/launchers
     "cluster": [],  # it takes Dask or Ray: see tests/launch/test_clusters.py
     "jax_programs": [3],  # of which each loads JAX
@@ -107,9 +110,14 @@ def test_the_readme_shows_the_demo(prepared: Prepared) -> None:
 
 
 @pytest.mark.parametrize(("example", "size"), EXAMPLES, ids=lambda x: getattr(x, "stem", str(x)))
-def test_examples_run(prepared: Prepared, example: Path, size: int) -> None:
+def test_examples_run(prepared: Prepared, example: Path, size: int | str) -> None:
     """They check their results themselves."""
-    assert stable(prepared.run(example, size if size > 1 else None))
+    if not isinstance(size, str):
+        assert stable(prepared.run(example, size if size > 1 else None))
+    elif missing(size):
+        pytest.skip(missing(size))
+    else:
+        assert stable(prepared.run(example, 2, launcher=size))
 
 
 def test_links_lead_somewhere() -> None:
