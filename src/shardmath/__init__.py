@@ -51,7 +51,9 @@ if TYPE_CHECKING:
         to_jax,
         zeros,
     )
-    from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
+    from shardmath.group import ProcessGroup
+    from shardmath.group.mpi import MPIProcessGroup
+    from shardmath.group.torch import TorchProcessGroup
     from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
     from shardmath.launch import spawn
     from shardmath.tools.doctor import show_config
@@ -59,9 +61,9 @@ if TYPE_CHECKING:
 # Where the names of `__all__` are that are neither modules nor names of `distributed`.
 _HOME = {
     "DistributedContext": "context.context",
-    "MPIProcessGroup": "group",
+    "MPIProcessGroup": "group.mpi",
     "ProcessGroup": "group",
-    "TorchProcessGroup": "group",
+    "TorchProcessGroup": "group.torch",
     "allocate_symmetric_memory": "handles.allocation",
     "finalize": "context.startup",
     "free_symmetric_memory": "handles.allocation",

@@ -3,7 +3,9 @@
 The names are those of nvmath.distributed.process_group. `shardmath.initialize` takes such a group.
 """
 
-from shardmath.group import MPIProcessGroup, ProcessGroup, ReductionOp, TorchProcessGroup
+from shardmath.group import ProcessGroup, ReductionOp
+from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.torch import TorchProcessGroup
 
 __all__ = ["MPIProcessGroup", "ProcessGroup", "ReductionOp", "TorchProcessGroup"]
 

@@ -23,11 +23,11 @@ import numpy as np
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import index
 from shardmath.base.untraced import untraced
 from shardmath.context.context import DistributedContext, get_context, require_context
 from shardmath.context.startup import begun, group_of_torch, initialize
 from shardmath.errors import BackendUnavailable
-from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
 from shardmath.handles.allocation import (
     block_of,

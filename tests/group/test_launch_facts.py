@@ -13,11 +13,12 @@ import pytest
 
 from shardmath.base.config import Settings, warn_of_unknown
 from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
-from shardmath.group import MPIProcessGroup, TorchProcessGroup, as_process_group
+from shardmath.group import as_process_group
 from shardmath.group.base import SoloProcessGroup
 from shardmath.group.environment import LaunchFacts
 from shardmath.group.torch import MIN_ALL_REDUCE_OBJ_BUFFER_SIZE
 from shardmath.launch import spawn
+from shardmath.process_group import MPIProcessGroup, TorchProcessGroup
 
 OURS = {
     "SHARDMATH_RANK": "1",

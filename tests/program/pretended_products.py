@@ -21,7 +21,7 @@ from pretended import Device, Lane
 from rank_interpreter import PERFORM
 from streams import schedule
 
-from shardmath.geometry.integers import up
+from shardmath.base.integers import up
 from shardmath.handles.operand import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix

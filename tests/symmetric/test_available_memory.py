@@ -40,7 +40,7 @@ def test_what_is_left(case, tmp_path):
         (folder / files[1]).write_text(f"{used}\n")
         stat = "".join(f"{key} {value}\n" for key, value in zip(files[2:], pages, strict=True))
         (folder / "memory.stat").write_text(f"anon 5\n{stat}shmem 4\n")
-    assert control_group_memory(told, root) == left
+    assert control_group_memory(told, str(root)) == left
 
 
 def test_this_process_has_some():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import drawn
-from shardmath.geometry.integers import up
+from shardmath.base.integers import up
 from shardmath.symmetric.ranges import ALIGNMENT, FreeRanges
 
 UNITS = 32

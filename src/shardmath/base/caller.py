@@ -6,10 +6,9 @@ import contextlib
 import os
 import sys
 from functools import lru_cache
-from pathlib import Path
 
 # How the files of the package begin, and that of the context managers it makes.
-PACKAGE = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
+PACKAGE = (f"{os.path.dirname(os.path.dirname(__file__))}/", contextlib.__file__)
 CALL = f"{PACKAGE[0]}base/collective_call.py"  # in the traceback of each operation
 
 # Parts of the names of files through which torch and JAX call on the user's behalf, in a backward
@@ -35,7 +34,7 @@ def caller_line() -> str:
 
 def file_line(file: str, number: int) -> str:
     """A line of a file, as `file.py:31`."""
-    return f"{Path(file).name}:{number}"
+    return f"{os.path.basename(file)}:{number}"
 
 
 def who(rank: int) -> str:

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
-from logging import DEBUG
 from types import FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -26,7 +25,7 @@ import numpy as np
 from shardmath.base import current
 from shardmath.base.caller import caller_line
 from shardmath.base.compiled import extension
-from shardmath.base.log import LOGGER, logged
+from shardmath.base.log import DEBUG, is_heard, logged
 from shardmath.base.recorder import this_process
 from shardmath.base.untraced import (
     COMPILER,
@@ -199,7 +198,7 @@ def _collective(function: Callable[P, R], name: str) -> Callable[P, R]:
         try:
             this_thread.call = record
             this_process.begin(function, args)
-            made = logged(function) if LOGGER.isEnabledFor(DEBUG) else function
+            made = logged(function) if is_heard(DEBUG) else function
             if this_process.compared is not None:
                 made = this_process.compared(made)
             result = made(*args, **kwargs)

@@ -7,11 +7,11 @@ with `SHARDMATH_COMPILED=0`.
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardmath.base import config
@@ -60,17 +60,18 @@ def extension(name: str) -> Any:
 
 def is_built(name: str) -> bool:
     """Whether the module `name` of BUILT was built and is used."""
-    _, *folders, last = name.split(".")
-    return is_wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
+    return is_wanted() and _path(*_place(name)) is not None
 
 
 def other_pythons(name: str) -> list[str]:
     """The Pythons, such as "3.12", for which the module `name` of BUILT was built, where it is
     missing for this one.
     """
-    _, *folders, last = name.split(".")
-    paths = Path(__file__).parent.parent.joinpath(*folders).glob(f"{last}.cpython-3*.so")
-    minors = {path.name.split(".")[1].split("-")[1][1:] for path in paths}
+    folder, last = _place(name)
+    start = f"{last}.cpython-3"
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    built = [file for file in files if file.startswith(start) and file.endswith(".so")]
+    minors = {file.removeprefix(start).partition("-")[0] for file in built}
     return [f"3.{minor}" for minor in sorted(minors, key=lambda m: (int(m.rstrip("t")), m))]
 
 
@@ -81,13 +82,19 @@ def is_wanted() -> bool:
 
 def library_beside(module: str, name: str) -> ctypes.CDLL | None:
     """The library `name` beside the file `module`; None where there is none or it is not loaded."""
-    path = _path(Path(module).parent, name)
+    path = _path(os.path.dirname(module), name)
     if path is not None and is_wanted():
         with suppress(OSError):
-            return ctypes.CDLL(str(path))
+            return ctypes.CDLL(path)
     return None
 
 
-def _path(folder: Path, name: str) -> Path | None:
-    paths = (folder / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
-    return next((path for path in paths if path.exists()), None)
+def _place(name: str) -> tuple[str, str]:
+    """The folder of the module `name` of BUILT, and its name there."""
+    _, *folders, last = name.split(".")
+    return os.path.join(os.path.dirname(os.path.dirname(__file__)), *folders), last
+
+
+def _path(folder: str, name: str) -> str | None:
+    paths = (os.path.join(folder, name + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in paths if os.path.exists(path)), None)

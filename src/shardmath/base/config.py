@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 from shardmath.base.caller import caller_place
@@ -130,20 +129,23 @@ def export(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-def cache_folder(settings: Settings) -> Path | None:
+def cache_folder(settings: Settings) -> str | None:
     """The folder of compiled kernels; None where none are kept."""
     if settings.cache == "-":
         return None
     if settings.cache:
-        return Path(settings.cache)
-    base = environment().get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base) / "shardmath"
+        return settings.cache
+    return _users_folder("XDG_CACHE_HOME", "~/.cache")
 
 
-def config_folder() -> Path:
+def config_folder() -> str:
     """The folder of the user's own files for this package."""
-    base = environment().get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-    return Path(base) / "shardmath"
+    return _users_folder("XDG_CONFIG_HOME", "~/.config")
+
+
+def _users_folder(variable: str, otherwise: str) -> str:
+    base = environment().get(variable) or os.path.expanduser(otherwise)
+    return os.path.join(base, "shardmath")
 
 
 def table() -> list[tuple[str, str, str, str]]:

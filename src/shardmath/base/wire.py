@@ -10,7 +10,7 @@ tensors. Nothing that a peer sends can run code here.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import importlib
 import json
 import struct
@@ -94,7 +94,7 @@ def _kind(value: Any) -> str:
 def _pack_raw(raw: bytes, blobs: list[bytes]) -> Any:
     """Small content as text, larger content as its size; it then follows the JSON."""
     if len(raw) <= _INLINE:
-        return base64.b64encode(raw).decode()
+        return binascii.b2a_base64(raw, newline=False).decode()
     blobs.append(raw)
     return len(raw)
 
@@ -128,7 +128,7 @@ class _Blobs:
 
     def take(self, raw: Any) -> bytearray:
         if isinstance(raw, str):
-            return bytearray(base64.b64decode(raw, validate=True))
+            return bytearray(binascii.a2b_base64(raw, strict_mode=True))
         if not isinstance(raw, int) or not 0 <= raw <= len(self._data):
             raise ValueError("it is shorter than it says")
         taken, self._data = self._data[:raw], self._data[raw:]

@@ -18,7 +18,7 @@ import numpy as np
 from shardmath.arrays import libraries
 from shardmath.base.collective_call import Call, CollectiveCall, this_thread
 from shardmath.base.compiled import extension
-from shardmath.base.log import LOGGER
+from shardmath.base.log import package_logger
 from shardmath.base.untraced import watches_of_torch
 from shardmath.call.agreement import Agreement, Plans
 from shardmath.call.stand_ins import CopyAgain
@@ -209,10 +209,10 @@ def direct_calls() -> Any:
 
 def shared_by_calls(context: Context, looks: Looks | None, rounds: Any) -> tuple[Any, ...]:
     """What all compiled calls of one driver share, in the order of direct.c's second enum."""
-    plans = Plans.of(context)
+    plans, logger = Plans.of(context), package_logger()
     return (
         *(looks, context, context.board, context.heap, plans, plans.all),
-        *(this_thread, CollectiveCall, getattr(LOGGER, "_cache", None), LOGGER.isEnabledFor),
+        *(this_thread, CollectiveCall, getattr(logger, "_cache", None), logger.isEnabledFor),
         *rounds,
     )
 

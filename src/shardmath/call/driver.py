@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from logging import INFO
 from typing import Any, Protocol, TypeVar
 
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
-from shardmath.base.log import LOGGER
+from shardmath.base.log import INFO, is_heard
 from shardmath.base.lru_cache import LRUCache
 from shardmath.base.recorder import this_process
 from shardmath.base.weak_method import weakly
@@ -195,7 +194,7 @@ class Driver:
         turn, agreement, payloads = agree(
             self.context, operation, self.ready, self.build, arguments, self.spec
         )
-        if options is not None or LOGGER.isEnabledFor(INFO):
+        if options is not None or is_heard(INFO):
             self.log(options, agreement.plan)
         return self.perform(turn, agreement, payloads)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardmath.arrays.dtypes import DType
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives.forms import UNKNOWN
 from shardmath.collectives.heaps import SEGMENTS, Heaps, table_bytes
@@ -32,7 +33,6 @@ from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_define
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch
 from shardmath.cuda.stream import StreamOrder
-from shardmath.geometry.integers import up
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
+from shardmath.base.integers import up
 from shardmath.collectives.operand import bounds
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import StreamOrder
 from shardmath.geometry import Spans
-from shardmath.geometry.integers import up
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED

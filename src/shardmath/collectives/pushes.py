@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
-from shardmath.geometry.integers import up
 from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import RESERVED, Team

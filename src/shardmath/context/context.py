@@ -19,11 +19,11 @@ import numpy as np
 
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call, settled
+from shardmath.base.integers import index
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context import agreement
 from shardmath.context.runtime import Runtime
 from shardmath.errors import HeapExhausted, RankFailure
-from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.machine import OnHosts
 from shardmath.symmetric.board import Board, OperationGuard

@@ -20,7 +20,7 @@ from shardmath.base import current
 from shardmath.base.caller import process_name
 from shardmath.base.collective_call import collective_call
 from shardmath.base.config import Settings, warn_of_unknown
-from shardmath.base.log import LOGGER
+from shardmath.base.log import INFO, is_heard, package_logger
 from shardmath.base.untraced import tell_compiler
 from shardmath.context import agreement
 from shardmath.context.context import DistributedContext, open_contexts, require_context
@@ -126,11 +126,12 @@ def new_context(
     made = DistributedContext(
         runtime, board, team, ranks=ranks, device_id=device_id, process_group=group
     )
-    LOGGER.info(
-        "rank %d of %d (%s) computes on %s over %s, with %d threads; found by %s",
-        *(made.rank, made.size, process_name(), made.device_id, made.transport, made.threads),
-        type(group).__name__,
-    )
+    if is_heard(INFO):
+        package_logger().info(
+            "rank %d of %d (%s) computes on %s over %s, with %d threads; found by %s",
+            *(made.rank, made.size, process_name(), made.device_id, made.transport, made.threads),
+            type(group).__name__,
+        )
     return made
 
 

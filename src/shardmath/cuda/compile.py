@@ -38,9 +38,10 @@ def compiled_source(source: str, options: Sequence[str], arch: str) -> bytes:
 
 def _cached(name: str, source: str, options: Sequence[str], arch: str) -> bytes:
     flags = [*_FLAGS, f"--gpu-architecture={arch}", *options]
-    folder = cache_folder(Settings.from_environment())
-    if folder is None:
+    folder_name = cache_folder(Settings.from_environment())
+    if folder_name is None:
         return _compile(name, source, flags)
+    folder = Path(folder_name)
     entry = f"{name}-{_key(source, flags)}.cubin"
     code = kernel_cache.kept(folder, entry)
     return kernel_cache.keep(folder, entry, _compile(name, source, flags)) if code is None else code

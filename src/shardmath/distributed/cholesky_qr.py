@@ -28,11 +28,11 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from shardmath.arrays import dtypes, library_of
+from shardmath.base.integers import slices
 from shardmath.collectives import all_reduce, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
 from shardmath.distributed.parts import squares
-from shardmath.geometry.integers import slices
 from shardmath.machine import Machine
 
 _PASSES = 6  # four make columns orthonormal that depend on each other up to rounding

@@ -23,6 +23,7 @@ from shardmath.arrays import (
 )
 from shardmath.arrays.base import HostArray
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import index, integers
 from shardmath.collectives import broadcast
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import DistributedContext, require_context
@@ -31,7 +32,6 @@ from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import indices, placed_part, selector
 from shardmath.distributed.movement import agreed_layout, rearranged, require_root
 from shardmath.geometry import Distribution, Layout, Replicated, unbound
-from shardmath.geometry.integers import index, integers
 from shardmath.operators.layouts import bind_layout, infer_layout
 
 Shape = int | Sequence[int]

@@ -19,6 +19,7 @@ from typing import Any
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import integers
 from shardmath.call.agreement import raising_on_all_ranks
 from shardmath.call.driver import call
 from shardmath.context.agreement import require_equal
@@ -26,7 +27,6 @@ from shardmath.distributed import parts
 from shardmath.distributed.movement import Rearrangement, end_explanation
 from shardmath.distributed.state import Distributed
 from shardmath.geometry import Layout, Move, Spans, Traffic, moves
-from shardmath.geometry.integers import integers
 from shardmath.machine import Machine
 from shardmath.operators.redistribute.operation import Problem
 from shardmath.program.performing import Arguments, Names

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import integer
 from shardmath.distributed import dense
 from shardmath.distributed.decompositions import SVDResult, described, orthonormal, svd
 from shardmath.distributed.products import matmul
 from shardmath.distributed.random_numbers import require_seed
 from shardmath.factorisations.operands import require_matrix
 from shardmath.geometry import Layout, Slab
-from shardmath.geometry.integers import integer
 
 
 @collective_call

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
+from shardmath.base.integers import integers
 from shardmath.distributed import gathering, indexing, parts
 from shardmath.distributed.elementwise import all_distributed, applied, broadcast_shape, broadcasts
 from shardmath.distributed.layouts import (
@@ -51,7 +52,6 @@ from shardmath.geometry import (
     Spans,
     unbound,
 )
-from shardmath.geometry.integers import integers
 
 Shape = tuple[int, ...]
 Axis = int | Sequence[int] | None

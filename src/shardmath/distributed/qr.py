@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays import library_of
+from shardmath.base.integers import slices
 from shardmath.collectives import all_gather, all_reduce, broadcast
 from shardmath.context.context import DistributedContext
 from shardmath.distributed import dense, parts
@@ -37,7 +38,6 @@ from shardmath.distributed.cholesky_qr import CholeskyQR, orthonormalised
 from shardmath.distributed.dense import reflected
 from shardmath.distributed.movement import part_in
 from shardmath.geometry import Layout
-from shardmath.geometry.integers import slices
 from shardmath.machine import Machine
 
 _LEAF_BYTES = 2 << 20  # reflectors pass over a leaf many times, so it has to stay in a cache

@@ -14,11 +14,11 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
+from shardmath.base.integers import integer
 from shardmath.distributed.creation import Shape, of_host, placed
 from shardmath.distributed.distributed_array import DistributedArray
 from shardmath.distributed.layouts import runs
 from shardmath.geometry import Distribution
-from shardmath.geometry.integers import integer
 
 _WORDS = 4  # words of 64 bits for each value of the counter
 

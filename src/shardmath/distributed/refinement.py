@@ -27,6 +27,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.base import current
 from shardmath.base.caller import caller_place
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import slices
 from shardmath.call.driver import Driver
 from shardmath.context.agreement import require_equal
 from shardmath.distributed import parts, reductions
@@ -40,7 +41,6 @@ from shardmath.factorisations.lu import LU_FACTOR
 from shardmath.factorisations.operands import require_equations, require_square
 from shardmath.factorisations.problem import FactorisationOptions, dealt_columns, panel_width
 from shardmath.geometry import Slab
-from shardmath.geometry.integers import slices
 from shardmath.local.lapack import Precision
 from shardmath.operators.arguments import options_of
 from shardmath.operators.matmul.forms import matmul as product_of_parts

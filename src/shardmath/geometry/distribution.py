@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.base import current
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import index_within, integer, integers
 from shardmath.errors import BindDistributionError, ConvertDistributionError
 from shardmath.geometry.grid import ProcessGrid
-from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
 D = TypeVar("D", bound="Distribution")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from shardmath.base.integers import index_within, integer, integers
 from shardmath.base.untraced import constant_to_compiler
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.distribution import (
@@ -22,7 +23,6 @@ from shardmath.geometry.distribution import (
     refuse_conversion,
 )
 from shardmath.geometry.grid import ProcessGrid
-from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
 

@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import integer, integers
 from shardmath.base.untraced import constant_to_compiler
-from shardmath.geometry.integers import integer, integers
 
 
 @constant_to_compiler

@@ -13,10 +13,10 @@ from math import prod
 from operator import attrgetter, gt
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import index_within, integers
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import bits, owner_sets
 from shardmath.geometry.distribution import Distribution, check_alike
-from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
 Part = tuple[Spans, ...]

@@ -1,6 +1,7 @@
 """Who are the ranks? Start-up and agreement of a few bytes, never data.
 
-Every group offers `ProcessGroup`'s members. Importing the package imports no library of the user's.
+Every group offers `ProcessGroup`'s members. Importing the package imports no library of the user's,
+and a start imports only the module of the group that it finds.
 """
 
 from __future__ import annotations
@@ -11,16 +12,8 @@ from typing import Any
 from shardmath.base.config import Settings
 from shardmath.group.base import ProcessGroup, ReductionOp
 from shardmath.group.environment import from_environment
-from shardmath.group.mpi import MPIProcessGroup
-from shardmath.group.torch import TorchProcessGroup
 
-__all__ = [
-    "MPIProcessGroup",
-    "ProcessGroup",
-    "ReductionOp",
-    "TorchProcessGroup",
-    "as_process_group",
-]
+__all__ = ["ProcessGroup", "ReductionOp", "as_process_group"]
 
 
 def as_process_group(
@@ -41,11 +34,15 @@ def as_process_group(
     # Known by the class's name: whoever has such an object has imported its library.
     names = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(obj).__mro__}
     if ("mpi4py", "Comm") in names:
+        from shardmath.group.mpi import MPIProcessGroup
+
         return MPIProcessGroup(obj, timeout=settings.startup_timeout)
     if ("torch", "DeviceMesh") in names:
         obj = _group_of(obj)
         names = {("torch", "ProcessGroup")}
     if ("torch", "ProcessGroup") in names:
+        from shardmath.group.torch import TorchProcessGroup
+
         is_gpu = isinstance(device_id, int) and not isinstance(device_id, bool)
         return TorchProcessGroup(
             device_id=device_id if is_gpu else "cpu",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
+import importlib
 import math
 import os
 import sys
@@ -25,8 +25,6 @@ from shardmath.base.immutable import Immutable
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup, SoloProcessGroup
 from shardmath.group.local import LocalProcessGroup
-from shardmath.group.mpi import MPIProcessGroup, bounded_start
-from shardmath.group.torch import TorchProcessGroup
 
 
 class _Convention(Immutable):
@@ -243,7 +241,7 @@ def _meets_by_torch(facts: LaunchFacts, settings: Settings) -> bool:
     environ = config.environment()
     if "TORCHELASTIC_RUN_ID" in environ or _torch_runs():
         return True
-    if importlib.util.find_spec("torch") is None:
+    if not _is_installed("torch"):
         return False
     from shardmath.group import tcp
 
@@ -269,6 +267,8 @@ def _tcp_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
 
 def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     """The default group of torch.distributed, started over gloo if the program has not done it."""
+    from shardmath.group.torch import TorchProcessGroup
+
     distributed = _library("torch.distributed", "torch", _started(facts))
     if not distributed.is_initialized():
         with noticed(facts.rank, settings.notice, lambda: "the other ranks"):
@@ -279,6 +279,8 @@ def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
 
 def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
     from datetime import timedelta
+
+    from shardmath.group.mpi import bounded_start
 
     _name_gloo_device()
     bound = bounded_start(  # gloo ends its wait itself, but not on a rank that waits to be called
@@ -333,8 +335,10 @@ def _torch_device(distributed: Any) -> Any:
 
 
 def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
+    from shardmath.group.mpi import MPIProcessGroup, bounded_start
+
     timeout, name = settings.startup_timeout, "mpi4py.MPI"
-    starts = name not in sys.modules and importlib.util.find_spec("mpi4py") is not None
+    starts = name not in sys.modules and _is_installed("mpi4py")
     watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
     with watch if starts else contextlib.nullcontext():
         mpi = _library(name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts))
@@ -370,6 +374,12 @@ def _started(facts: LaunchFacts) -> str:
     return f"rank {facts.rank} ({process_name()}): {facts.launcher} started {facts.size} ranks"
 
 
+def _is_installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
+
+
 def _library(module: str, package: str, why: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -394,9 +404,13 @@ def _checked(group: ProcessGroup, facts: LaunchFacts) -> ProcessGroup:
 def _running_library(timeout: float) -> ProcessGroup | None:
     """The group of a library that the program itself has started with several ranks."""
     if _torch_runs():
+        from shardmath.group.torch import TorchProcessGroup
+
         device_id = _torch_device(sys.modules["torch.distributed"])
         return TorchProcessGroup(device_id=device_id, timeout=timeout)
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        from shardmath.group.mpi import MPIProcessGroup
+
         return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
     return None

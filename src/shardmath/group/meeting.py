@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -92,9 +91,7 @@ def meet(
     too few descriptors.
     """
     with ExitStack() as stack:
-        meeting = _Meeting(
-            rank, key, frozenset(awaited), names, watch, timeout, admits, advice, stack
-        )
+        meeting = _Meeting(rank, key, awaited, names, watch, timeout, admits, advice, stack)
         return meeting.run(listeners, [_Caller(peer, call) for peer, call in calls.items()])
 
 
@@ -136,22 +133,30 @@ class _Caller:
         return "; ".join([*self._hopeless, *map(": ".join, self._last.items())])
 
 
-@dataclass(eq=False)
 class _Meeting:
     """The loop and its state. All that it opens is closed with `stack`, but what `run` returns."""
 
-    rank: int
-    key: bytes
-    awaited: frozenset[int]
-    names: Sequence[str]
-    watch: PeerWatch
-    timeout: float
-    admits: Admits
-    advice: str
-    stack: ExitStack
-
-    def __post_init__(self) -> None:
-        self._deadline = time.monotonic() + self.timeout
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        awaited: Collection[int],
+        names: Sequence[str],
+        watch: PeerWatch,
+        timeout: float,
+        admits: Admits,
+        advice: str,
+        stack: ExitStack,
+    ) -> None:
+        self.rank = rank
+        self.key = key
+        self.awaited = frozenset(awaited)
+        self.names = names
+        self.watch = watch
+        self.timeout = timeout
+        self.admits = admits
+        self.advice = advice
+        self._deadline = time.monotonic() + timeout
         self._made: dict[int, socket.socket] = {}
         self._callers: list[_Caller] = []  # that have no connection yet
         self._held: dict[Conversation, None] = {}  # with those who call this rank, the oldest first
@@ -161,8 +166,8 @@ class _Meeting:
         # Why this rank gives up, once it has met others.
         self._problem: BootstrapError | None = None
         self._left: dict[int, float] = {}  # until when those may be back that have hung up
-        self._selector = self.stack.enter_context(selectors.DefaultSelector())
-        self.stack.callback(self._close_all)
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        stack.callback(self._close_all)
 
     def run(
         self, listeners: Sequence[socket.socket], callers: Sequence[_Caller]

@@ -19,7 +19,6 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 from typing import Any
 
 from shardmath.base.caller import process_name, who
@@ -228,19 +227,21 @@ def _key(rank: int, settings: Settings) -> bytes:
     """The key of this user's ranks. Raises BootstrapError where others could know it."""
     if settings.key:
         return hashlib.blake2b(settings.key.encode(), digest_size=KEY_BYTES).digest()
-    path = config_folder() / "key"
+    folder = config_folder()
+    path = os.path.join(folder, "key")
     try:
         with suppress(FileNotFoundError):
             return _read_key(path)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_name(f"key.{os.urandom(8).hex()}")
-        new.touch(0o600, exist_ok=False)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        new = f"{path}.{os.urandom(8).hex()}"
         try:
-            new.write_bytes(new_key())
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(new_key())
             with suppress(FileExistsError):  # another rank was first
                 os.link(new, path)
         finally:
-            new.unlink()
+            with suppress(FileNotFoundError):
+                os.unlink(new)
         return _read_key(path)
     except BootstrapError:
         raise
@@ -251,11 +252,12 @@ def _key(rank: int, settings: Settings) -> bytes:
         ) from error
 
 
-def _read_key(path: Path) -> bytes:
-    known = path.stat()
+def _read_key(path: str) -> bytes:
+    known = os.stat(path)
     if known.st_uid != os.geteuid() or stat.S_IMODE(known.st_mode) & 0o077:
         raise BootstrapError(f"{path} could be read by others than this user: chmod 600, or remove")
-    data = path.read_bytes()
+    with open(path, "rb") as file:
+        data = file.read()
     if len(data) != KEY_BYTES:
         raise BootstrapError(f"{path} is no key of {KEY_BYTES} bytes: remove it")
     return data

@@ -5,15 +5,18 @@ Only tensors of plain numbers travel: torch's object collectives would unpickle 
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardmath.base.config import Settings
+from shardmath.base.log import package_logger
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import GatheringGroup
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 MIN_ALL_REDUCE_OBJ_BUFFER_SIZE: Final = 128  # bytes
 """The least `TorchProcessGroup.allreduce_obj_buffer_size`."""
@@ -34,7 +37,7 @@ class TorchProcessGroup(GatheringGroup):
         *,
         device_id: int | Literal["cpu"],
         torch_process_group: Any = None,
-        logger: logging.Logger | None = None,
+        logger: Logger | None = None,
         timeout: float | None = None,
     ) -> None:
         if device_id != "cpu" and (not isinstance(device_id, int) or isinstance(device_id, bool)):
@@ -62,7 +65,7 @@ class TorchProcessGroup(GatheringGroup):
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
         self._buffer_size = 2048
         self.device_id = device_id
-        (logger or logging.getLogger(__name__)).info("%r over %s", self, backends)
+        (logger or package_logger()).info("%r over %s", self, backends)
 
     @property
     def job_ranks(self) -> Sequence[int]:

@@ -23,7 +23,7 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import Packed, byte_span, packed_strides
 from shardmath.base.collective_call import collective_call
 from shardmath.base.immutable import Immutable
-from shardmath.base.log import LOGGER
+from shardmath.base.log import package_logger
 from shardmath.base.untraced import untraced
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context, open_contexts, require_context
@@ -74,7 +74,9 @@ def allocate_symmetric_memory(
         array = asked.array(context.heap.allocate(asked.nbytes))
     else:
         asked, array = _allocate_together(context, request, make_symmetric)
-    (logger or LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
+    (logger or package_logger()).info(
+        "allocated %s on the symmetric heap of rank %d", asked, context.rank
+    )
     return observed(context, array)
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import index
 from shardmath.base.untraced import untraced_methods
 from shardmath.context.context import Context
 from shardmath.errors import UseAfterFree
-from shardmath.geometry.integers import index
 from shardmath.handles.allocation import Owner, array_on
 from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
 from shardmath.symmetric.heap import Buffer

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import Library, library_of
 from shardmath.base.collective_call import collective_call
+from shardmath.base.integers import up
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import (
     Context,
@@ -31,7 +32,6 @@ from shardmath.context.context import (
 )
 from shardmath.context.startup import begun
 from shardmath.errors import UseAfterFree
-from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.handles.allocation import allocate_on_all_ranks, block_of
 from shardmath.handles.handle import SymmetricMemory

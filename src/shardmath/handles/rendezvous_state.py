@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import index, up
 from shardmath.base.weak_method import weakly_or
 from shardmath.context.context import Context
-from shardmath.geometry.integers import index, up
 from shardmath.symmetric.heap import Buffer, Heap, Location
 from shardmath.transport.base import DeviceBytes, Memory
 

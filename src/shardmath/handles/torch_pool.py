@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from shardmath.base.log import LOGGER
+from shardmath.base.log import package_logger
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Buffer
 
@@ -41,7 +41,7 @@ class PoolAllocator:
         try:
             buffer = self._heap.allocate(nbytes)
         except Exception as error:
-            LOGGER.warning("no segment of %d bytes for torch's pool: %s", nbytes, error)
+            package_logger().warning("no segment of %d bytes for torch's pool: %s", nbytes, error)
             return None
         address: int = buffer.block.address
         self._segments[address] = buffer

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from shardmath.base.recorder import (
     OPERATIONS,
@@ -188,7 +187,7 @@ def _locked(record: int) -> bool:
 class _Mapping:
     """A record, mapped for reading. Unlike an `mmap` it holds no descriptor."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -268,10 +267,10 @@ def _table(records: Mapping[int, _Seen], others: Sequence[Seen] = ()) -> str:
     return table(ranks, time.monotonic_ns())
 
 
-def _checked(pid: int, descriptor: int) -> Path:
+def _checked(pid: int, descriptor: int) -> str:
     """The path of a process's record. Raises OSError where it has none there."""
-    path = Path(f"/proc/{pid}/fd/{descriptor}")
-    if _NAME not in str(path.readlink()):
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if _NAME not in os.readlink(path):
         raise OSError(f"{path} is no record")
     return path
 
@@ -279,17 +278,18 @@ def _checked(pid: int, descriptor: int) -> Path:
 def _record_of(pid: int) -> bytes | None:
     """The bytes of a process's record."""
     with suppress(OSError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                return _checked(pid, int(path.name)).read_bytes()
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError), open(_checked(pid, int(descriptor)), "rb") as record:
+                return record.read()
     return None
 
 
 def _children(pid: int) -> list[int]:
     found = []
     with suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [int(child) for child in path.read_text().split()]
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += [int(child) for child in children.read().split()]
     return found
 
 

@@ -13,18 +13,17 @@ import re
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from shardmath.base.caller import PACKAGE
 from shardmath.base.immutable import Immutable
 
 _NAME = "shardmath-stack"
-_HERE = str(Path(__file__).parent)
+_HERE = os.path.dirname(__file__)
 _SIGNAL = signal.SIGURG
 _MOST_BYTES = 1 << 20  # after which the memory is emptied
 _PATIENCE = 0.25  # seconds for an answer
 _LOOK = 2e-3
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.+)')
+_FRAME = r'  File "(.*)", line (\d+) in (.+)'
 
 
 class Frame(Immutable):
@@ -60,7 +59,8 @@ def silence(descriptor: int) -> None:
 def state_of(pid: int) -> str:
     """What keeps a process from going on: "died", "is stopped", or "" for nothing."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(") ")[2][:1]
     except OSError:
         return "died"
     return {"Z": "died", "X": "died", "T": "is stopped", "t": "is stopped"}.get(state, "")
@@ -71,9 +71,9 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
 
     Empty where the process does not answer; `descriptor` is what `answers` returned there.
     """
-    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    path = f"/proc/{pid}/fd/{descriptor}"
     try:
-        if _NAME not in str(path.readlink()) or not _catches(pid):
+        if _NAME not in os.readlink(path) or not _catches(pid):
             return []
         memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -89,7 +89,7 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
         return []
     finally:
         os.close(memory)
-    frames = [Frame(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+    frames = [Frame(file, int(line), name) for file, line, name in re.findall(_FRAME, text)]
     shows = [place for place, frame in enumerate(frames) if frame.file.startswith(_HERE)]
     frames = frames[shows[-1] + 1 :] if shows else frames  # it was asked for the table itself
     while frames and frames[-1].file.startswith(("<frozen ", *PACKAGE)):
@@ -99,8 +99,9 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
 
 def _catches(pid: int) -> bool:
     """Whether a process has a handler for the signal."""
-    status = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2]
-    return bool(int(status.split()[0], 16) >> (_SIGNAL - 1) & 1)
+    with open(f"/proc/{pid}/status") as file:
+        caught = file.read().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
 
 
 def _end_of_answer(memory: int, begin: int) -> int:

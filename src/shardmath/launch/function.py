@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardmath.geometry.integers import index
+from shardmath.base.integers import index
 from shardmath.launch.failure import rebuild
 from shardmath.launch.forked import fork_job, late
 

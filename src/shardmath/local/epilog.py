@@ -19,7 +19,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.base.immutable import Immutable
-from shardmath.geometry.integers import tiles, up
+from shardmath.base.integers import tiles, up
 
 
 class MatmulEpilog(IntEnum):

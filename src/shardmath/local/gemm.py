@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import CompiledStep
-from shardmath.geometry.integers import slices
+from shardmath.base.integers import slices
 
 # Converting an n x n block costs about 1/n of multiplying it: at 2048, 1 to 5 %. Three such blocks
 # of float32 are alive at once, 48 MB.

@@ -17,7 +17,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.base.immutable import Immutable
-from shardmath.geometry.integers import tiles
+from shardmath.base.integers import tiles
 from shardmath.local import compiled_sum
 
 OPERATIONS: dict[str, np.ufunc] = {

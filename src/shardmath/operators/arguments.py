@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, Protocol, TypeVar
 
-from shardmath.base.log import LOGGER
+from shardmath.base.log import INFO, is_heard, package_logger
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 
@@ -64,14 +63,14 @@ def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
     once, so that a program whose root logger is at INFO is not flooded.
     """
     if logger is None:
-        if not LOGGER.isEnabledFor(logging.INFO):
+        if not is_heard(INFO):
             return
         logged: LRUCache[int, weakref.ref[Any]] = context.cache("plans in the log", _LOGGED)
         seen = logged.find(id(plan))
         if seen is not None and seen() is plan:
             return
         logged.keep(id(plan), weakref.ref(plan))
-    (logger or LOGGER).info("%s", plan.explain())
+    (logger or package_logger()).info("%s", plan.explain())
 
 
 def options_of(kind: type[T], value: Any, name: str = "options") -> T:

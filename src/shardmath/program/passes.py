@@ -17,10 +17,10 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import slices
 from shardmath.base.recorder import spanned
 from shardmath.context.context import Context
 from shardmath.geometry import Move
-from shardmath.geometry.integers import slices
 from shardmath.local.fft import (
     COMPLETING,
     HALVING,

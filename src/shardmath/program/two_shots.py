@@ -30,9 +30,9 @@ import numpy as np
 from shardmath.arrays import dtypes, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.base.recorder import spanned, this_process
 from shardmath.context.context import Context
-from shardmath.geometry.integers import up
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.local.reduction import Reduction, reduce_local
 from shardmath.operators.workspace import kept_for_readers

@@ -18,9 +18,9 @@ from typing import TypeGuard
 
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.context.context import Context
 from shardmath.geometry import Move, Run
-from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.plan import Transfer, TransferPlan
 from shardmath.symmetric.heap import Location

@@ -33,8 +33,8 @@ from typing import Any
 
 from shardmath.arrays.base import described_bytes
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.errors import HeapExhausted
-from shardmath.geometry.integers import up
 from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import ALIGNMENT, GRANULE, FreeRanges, OwnSegment
 from shardmath.transport.base import Fence, Transport

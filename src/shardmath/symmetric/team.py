@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Self
 
 from shardmath.base.caller import caller_line
 from shardmath.base.collective_call import settled
+from shardmath.base.integers import up
 from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.cuda.stream import StreamOrder
 from shardmath.errors import CudaError, OpTimeout, RankFailure
-from shardmath.geometry.integers import up
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.departures import Departures, report_of

@@ -13,9 +13,8 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS = "/sys/fs/cgroup"
 _LEFT = 16 << 20  # bytes for what processes take page by page, and cannot be refused
 _TURN = 5.0  # seconds that one waits for its turn
 _LOOK = 1e-3
@@ -50,7 +49,7 @@ def available_memory() -> int:
     """
     bounds = [_machine_memory()]
     with contextlib.suppress(OSError):
-        told = Path("/proc/self/cgroup").read_text()
+        told = _text_of("/proc/self/cgroup")
         bounds.extend(control_group_memory(told, _GROUPS))
     return max(0, min(bounds) - _LEFT)
 
@@ -81,13 +80,13 @@ def _locked(descriptor: int) -> bool:
 
 
 def _machine_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in _text_of("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def control_group_memory(told: str, root: Path) -> list[int]:
+def control_group_memory(told: str, root: str) -> list[int]:
     """Bytes that each control group leaves of its limit, by the lines of /proc/self/cgroup.
 
     Both versions count: a machine may have the one, the other, or both. In a container the lines
@@ -100,26 +99,31 @@ def control_group_memory(told: str, root: Path) -> list[int]:
             bounds += _left_above(root, path, "memory.max", "memory.current", prefix="")
         elif "memory" in controllers.split(","):
             limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            bounds += _left_above(root / "memory", path, limit, used, prefix="total_")
+            bounds += _left_above(f"{root}/memory", path, limit, used, prefix="total_")
     return bounds
 
 
-def _left_above(top: Path, path: str, limit: str, used: str, *, prefix: str) -> list[int]:
+def _left_above(top: str, path: str, limit: str, used: str, *, prefix: str) -> list[int]:
     """Bytes that the group at `path` below `top`, and each group above it, leaves."""
     bounds: list[int] = []
-    folder = top / path.lstrip("/")
+    folder = os.path.join(top, path.strip("/")).rstrip("/")
     while True:
         with contextlib.suppress(OSError, ValueError):
-            most = int((folder / limit).read_text())  # "max" is no integer: no limit
-            taken = int((folder / used).read_text())
+            most = int(_text_of(f"{folder}/{limit}"))  # "max" is no integer: no limit
+            taken = int(_text_of(f"{folder}/{used}"))
             bounds.append(most - max(0, taken - _droppable(folder, prefix)))
-        if folder in (top, folder.parent):
+        if folder in (top, "", "/"):
             return bounds
-        folder = folder.parent
+        folder = os.path.dirname(folder)
 
 
-def _droppable(folder: Path, prefix: str) -> int:
+def _droppable(folder: str, prefix: str) -> int:
     """Bytes of file pages in a group; shared memory is not among them."""
     wanted = (f"{prefix}active_file", f"{prefix}inactive_file")
-    pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    pairs = (line.split() for line in _text_of(f"{folder}/memory.stat").splitlines())
     return sum(int(value) for name, value in pairs if name in wanted)
+
+
+def _text_of(path: str) -> str:
+    with open(path) as file:
+        return file.read()

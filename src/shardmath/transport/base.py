@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from shardmath.arrays.base import described_bytes
 from shardmath.base.immutable import Immutable
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from shardmath.cuda.device import Device
     from shardmath.transport.mesh import Mesh
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class DeviceBytes:

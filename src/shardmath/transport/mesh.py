@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
@@ -134,7 +133,7 @@ class Mesh:
         with socket.socket(*_UNIX) as listener:
             listener.bind(name)
             listener.listen(BACKLOG)
-            space = str(Path("/proc/self/ns/pid").readlink())
+            space = os.readlink("/proc/self/ns/pid")
             own = host_identity()
             facts = socket.gethostname(), space, self._pretended, self._record
             card = (own, os.getpid(), name, key, *facts)
@@ -335,8 +334,8 @@ class Mesh:
 
 def host_identity() -> str:
     """Names the machine and its network namespace, within which abstract sockets are visible."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
 
 
 def hosts_of(identities: Sequence[str], pretended: Sequence[int]) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.dtypes import to_numpy
+from shardmath.base.integers import up
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.cuda.packages import bindings_of
-from shardmath.geometry.integers import up
 from shardmath.local.gpu import triangular
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.matrix import Matrix

@@ -14,9 +14,9 @@ from __future__ import annotations
 import struct
 
 from shardmath.arrays import dtypes
+from shardmath.base.integers import up
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel, kernel
-from shardmath.geometry.integers import up
 from shardmath.local.gpu.gemm import multiply
 from shardmath.local.gpu.matrix import Matrix
 from shardmath.local.lapack import Precision

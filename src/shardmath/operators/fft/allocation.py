@@ -17,7 +17,7 @@ from typing import Any, Literal
 from shardmath.arrays import ArraySpec, Library, dtypes, library_of_package
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
-from shardmath.base.log import LOGGER
+from shardmath.base.log import package_logger
 from shardmath.context.context import require_context
 from shardmath.handles.allocation import array_on
 from shardmath.operators.arguments import check_logger
@@ -72,7 +72,9 @@ def allocate_operand(
         return array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local))
 
     operand = context.on_all_ranks("allocate_operand, memory", allocate)
-    (logger or LOGGER).info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
+    (logger or package_logger()).info(
+        "allocated an operand of %d bytes on rank %d", nbytes, context.rank
+    )
     return operand
 
 

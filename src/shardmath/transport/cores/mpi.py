@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.base.config import Settings
 from shardmath.group.base import ProcessGroup
-from shardmath.group.mpi import CallWatch, MPIProcessGroup
 from shardmath.transport.base import Bytes, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
+
+if TYPE_CHECKING:
+    from shardmath.group.mpi import CallWatch
 
 _LATE = 5.0  # seconds after which a call will not return that should have failed by itself
 _ADVICE = "SHARDMATH_TRANSPORT=tcp does without MPI's windows"
@@ -60,6 +62,8 @@ class MPITransport(MultiHostTransport):
         """
         if group.nranks == 1:
             return ""
+        from shardmath.group.mpi import MPIProcessGroup
+
         if isinstance(group, MPIProcessGroup):
             names = {name.partition(".")[0] for name in mesh.hosts}
             if len(names) >= mesh.real_hosts:
@@ -75,6 +79,8 @@ class MPITransport(MultiHostTransport):
 
     def join(self, group: ProcessGroup) -> None:
         """Open the window. Collective."""
+        from shardmath.group.mpi import CallWatch, MPIProcessGroup
+
         if not isinstance(group, MPIProcessGroup) or group.nranks == 1:
             return
         self._mpi = sys.modules["mpi4py.MPI"]

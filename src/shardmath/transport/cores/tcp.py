@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import deque
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -29,12 +28,12 @@ _AHEAD = 2  # questions that are open at a time
 _QUEUED = 8 << 20  # bytes of writes that wait to be sent
 
 
-@dataclass
 class _Question:
     """Memory that an answer fills, and how many bytes are still to come."""
 
-    into: Bytes
-    missing: int
+    def __init__(self, into: Bytes) -> None:
+        self.into = into
+        self.missing = len(into)
 
 
 class TCPTransport(MultiHostTransport):
@@ -68,7 +67,7 @@ class TCPTransport(MultiHostTransport):
                     self._await(asked.popleft())
                 piece = into[start : start + _ASKED]
                 key = (rank, next(self._numbers))
-                self._open[key] = _Question(piece, len(piece))
+                self._open[key] = _Question(piece)
                 asked.append(key)
                 self._tell(rank, _READ, _ASK.pack(key[1], index, offset + start, len(piece)))
             while asked:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 from shardmath.base.config import Settings
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
-from shardmath.geometry.integers import up
 from shardmath.transport.base import (
     DescriptorTransport,
     DeviceBytes,

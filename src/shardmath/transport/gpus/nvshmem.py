@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardmath.base.config import Settings, environment, export
+from shardmath.base.integers import up
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.fence import DeviceFence
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, HeapExhausted
-from shardmath.geometry.integers import up
 from shardmath.group.base import ProcessGroup
 from shardmath.transport.base import DeviceBytes, Fence, Memory, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh

@@ -24,11 +24,11 @@ from itertools import pairwise
 from typing import Any
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import bounds, up
 from shardmath.context.context import Context
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, require_aligned
-from shardmath.geometry.integers import bounds, up
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
 from shardmath.operators.matmul.gpu.plan_memory import KernelPlan, PlanMemory
 from shardmath.operators.matmul.gpu.row_split import (

@@ -14,10 +14,10 @@ from hashlib import blake2b
 from typing import Any
 
 from shardmath.arrays.dtypes import HALVES
+from shardmath.base.integers import up
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import StreamOrder
-from shardmath.geometry.integers import up
 from shardmath.handles.operand import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm

@@ -24,12 +24,12 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.cuda.allocation import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.geometry import Move
-from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.machine import H200
 from shardmath.operators.lanes import Lane

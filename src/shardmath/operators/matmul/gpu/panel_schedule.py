@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from shardmath.arrays.dtypes import HALVES
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import bounds as even_bounds
 from shardmath.cuda.tensormap import BOX_BYTES
 from shardmath.geometry import Move, Run
-from shardmath.geometry.integers import bounds as even_bounds
 from shardmath.geometry.spans import joined
 
 OWN = 1 << 31  # highest bit of a step's offset: it is in this rank's array (kOwn of panel_gemm.cuh)

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from shardmath.base.immutable import Immutable
-from shardmath.geometry.integers import up
+from shardmath.base.integers import up
 from shardmath.local.gpu.scaled import GRAIN
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.patterns import gathered_lines

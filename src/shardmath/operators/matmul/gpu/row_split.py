@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.geometry.integers import up
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import LocalProduct, OperandLayout
 

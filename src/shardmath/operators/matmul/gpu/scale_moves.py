@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardmath.base.immutable import Immutable
+from shardmath.base.integers import up
 from shardmath.geometry import Layout, Spans
-from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.local.gpu import Matrix

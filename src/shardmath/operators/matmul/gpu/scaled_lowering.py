@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays.dtypes import FLOAT8
+from shardmath.base.integers import up
 from shardmath.geometry import Move, shared_part
-from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.local.gpu import Matrix, scaled

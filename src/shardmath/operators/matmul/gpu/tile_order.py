@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.base.immutable import Immutable
-from shardmath.geometry.integers import bounds
+from shardmath.base.integers import bounds
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _GROUP = 16  # rows of tiles that are computed column by column: they share columns of B

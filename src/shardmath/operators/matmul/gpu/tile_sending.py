@@ -23,11 +23,11 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.base.integers import up
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Kernel
 from shardmath.cuda.tensormap import require_aligned
-from shardmath.geometry.integers import up
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import combine, copy
 from shardmath.operators.matmul.gpu.local_product import SplitKProduct
