@@ -64,7 +64,7 @@ def is_drawn(node):
 
 def functions():
     """The names that are to be drawn, of the namespace and of NumPy's functions that it answers."""
-    own = {*distributed.__all__, *standard.NAMES} - {*standard.TYPES, "fft", "linalg"}
+    own = {*distributed.__all__} - {*standard.TYPES, "fft", "linalg"}
     yield from (name for name in own if callable(getattr(distributed, name)))
     for name in ("fft", "linalg"):
         yield from (f"{name}.{one}" for one in getattr(distributed, name).__all__)

@@ -180,6 +180,7 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+__all__.extend(standard.NAMES)  # what the array API has besides: NumPy's objects
 
 __array_api_version__ = standard.VERSION
 
@@ -196,4 +197,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *standard.NAMES])
+    return sorted(__all__)
