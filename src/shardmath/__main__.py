@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     file = "the trace's file (default: trace.json); a picture, .png, is written beside it"
     traced.add_argument("-o", dest="output", metavar="FILE", default="trace.json", help=file)
     kept = "operations of each rank that are kept: the last (default: 131072)"
-    traced.add_argument("--operations", type=int, metavar="K", default=1 << 17, help=kept)
+    traced.add_argument("--operations", type=positive, metavar="K", default=1 << 17, help=kept)
     without = "leave out what GPUs do, in a program that uses torch's profiler itself"
     traced.add_argument("--no-kernels", dest="kernels", action="store_false", help=without)
     add_arguments(traced)
@@ -148,15 +148,20 @@ def _hello(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from shardmath.group.environment import is_launched
     from shardmath.launch.program import Program, run
 
-    module = "shardmath.tools.hello"
-    if not is_launched():
-        if why := _too_many(options.n):
-            print(f"shardmath hello: {why}", file=sys.stderr)
-            return 1
-        return run(Program(module, (options.device,), is_module=True), options.n)
-    from shardmath.tools.hello import main as hello
+    class Hello(Program):
+        def execute(self) -> None:
+            from shardmath.tools.hello import main as hello
 
-    return hello(options.device)
+            hello(options.device)
+
+    program = Hello("hello", is_module=True)
+    if is_launched():
+        program.execute()
+        return 0
+    if why := _too_many(options.n):
+        print(f"shardmath hello: {why}", file=sys.stderr)
+        return 1
+    return run(program, options.n, command="hello")
 
 
 def _too_many(size: int) -> str:

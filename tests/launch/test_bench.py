@@ -30,6 +30,11 @@ if __name__ == "__main__":
     Path(os.environ["BENCHMARK_RESULTS"], "{name}.json").write_text(json.dumps({{"rows": rows}}))
     sys.exit({status})
 """
+NEEDS = """
+import no_such_package.x
+def measure():
+    import none_such
+"""
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def folder(tmp_path, monkeypatch):
         text = BENCHMARK.format(name=name, status=status).lstrip()
         (made / f"{name}.py").write_text(text)
     (made / "sibling.py").write_text("")
-    (made / "needy.py").write_text((made / "one.py").read_text() + "import no_such_package.x\n")
+    (made / "needy.py").write_text((made / "one.py").read_text() + NEEDS)
     (made / "gpu.py").write_text((made / "one.py").read_text() + "from on_gpus import Ranks\n")
     (made / "on_gpus.py").write_text("")
     (made / "far.py").write_text((made / "one.py").read_text() + "FOLDER = 'tests'\n")
@@ -91,7 +96,7 @@ def test_a_benchmark(folder, capfd, monkeypatch, arguments):
     [
         ("two", 3, ""),
         ("three", 2, "one, two"),
-        ("needy", 1, "pip install no_such_package"),
+        ("needy", 1, "pip install no_such_package none_such"),
         ("cut", 1, "cut.json is not whole: is the disk full?"),
         ("far", 1, "shardmath bench: far uses the folder tests of the source: run it there\n"),
         ("gpu", 1, "shardmath bench: gpu needs GPUs, and there is none here\n"),

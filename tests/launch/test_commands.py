@@ -49,12 +49,14 @@ def test_what_an_operator_can_mend_is_one_line():
         ("hello", "-n", "9999999"): (1, "shardmath hello: 9999999 ranks take about 251658.2 GB"),
         ("hello", "--device", "gpu"): (
             1,
-            "shardmath run: rank 0 exited with status 1\nshardmath hel",
+            "shardmath hello: rank 0 exited with status 1\nshardmath hel",
         ),
         ("trace", "-o", "/proc/no/t.json", __file__): (
             1,
             "shardmath trace: No such file or directory",
         ),
+        ("trace", "--operations", "0", __file__): (2, "usage: python -m shardmath trace"),
+        ("trace", "none.py"): (2, "shardmath trace: there is no file 'none.py'"),
     }
     for arguments, (status, says) in tries.items():
         done = run(*arguments)
@@ -151,7 +153,7 @@ def test_completion(shell):
 def test_bash_completes():
     if not shutil.which("bash"):
         pytest.skip("there is no bash")
-    tries = {"do": "doctor", "hello --d": "--device", "bench reco": "recorder"}
+    tries = {"do": "doctor", "hello --d": "--device", "bench reco": "recorder", "env py": ""}
     for typed, expected in tries.items():
         words = ["shardmath", *typed.split()]
         script = f"""{completion(_parser(), "bash")}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from launched import END_SIGNALS, RUN, await_ends, hearing, run, started, write
 
+import shardmath
 from shardmath.launch.ranks import fork_ranks
 
 FOREVER = """
@@ -42,11 +43,27 @@ def test_every_rank_runs_the_script_as_python_would(tmp_path: Path) -> None:
 
 
 def test_a_module_and_the_environment(tmp_path: Path) -> None:
-    write(tmp_path, "print(sys.argv[1:], __name__, os.environ['SHARDMATH_SIZE'])", "program.py")
-    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = run("program", "a", ranks=2, options=["-m"], environ={"PYTHONPATH": paths})
-    assert sorted(done.stdout.splitlines()) == [f"[{r}] ['a'] __main__ 2" for r in range(2)]
-    assert done.returncode == 0
+    """Of the current folder, also by the console script, which no stack of the program shows."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "shardmath"
+    script.write_text("import sys\nfrom shardmath.__main__ import main\nsys.exit(main())\n")
+    write(
+        tmp_path,
+        """
+        from shardmath.inspection.stacks import answers, stack_of
+        frames = [os.path.basename(each.file) for each in stack_of(os.getpid(), answers())]
+        print(sys.argv[1:], __name__, os.environ['SHARDMATH_SIZE'], frames[-1])
+        """,
+        "program.py",
+    )
+    command = [sys.executable, script, "run", "-n", "2", "-m", "program", "a"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(shardmath.__file__).parents[1])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    line = "['a'] __main__ 2 program.py"
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {line}" for rank in range(2)]
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 SHARE = str(max(1, len(os.sched_getaffinity(0)) // 2))

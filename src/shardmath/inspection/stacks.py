@@ -92,9 +92,14 @@ def stack_of(pid: int, descriptor: int) -> list[Frame]:
     frames = [Frame(file, int(line), name) for file, line, name in re.findall(_FRAME, text)]
     shows = [place for place, frame in enumerate(frames) if frame.file.startswith(_HERE)]
     frames = frames[shows[-1] + 1 :] if shows else frames  # it was asked for the table itself
-    while frames and frames[-1].file.startswith(("<frozen ", *PACKAGE)):
-        frames.pop()  # frames that started the program
+    while frames and _starts_programs(frames[-1].file):
+        frames.pop()
     return frames
+
+
+def _starts_programs(file: str) -> bool:
+    """Whether a file is Python's, this package's or its console script's: they start the user's."""
+    return file.startswith(("<frozen ", *PACKAGE)) or os.path.basename(file) == "shardmath"
 
 
 def _catches(pid: int) -> bool:

@@ -37,6 +37,8 @@ class Program(Immutable):
         """Run it as `__main__`, as `python` would."""
         if self.is_module:
             sys.argv = ["-m", *self.arguments]
+            if not sys.flags.safe_path:  # where a console script has the script's own folder
+                sys.path[0] = str(Path.cwd())
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             path = str(Path(self.name).resolve())
@@ -57,11 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", metavar="script.py", help="the script, or the module's name")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
+    )
+    rest.required = False  # or they would be missed, too, where the program is
 
 
-def run(program: Program, size: int | None, *, threads: int | None = None) -> int:
-    """Run `program` on `size` ranks, by default 1; the exit status for this process.
+def run(
+    program: Program, size: int | None, *, threads: int | None = None, command: str = "run"
+) -> int:
+    """Run `program` on `size` ranks, by default 1; the exit status for this process. What the
+    launcher says on stderr begins with the name of the `command`.
 
     That is the launcher, or a rank. The launcher's is 0, the status of the first failing rank
     (128 + n for signal n), or 128 + n when signal n ended the launcher. The status of a rank is its
@@ -71,23 +79,24 @@ def run(program: Program, size: int | None, *, threads: int | None = None) -> in
         hint = ""
         if Path(program.name).name.startswith("python"):
             hint = f": run starts Python itself: leave {program.name!r} out"
-        _say(f"there is no file {program.name!r}{hint}")
+        _say(command, f"there is no file {program.name!r}{hint}")
         return 2
     if size is None:
         size = 1
         if "-n" in program.arguments:
-            _say("1 rank: options of run stand before the script, and this -n is the script's own")
+            where = f"options of {command} stand before the script"
+            _say(command, f"1 rank: {where}, and this -n is the script's own")
     try:
         started = fork_ranks(size, variables=share_cores(size, threads), share_stdin=True)
     except OSError as error:
-        print(f"shardmath run: no rank was started: {error.strerror}", file=sys.stderr)
+        _say(command, f"no rank was started: {error.strerror}")
         return 1
     if isinstance(started, Place):
         return _be_rank(started, program)
-    return _watch(Job(started, Prefixer(_writer(1)), Prefixer(_writer(2))))
+    return _watch(Job(started, Prefixer(_writer(1)), Prefixer(_writer(2))), command)
 
 
-def _watch(job: Job) -> int:
+def _watch(job: Job, command: str) -> int:
     """Watch the ranks until all have ended; the launcher's exit status."""
     with _signals_to_descriptor() as wake:
         try:
@@ -95,14 +104,15 @@ def _watch(job: Job) -> int:
         except BrokenPipeError:  # whoever read the output has gone, as `head` does
             return 128 + signal.SIGPIPE
         except _UnwrittenError as error:
-            _say(str(error))
+            _say(command, str(error))
             return 1
     if job.interrupt is not None:
-        _say(f"ended by {signal.Signals(job.interrupt).name}{_interrupted(job.failures)}".rstrip())
+        by = f"ended by {signal.Signals(job.interrupt).name}"
+        _say(command, f"{by}{_interrupted(job.failures)}".rstrip())
         return 128 + job.interrupt
     failure = job.first_failure
     if failure is not None:
-        _say(f"{failure}\n{failure.text}".rstrip())
+        _say(command, f"{failure}\n{failure.text}".rstrip())
     return 0 if failure is None else failure.status
 
 
@@ -142,9 +152,9 @@ def _be_rank(place: Place, program: Program) -> int:
     return failure.status
 
 
-def _say(text: str) -> None:
+def _say(command: str, text: str) -> None:
     with contextlib.suppress(BrokenPipeError, _UnwrittenError):
-        _writer(2)(f"shardmath run: {text}\n".encode("utf-8", "backslashreplace"))
+        _writer(2)(f"shardmath {command}: {text}\n".encode("utf-8", "backslashreplace"))
 
 
 class _UnwrittenError(Exception):

@@ -51,10 +51,14 @@ def names() -> dict[str, str]:
 
 
 def missing(name: str) -> list[str]:
-    """The packages that a benchmark imports at its top, and that are not installed."""
+    """The packages that a benchmark imports, at its top or in any case where one of its functions
+    is called, and that are not installed.
+    """
     tree = _parsed(name)
     ours = {path.stem for folder in _folders(tree) for path in folder.rglob("*.py")}
-    packages = _imported(tree) - _neighbours() - ours - sys.stdlib_module_names
+    functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef))
+    imported = _imported(tree).union(*map(_imported, functions))
+    packages = imported - _neighbours() - ours - sys.stdlib_module_names
     return sorted(each for each in packages if find_spec(each) is None)
 
 
@@ -66,8 +70,10 @@ def _neighbours() -> set[str]:
     return {path.stem for path in FOLDER.glob("*.py")}
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """The packages that a benchmark imports at its top, its neighbours among them."""
+def _imported(tree: ast.Module | ast.FunctionDef) -> set[str]:
+    """The packages that a benchmark, or a function of it, imports first of all; its neighbours are
+    among them.
+    """
     modules = [each.names[0].name for each in tree.body if isinstance(each, ast.Import)]
     modules += [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
     return {each.partition(".")[0] for each in modules}

@@ -21,7 +21,7 @@ _BYTES = 16 << 20
 _LONG = 1.0  # seconds that the measurement of one call takes at most, or two calls
 
 
-def main(device: str = "cpu") -> int:
+def main(device: str) -> None:
     """Meet the other ranks; rank 0 prints who they are, and how fast they reach each other.
 
     A rank that cannot start ends with one line that says why.
@@ -47,7 +47,6 @@ def main(device: str = "cpu") -> int:
         ]
         show("Between them", ("what", "is"), rows)
     finalize()
-    return 0
 
 
 def measured(context: DistributedContext, nbytes: int) -> tuple[float, float]:
@@ -86,7 +85,3 @@ def median_seconds(call: Callable[[], object], turns: int = 5) -> float:
 def rate(nbytes: int, seconds: float) -> str:
     """A rate of bytes, in words."""
     return f"{nbytes / seconds / 1e9:.1f} GB/s"
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

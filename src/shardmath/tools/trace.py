@@ -107,7 +107,7 @@ def trace(
     starter = os.getpid()
     records = [_Record(kept) for _ in range(size)]
     traced = _Traced(program.name, program.arguments, program.is_module, records, kernels)
-    status = run(traced, size, threads=threads)
+    status = run(traced, size, threads=threads, command="trace")
     if os.getpid() != starter:
         return status
     told = [record.read() for record in records]
