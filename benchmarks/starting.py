@@ -40,12 +40,15 @@ NUMPY = "import numpy"
 
 
 def main() -> None:
+    # Installed packages come with bytecode; here the first start writes it.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     ours = [sys.executable, "-m", "shardmath", "run", "-n", str(RANKS)]
     ways = {"shardmath run": ours, AS_SRUN: []}
     if found := record.beside_python("mpiexec"):
         ways["mpiexec"] = [found, "-n", str(RANKS), sys.executable]
     if found := record.beside_python("torchrun"):
         ways["torchrun"] = [found, "--nproc-per-node", str(RANKS)]
+    started(ours, READY)
     rows: list[dict[str, Any]] = []
     for name, command in ways.items():
         turns = TURNS if name != "torchrun" else 3  # it takes seconds

@@ -26,7 +26,7 @@ OPTIONS = ("Options", "Preferences", "QuantizationScales")  # ends of the names 
 UNUSED_AT_START = (
     *("logging", "numpy.typing", "pathlib", "urllib"),
     *("shardmath.geometry", "shardmath.group.mpi", "shardmath.group.torch"),
-    *("shardmath.operators", "shardmath.program"),
+    *("shardmath.operators", "shardmath.program", "shardmath.transport.wires"),
 )
 UNUSED_ON_CORES = ("concurrent", "multiprocessing", "scipy", "ducc0", "torch", "triton")
 

@@ -30,11 +30,11 @@ from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
-from shardmath.transport.wires import Channel, Deliver
 
 if TYPE_CHECKING:
     from shardmath.symmetric.accesses import Observer
     from shardmath.symmetric.team import Team
+    from shardmath.transport.wires import Channel, Deliver
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")

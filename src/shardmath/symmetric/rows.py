@@ -39,9 +39,10 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardmath.transport.wires import Channel, Wires
+if TYPE_CHECKING:
+    from shardmath.transport.wires import Channel, Wires
 
 EXCHANGE, BARRIER, STATE, RECOVERY, DECISION, KERNELS, REFUSED, BELL = range(8)  # words
 RUNNING, LEFT, FAILED, MISMATCHED = range(4)  # values of STATE

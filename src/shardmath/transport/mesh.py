@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
+from typing import TYPE_CHECKING
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
@@ -28,7 +29,9 @@ from shardmath.group.links import too_few_descriptors
 from shardmath.group.liveness import GRACE, PeerWatch
 from shardmath.group.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.available import limit_reached
-from shardmath.transport.wires import Wires
+
+if TYPE_CHECKING:
+    from shardmath.transport.wires import Wires
 
 _UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
@@ -118,6 +121,7 @@ class Mesh:
 
     def _wired(self, group: ProcessGroup, address: str) -> Wires:
         from shardmath.transport.far import connect_far
+        from shardmath.transport.wires import Wires
 
         where = "127.0.0.1" if self.real_hosts == 1 else address
         known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
