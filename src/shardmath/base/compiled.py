@@ -12,12 +12,13 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardmath.base import config
+from shardmath.base.immutable import Immutable
 
 
-class Built(NamedTuple):
+class Built(Immutable):
     """What a module is for, and the number that it gives as its INTERFACE, 0 if it gives none.
 
     The number rises when the calls of the module change: one built from older sources is not used.
