@@ -7,6 +7,7 @@ machine, and records what rank 0 returns.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import record
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
 from shardmath.context.context import DistributedContext
+from shardmath.errors import BackendUnavailable
 from shardmath.launch import spawn
 
 Call = Callable[[], object]
@@ -43,8 +45,13 @@ def run(
 def on_ranks(
     measure: Callable[..., Any], ranks: int, *args: Any, timeout: float | None = None
 ) -> Any:
-    """What `measure(context, *args)` returns on rank 0."""
-    return spawn(_measured, ranks, measure, args, timeout=timeout)[0]
+    """What `measure(context, *args)` returns on rank 0. Where a package is missing, this process
+    ends with the line that says which.
+    """
+    try:
+        return spawn(_measured, ranks, measure, args, timeout=timeout)[0]
+    except BackendUnavailable as error:
+        sys.exit(str(error))
 
 
 def _measured(measure: Callable[..., Any], args: Sequence[Any]) -> Any:
