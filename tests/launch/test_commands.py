@@ -173,6 +173,17 @@ def test_tables_of_narrow_terminals_are_whole(monkeypatch, capsys):
     assert text.count("\n") == 5
 
 
+def test_tables_without_rich_fit_a_terminal(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.box", None)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show("Two", ("name", "what"), [("a" * 9, "word " * 20), ("b", "c")])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) in range(30, 41)
+    assert "".join(lines).count("word") == 20
+    assert lines[-1] == "  b          c"
+
+
 def test_tables():
     assert (
         plain("Two", ("a", "long"), [("1", "x"), ("22", "")]) == "Two:\n  a   long\n  1   x\n  22"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
+from shutil import get_terminal_size
 from textwrap import wrap
 
 
@@ -13,7 +14,7 @@ def show(
 ) -> None:
     """Print a table. Cells may have several lines.
 
-    In plain text lines have `most` letters in a cell; a terminal's width sets the columns of rich.
+    In plain text lines have `most` letters in a cell. On a terminal the columns fit its width.
     """
     if sys.stdout.isatty():
         try:
@@ -22,7 +23,7 @@ def show(
             from rich.table import Column, Table
             from rich.text import Text
         except ImportError:
-            pass
+            most = min(most, _room_in_last_column([header, *rows]))
         else:
             # Cells go on in the next line of a narrow terminal: by default they would be cut.
             columns = [Column(text, overflow="fold") for text in header]
@@ -49,6 +50,14 @@ def plain(
         for line in lines
     ]
     return "\n".join([f"{title}:", *(f"  {line}" for line in drawn)])
+
+
+def _room_in_last_column(rows: Sequence[Sequence[str]]) -> int:
+    """How many letters the last column may have on this terminal, 20 at least."""
+    columns = zip(*(row[:-1] for row in rows), strict=True)
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    taken = sum(width + 2 for width in widths)
+    return max(20, get_terminal_size().columns - 2 - taken)
 
 
 def _parts(line: str, most: int) -> list[str]:
