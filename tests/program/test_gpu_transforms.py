@@ -208,10 +208,18 @@ def pipeline_plan(name, size, hosts):
     return plan_of(problem, size, hosts)
 
 
-@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
-@pytest.mark.parametrize("hosts", [1, 2, 3])
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("name", PIPELINES)
+CHUNKINGS = [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)]
+# Each transform has every pair of a number of ranks, a number of hosts and a chunking; all three
+# meet in every third transform.
+PIPELINE_CASES = [
+    (name, size, hosts, CHUNKINGS[(number + turn + hosts) % 3])
+    for number, name in enumerate(PIPELINES)
+    for turn, size in enumerate([2, 3, 8])
+    for hosts in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "size", "hosts", "chunking"), PIPELINE_CASES)
 def test_pipelines(name, size, hosts, chunking):
     """On one host by the push stream, on several by deliveries in parts."""
     parts, wanted, problem = pipeline(name, size)
