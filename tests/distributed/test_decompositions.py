@@ -310,7 +310,7 @@ def test_low_rank_is_the_same_on_any_number_of_ranks(contexts, dtype):
 
 def the_same_bits(context):
     """Of repeated calls; and, but for rounding, of any number of ranks."""
-    a = matrix((500, 200), "float64", "random")
+    a = matrix((250, 100), "float64", "random")
     with context:
         digests = set()
         for _ in range(3):
