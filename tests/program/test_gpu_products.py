@@ -182,12 +182,21 @@ SIDES = {
 }
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 2)])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("turns", [False, True], ids=["", "memory in turns"])
-@pytest.mark.parametrize("name", SIDES)
+HOSTS = [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 2)]
+# Every side has both types; on the same hosts, the next side has the other one.
+INTERVALS = [
+    (name, turns, ("float64", "bfloat16")[(number + index) % 2], hosts)
+    for number, name in enumerate(SIDES)
+    for index, hosts in enumerate(HOSTS)
+    for turns in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "turns", "dtype", "hosts"), INTERVALS)
 def test_many_intervals(name, turns, dtype, hosts, monkeypatch):
-    """Panels come on a stream of their own while others are multiplied."""
+    """Panels come on a stream of their own while others are multiplied; with `turns`, into memory
+    that several use in turn.
+    """
     monkeypatch.setattr(panels, "_FIRST_BYTES", 1 << 8)
     monkeypatch.setattr(panels, "_LEAST", 64)
     monkeypatch.setattr(panels, "_FIRST", 0.0)
@@ -380,10 +389,17 @@ def _small_panels(monkeypatch):
     monkeypatch.setattr(RankPlan, "_passes_over_sums", lambda *_: 0.0)
 
 
+# The large shape is on one, two or three hosts, by the layout; the others are on all of them.
+SCALED = [
+    (layout, shape, hosts)
+    for number, layout in enumerate(float8_cases.LAYOUTS)
+    for shape in SHAPES
+    for hosts in (HOSTS[number % 3 :][:1] if shape == "fitting" else HOSTS)
+]
+
+
 @pytest.mark.usefixtures("_small_panels")
-@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 2)])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", float8_cases.LAYOUTS)
+@pytest.mark.parametrize(("layout", "shape", "hosts"), SCALED)
 def test_products_of_scaled_elements(layout, shape, hosts):
     kinds = cycle([("bfloat16", "C"), ("float32", "F"), ("float16", "C")])
     pairs = list(product(float8_cases.MODES, repeat=2))
@@ -436,13 +452,16 @@ def test_lines_that_come_in_rounds(layout, index, after, monkeypatch):
                 assert abs(each[output("result_amax")][0] - abs(one @ two).max()) <= near
 
 
+RESULTS = [(E4, "bfloat16"), (E5, E5), ("bfloat16", "bfloat16"), ("float32", E4), (E4, None)]
+
+
 @pytest.mark.usefixtures("_small_panels")
 @pytest.mark.parametrize("layout", float8_cases.LAYOUTS)
-@pytest.mark.parametrize(
-    ("result", "addend"),
-    [(E4, "bfloat16"), (E5, E5), ("bfloat16", "bfloat16"), ("float32", E4), (E4, None)],
-)
+@pytest.mark.parametrize(("result", "addend"), RESULTS)
 def test_eight_bit_results_and_addends(layout, result, addend):
+    """Strategies that multiply elements come with every result; those that multiply the numbers
+    that these stand for come in turn, with one result and granularity after the other.
+    """
     several = (list(float8_cases.LAYOUTS).index(layout) + len(result)) % 2
     hosts = ((0, 0, 0, 0), (0, 1, 1, 2))[several]
     shape, rng = (144, 80, 320), np.random.default_rng(8)
@@ -464,7 +483,8 @@ def test_eight_bit_results_and_addends(layout, result, addend):
         if addend == "bfloat16":
             bound = bound + 1e-5
         elements, numbers = eight_bit_strategies(problem)
-        for strategy in [*elements[turn::3], *numbers[turn::5]]:
+        number = 3 * RESULTS.index((result, addend)) + turn
+        for strategy in [*elements[turn::3], numbers[number % len(numbers)]]:
             how = {"hosts": hosts, "orders": ("F" if turn else "C",), "seed": turn}
             results, _ = check_eight_bits(problem, strategy, calls, want, bound, dists, **how)
             for each in results if result in (E4, E5) else ():
