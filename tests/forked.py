@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import loaded  # noqa: F401  (before there are ranks)
+from huge_pages import before_forks
 from serve import name_of, serve
 from shardmath.base import config, current
 from shardmath.group.base import SoloProcessGroup
@@ -56,6 +57,7 @@ class Forked:
     """`size` ranks, which make with `setup` what their functions get."""
 
     def __init__(self, size: int, setup: Callable[[Any], Any]) -> None:
+        before_forks()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         stars = {k: star(k) for k in range(1, size + 1)}

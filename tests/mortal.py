@@ -23,6 +23,7 @@ from typing import Any
 
 import loaded  # noqa: F401  (before there are ranks)
 import shipped
+from huge_pages import before_forks
 from ranks import PATIENCE, Pool
 from shardmath.base import config, current, wire
 from shardmath.context import startup
@@ -73,6 +74,7 @@ class Job:
         variables: Mapping[str, str] | None = None,
         own: Sequence[Mapping[str, str]] = (),
     ) -> None:
+        before_forks()
         self.pids: list[int] = []
         self._pipes: list[int] = []
         ends = star(size)
