@@ -489,12 +489,14 @@ def kept(group):
     """Results that were not right at the end, of programs that keep them, and how many calls bound
     steps to the places of those: each lies where none lies, but perhaps where one lay that was
     dropped.
+
+    A library takes either half of the forms, which has every two of them; the next maker the other.
     """
     context, wrong, most = startup.initialize("cpu", group), [], 0
     rank, size, bind = context.rank, context.size, Cores._bind_step
-    for name, library, side, on_heap, columns in product(
-        MAKERS, (np, torch), SIDES, (False, True), (False, True)
-    ):
+    forms = product(enumerate(MAKERS), enumerate(SIDES), (False, True), (False, True))
+    for (number, name), (which, side), on_heap, columns in forms:
+        library = (np, torch)[(number + which + on_heap + columns) % 2]
         make, dtype = MAKERS[name][0], dtype_of(name)
         x, b = (
             in_memory(library, (side // size, side), dtype, on_heap=on_heap, columns=columns)
