@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
+
 PROGRAM = Path(__file__).parent / "program.py"
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def run(*command: str) -> str:
+def run(python: list[str], *words: str) -> str:
     """What it prints."""
     environment = {"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, check=False
+        [*python, *words], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -24,8 +26,9 @@ def run(*command: str) -> str:
 
 def test_mypy_is_content_with_a_program_of_a_user(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    run("-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(PROGRAM))
+    run([sys.executable], "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(PROGRAM))
 
 
 def test_the_program_runs() -> None:
-    assert run("-m", "shardmath", "run", "-n", "2", str(PROGRAM)).count("DistributedArray") == 2
+    printed = run(preloaded.python(), "-m", "shardmath", "run", "-n", "2", str(PROGRAM))
+    assert printed.count("DistributedArray") == 2
