@@ -21,8 +21,12 @@ from prepared import ROOT, Prepared
 from started import missing
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Other examples run on 1, 3 and 4 ranks; the demo runs the first two on 4.
-SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebook": [1]} | {
+# Other examples run on 1 and 3 ranks, which share nothing evenly; the demo runs two on 4.
+SIZES = {
+    "grid": [1, 3, 4],  # this and the next two have grids of two axes on 4 ranks
+    "heat_with_halos": [1, 3, 4],
+    "redistribution": [1, 3, 4],
+    "notebook": [1],
     "sequence_parallel": ["torchrun"],  # on 2 ranks
     "tensor_parallel": [1, 3, "torchrun"],
     "experts": [],  # torchrun starts it: see tests/launchers
@@ -32,7 +36,7 @@ SIZES = {"digits": [1, 3], "kernel_ridge": [1, 3], "photograph": [1, 3], "notebo
 EXAMPLES = [
     (path, size)
     for path in sorted((ROOT / "examples").glob("*.py"))
-    for size in SIZES.get(path.stem, [1, 3, 4])
+    for size in SIZES.get(path.stem, [1, 3])
 ]
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TIME = re.compile(r"\b\d+(\.\d+)? (ms|us|s)\b")
