@@ -33,8 +33,16 @@ from huge_pages import use_huge_pages
 __all__ = ["Prepared"]
 
 ROOT = Path(__file__).parent.parent.parent
-# The last is what the first step of an optimizer loads.
-LIBRARIES = ("PIL.Image", "ducc0", "scipy.fft", "sklearn.datasets", "torch", "torch._dynamo")
+# The last two are what the first step of an optimizer loads, and the first compilation.
+LIBRARIES = (
+    "PIL.Image",
+    "ducc0",
+    "scipy.fft",
+    "sklearn.datasets",
+    "torch",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+)
 
 
 class Prepared:
