@@ -42,10 +42,10 @@ def use_huge_pages() -> None:
 
 
 def before_forks() -> None:
-    """Called before the ranks of a job are forked: every 16th time, see `use_huge_pages`.
+    """Collapse memory into huge pages again, before every 16th job whose ranks are forked.
 
-    This process grows while tests run, and Linux cuts a huge page of which it writes a part while
-    forked ranks share it. Without this, a fork takes five times as long after some hundred tests.
+    This process grows while tests run, and Linux splits a huge page that is written to while forked
+    ranks share it. Forks would take several times as long after some hundred tests.
     """
     if next(_NUMBERS) % 16 == 0:
         use_huge_pages()

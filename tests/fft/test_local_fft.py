@@ -109,7 +109,7 @@ def test_real_and_back(engine, how, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("name", ["ducc0", "scipy", "numpy"])
 def test_cosines_and_sines(name, dtype, how):
-    """Every kind along every axes has one scale, and all of them in the five orders of memory."""
+    """Each order of memory has one scale for a kind and its axes; all five have all three."""
     turn, kinds = HOWS.index(how), [pair for pair in SERIES.items() if not pair[1].adjoint]
     for number, ((kind, series), axes) in enumerate(itertools.product(kinds, AXES)):
         scale = ("backward", "ortho", "forward")[(number + turn) % 3]

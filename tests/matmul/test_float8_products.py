@@ -130,7 +130,9 @@ def all_cases():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", list(cases.LAYOUTS))
 def test_every_granularity(contexts, size, layout):
-    """Each shape has half of the pairs, and the others in the next layout and on one rank more."""
+    """Each shape has half of the pairs of granularities; in the next layout, or on one rank more,
+    it has the others.
+    """
     library = ("numpy", "torch")[size % 2]
     turn = (list(cases.LAYOUTS).index(layout) + size) % 2
     for number, name in enumerate(("small", "thin")):
@@ -141,7 +143,7 @@ def test_every_granularity(contexts, size, layout):
 
 @pytest.mark.parametrize("layout", list(cases.LAYOUTS))
 def test_blocks_that_ranks_share_out(contexts, thin_contexts, layout):
-    """Each shape has half of the cases, and the others in the next layout."""
+    """Each shape has half of the cases, and in the next layout the others."""
     some, turn = all_cases()[5::3], list(cases.LAYOUTS).index(layout) % 2
     for pool, name, first in ((contexts, "blocks", turn), (thin_contexts, "panels", 1 - turn)):
         found = pool.run(table, "torch", layout, SHAPES[name], some[first::2], ranks=4)

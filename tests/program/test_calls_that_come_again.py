@@ -490,7 +490,7 @@ def kept(group):
     steps to the places of those: each lies where none lies, but perhaps where one lay that was
     dropped.
 
-    A library takes either half of the forms, which has every two of them; the next maker the other.
+    Each library has half of the forms, in which every two properties of a form meet.
     """
     context, wrong, most = startup.initialize("cpu", group), [], 0
     rank, size, bind = context.rank, context.size, Cores._bind_step

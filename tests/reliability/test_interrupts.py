@@ -24,7 +24,7 @@ PARTS = 32  # of all of them
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = VARIABLES | {"SHARDMATH_COMPILED": "0"}
 WAYS = {"compiled": VARIABLES, "in Python": IN_PYTHON}  # the first, where a compiler was
-# Places of each step that are to strike. Most code in Python runs in both ways.
+# Places of each step that are to strike. Most code in Python is executed in both ways.
 SAMPLES = {"compiled": 2, "in Python": 1}
 
 
