@@ -244,7 +244,7 @@ def count(context, name, form, store):
 @pytest.mark.parametrize(("store", "most"), [("heap", 34), ("ordinary", 24)])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_a_new_result_takes_few_steps(contexts, name, form, store, most, size):
-    most = most + 12 * (form == "options")  # which are read each time
+    most = most + 13 * (form == "options")  # which are read each time
     most = most if extension("shardmath.call._direct") else 160
     for names in contexts.run(count, name, form, store, ranks=size):
         assert len(names) <= most, "\n".join(names)
