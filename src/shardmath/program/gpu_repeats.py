@@ -172,8 +172,10 @@ class Replays:
                 return None
             return steps(same, copy)
 
-        home, compiled = None, library_named(library).is_read_by_compiled_code()
-        if template is not None and room is not None and compiled:
+        home = None
+        # On the default stream a copy follows the launch, and what uses the room next follows both.
+        copies = stream == 0 and library_named(library).is_read_by_compiled_code()
+        if template is not None and room is not None and copies:
             at_home = self.places.find((room.address,))
             if at_home is not None and at_home.agreement is agreement:
                 nbytes = template.carried
