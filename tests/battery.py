@@ -388,7 +388,9 @@ def page(found: list[dict[str, Any]], beside: list[dict[str, Any]]) -> str:
         result, other = by_name.get(row.name), busy.get(row.name)
         count, words = ("", "not run") if result is None else (result["tests"], in_words(result))
         loaded = ""
-        if other is not None:
+        if other is not None and not other["tests"]:
+            loaded = "has no short form"
+        elif other is not None:
             loaded = f"{'short form, ' if 'short' in other else ''}{other['tests']} tests: "
             loaded += in_words(other)
         lines.append(f"| {row.name} | {row.what} | {row.asked} | {count} | {words} | {loaded} |\n")
