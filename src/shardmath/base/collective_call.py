@@ -2,10 +2,11 @@
 
 An exception that leaves a call midway (Ctrl-C, an alarm, anything that a signal handler raises)
 would leave this rank one call behind or ahead of its peers, and later calls would be paired with
-the wrong ones. So every public function that communicates is a `collective_call`, and every board
-that it uses is entered on the call's record before a word is published there. Where the call does
-not return, those boards fail, and with them the same call on all ranks; where an exception prevents
-even that, the record stays unfinished, and the next use of the board finds it.
+the wrong ones. So every public function that communicates is a `collective_call`, or `composed` of
+such calls, and every board that it uses is entered on the call's record before a word is published
+there. Where the call does not return, those boards fail, and with them the same call on all ranks;
+where an exception prevents even that, the record stays unfinished, and the next use of the board
+finds it.
 
 An exception is `settled` where all ranks raise it alike, or where a later call still finds the
 ranks in step: it ends the call, and the boards remain usable.
@@ -135,10 +136,10 @@ def differentiable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def composed(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which communicates by the collective calls that it makes, as the user could.
+    """`function`, which communicates only by making collective calls, as a user's function would.
 
-    It is none itself, so compiled code repeats those calls. torch knows it as with
-    `differentiable`.
+    It is not a collective call itself, so that compiled code can repeat each call that it makes.
+    torch has an operator of the same name, as for a `differentiable` function.
     """
     name = function.__name__
 

@@ -8,12 +8,13 @@ from typing import Any
 from shardmath.base.compiled import extension
 from shardmath.cuda.device import Device
 
-Copy = Callable[[int, int, int], None]  # (target, source, bytes)
+Copy = Callable[[int, int, int], None]  # of a target, a source and a number of bytes
 
 
 def copier(device: Device, otherwise: Copy) -> tuple[Any, ...] | Copy:
-    """How direct.c copies memory of the device: addresses of the driver's functions, the context
-    that must be current, the stream, and a function for all other cases; or that function.
+    """How direct.c copies memory of the device: the addresses of the driver's functions that copy
+    and that tell the current context, the context that must be current, the stream, and the
+    function that copies in all other cases. That function alone where launch.c was not built.
     """
     built = extension("shardmath.cuda._launch")
     if built is None or built.COPIES is None:

@@ -95,14 +95,6 @@ class Halo(Immutable, Transfer):
         return f"parts with rims of {' x '.join(map(str, self.widths))}"
 
     @cached_property
-    def crosses(self) -> bool:
-        return any(self.traffic.received)
-
-    @property
-    def stays(self) -> bool:
-        return False
-
-    @cached_property
     def traffic(self) -> Traffic:
         sent, received = [0] * self.layout.size, [0] * self.layout.size
         for rank in range(self.layout.size):

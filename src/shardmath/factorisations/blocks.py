@@ -99,14 +99,6 @@ class LowerTriangle(Immutable, Transfer):
     def kind(self) -> str:
         return "lower triangle"
 
-    @property
-    def crosses(self) -> bool:
-        return any(self.traffic.received)
-
-    @property
-    def stays(self) -> bool:
-        return False
-
     @cached_property
     def traffic(self) -> Traffic:
         sent, received = ([0] * self.blocks.size for _ in range(2))

@@ -110,12 +110,14 @@ class Turn:
 
 Steps = tuple[Callable[[], object] | None, ...]  # see `Direct.bind`
 Copier = tuple[Any, ...] | Callable[[int, int, int], None] | None
-"""How compiled code copies memory: None on cores, on GPUs see `cuda.copies.copier`."""
+"""How compiled code copies memory: None means by memmove; for GPUs see `cuda.copies.copier`."""
 
 
 class Home(NamedTuple):
-    """So many bytes of `memory`, which `steps` write. Results at a place where others have not been
-    `often` are copied from there.
+    """Memory that `steps` write, `nbytes` at `address`, from which a result is copied to its place.
+
+    Once so `often` a result has been copied to one place, steps are bound to that place instead.
+    `memory` keeps the memory alive.
     """
 
     memory: Any

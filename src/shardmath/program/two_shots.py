@@ -403,7 +403,7 @@ class _HostChain(_Pipeline):
 
 
 class _TracedPipeline(_Pipeline):
-    """The same calls, with a span for each of them."""
+    """A pipeline in a traced process, which records a span for each of its calls."""
 
     def reduce(self, number: int) -> None:
         """Reduce a part, in a span that says what is read and written where peers have it."""
@@ -443,7 +443,7 @@ class _TracedPipeline(_Pipeline):
 
 
 class _TracedHostChain(_HostChain):
-    """The same calls, with a span for each of them."""
+    """A chain of hosts in a traced process, which records a span for each of its calls."""
 
     def reduce(self, number: int) -> None:
         """Go on with a part, in a span."""
